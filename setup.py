@@ -25,7 +25,9 @@ CSRC = ROOT / "ops" / "csrc"
 
 
 class BuildPy(build_py):
-    """Copies the sources to deepspeed_gear/ops/csrc; an editable install finds them in the checkout."""
+    """Copies the sources to deepspeed_gear/ops/csrc; an editable install finds them in the
+    checkout.
+    """
 
     def run(self) -> None:
         super().run()
@@ -53,21 +55,25 @@ class BuildPy(build_py):
 
 def environment_of(variable: str) -> None:
     """Make torch and DeepSpeed of the environment that is installed into importable, or end."""
-    # pip's isolated build environment hides the packages of the environment that it installs into; torch's
-    # headers must be that one's, so it is looked up again, behind the build environment's own packages.
+    # pip's isolated build environment hides the packages of the environment that it installs into;
+    # torch's headers must be that one's, so it is looked up again, behind the build environment's
+    # own packages.
     site.addsitedir(sysconfig.get_path("purelib"))
     sys.path.insert(0, str(ROOT))
     try:
         from deepspeed_gear.ops import builder, toolchain  # noqa: F401
     except ImportError as error:
         sys.exit(
-            f"{variable}=1 builds against the torch and DeepSpeed that are installed, but: {error}. "
+            f"{variable}=1 builds against the torch and DeepSpeed that are installed, but: "
+            f"{error}. "
             "Install them first; with other installers than pip, build with --no-build-isolation."
         )
     missing = toolchain.missing_tools()
     if missing:
         sys.exit(
-            f"{variable}=1: {', '.join(missing)}; {' and '.join(missing.values())}, or leave it out."
+            f"{variable}=1: {', '.join(missing)}; {' and '.join(missing.values())}, or leave it "
+            f""
+            f"out."
         )
 
 

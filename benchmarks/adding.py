@@ -1,11 +1,12 @@
-"""CPU time of a step that is added: of one environment or many, published or not, beside other buffers.
+"""CPU time of a step that is added: of one environment or many, published or not, beside other
+buffers.
 
     python benchmarks/adding.py --json F [--quick]
 
-One process and one thread, which adds and, in the last rows, samples in turns. Episodes have 20 or 200 steps,
-those of different environments end at different times, and environments reset in the step after the last one.
-The peers are a ring of NumPy arrays, as CleanRL and Stable-Baselines3 have one, and cpprb where it is
-installed. The performance pages say what the columns mean.
+One process and one thread, which adds and, in the last rows, samples in turns. Episodes have 20 or
+200 steps, those of different environments end at different times, and environments reset in the
+step after the last one. The peers are a ring of NumPy arrays, as CleanRL and Stable-Baselines3 have
+one, and cpprb where it is installed. The performance pages say what the columns mean.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ def micros(action: Callable[[], None], count: int) -> float:
 def adds(
     case: str, steps: Callable[[], EnvironmentSteps], capacity: int, blocks: int, count: int
 ) -> Iterator[Row]:
-    """Measure every system in turns; a row of each, its ratio to the NumPy ring that of the same turns."""
+    """Measure every system in turns; a row of each, its ratio to the NumPy ring that of the same
+    turns.
+    """
     columns = steps().columns["observation"]
     num_envs = len(columns)
     elements = columns[0].size
@@ -202,7 +205,9 @@ def adds(
 
 
 def beside(num_envs: int, blocks: int, count: int) -> Iterator[Row]:
-    """Measure steps and batches of one process that does both in turns, as an off-policy algorithm does."""
+    """Measure steps and batches of one process that does both in turns, as an off-policy algorithm
+    does.
+    """
     steps = partial(EnvironmentSteps, num_envs, (SMALL,), "float32", LONGEST)
     making = {(name, "uniform"): make for name, make in peers(steps, 100_000).items()}
     for sampler in ("uniform", "prioritized"):

@@ -2,9 +2,10 @@
 
     python benchmarks/determinism.py [--json F] [--quick]
 
-For each sampler and seed the first 50 global batches are made in many ways. What is compared is the SHA-256
-over ids, anchors, sample numbers, probabilities, epochs, masks and the bytes of all fields, of each global
-batch, in the order of sample numbers. All must equal those of one rank without accumulation and prefetch.
+For each sampler and seed the first 50 global batches are made in many ways. What is compared is the
+SHA-256 over ids, anchors, sample numbers, probabilities, epochs, masks and the bytes of all fields,
+of each global batch, in the order of sample numbers. All must equal those of one rank without
+accumulation and prefetch.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def cases(quick: bool) -> list[Case]:
 
 
 def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sample numbers of a batch, and everything about each sample as bytes. [B], [B, bytes]."""
+    """Return the sample numbers of a batch, and everything about each sample as bytes. [B], [B,
+    bytes].
+    """
     parts = [
         batch.source,
         batch.trajectory_id,
@@ -140,7 +143,9 @@ def digest_cases(data: Path, chosen: Sequence[Case], count: int) -> list[list[st
 
 
 def run_until_killed(data: Path, chosen: Sequence[Case], before: int, target: Path) -> None:
-    """Make some batches of every case, write the positions, and sample on until the process is killed."""
+    """Make some batches of every case, write the positions, and sample on until the process is
+    killed.
+    """
     replays = [Replay(case.section(data)) for case in chosen]
     result = []
     for case, replay in zip(chosen, replays, strict=True):
@@ -169,7 +174,9 @@ def resume_cases(data: Path, chosen: Sequence[Case], killed: Path, count: int) -
 
 
 def engine_cases(data: Path, chosen: Sequence[Case], count: int, target: Path) -> None:
-    """Make the batches of cases by `engine.gear_sample()` while a model trains, under the launcher."""
+    """Make the batches of cases by `engine.gear_sample()` while a model trains, under
+    the launcher.
+    """
     import deepspeed
 
     import deepspeed_gear
@@ -286,8 +293,9 @@ def run(quick: bool = False, launcher: bool = True) -> list[Row]:
         quick: Fewer cases and batches; under half a minute.
         launcher: Include an engine under DeepSpeed's launcher.
     Returns:
-        A row per sampler, seed and variant, plain batches on one rank first; after those a row per sampler
-        and seed that says whether its batches differ from all others', so that equality means something.
+        A row per sampler, seed and variant, plain batches on one rank first; after those a row per
+        sampler and seed that says whether its batches differ from all others', so that equality
+        means something.
     """
     count = QUICK_BATCHES if quick else NUM_BATCHES
     chosen = cases(quick)

@@ -2,9 +2,9 @@
 
     python benchmarks/exchange.py --json F [--quick] [--parts bandwidth ...]
 
-Needs root: the nodes are namespaces of this machine with virtual links (tests/cluster/cluster.sh), which this
-command brings up and takes down. Whatever is compared runs on the same links in turns. The performance pages
-say what the columns mean.
+Needs root: the nodes are namespaces of this machine with virtual links (tests/cluster/cluster.sh),
+which this command brings up and takes down. Whatever is compared runs on the same links in turns.
+The performance pages say what the columns mean.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def bandwidth_of(name: str, window: str, batch: int, turns: int, scale: float) -
 
 
 class Owner:
-    """One process's prioritized buffer, which answers requests one at a time: a Replay of that process alone.
+    """One process's prioritized buffer, which answers requests one at a time: a Replay of that
+    process alone.
 
     Args:
         load: What it holds.
@@ -232,7 +233,9 @@ class Client:
         self._fresh = torch.from_numpy(fresh_priorities(batch)).unbind()
 
     def step(self, turn: int) -> None:
-        """Take a batch, and send its new priorities without waiting for an answer, but for the one before."""
+        """Take a batch, and send its new priorities without waiting for an answer, but for the one
+        before.
+        """
         _, _, reported = rpc.rpc_sync("worker0", owner_sample)
         if self._update is not None:
             self._update.wait()
@@ -252,8 +255,8 @@ def prioritized_of(
     """Take prioritized batches and update them, of gear and of one owner, in turns.
 
     Returns:
-        Of each block: gear's batches a second of all ranks by prefetch, and this rank's of the owner; gear's
-        exchanges and bytes a step.
+        Of each block: gear's batches a second of all ranks by prefetch, and this rank's of the
+        owner; gear's exchanges and bytes a step.
     """
     load = workload("W1", scale)
     world = dist.get_world_size()
@@ -319,7 +322,9 @@ def bandwidth(run: Nodes, quick: bool) -> Iterator[Row]:
 
 
 def prioritized(run: Nodes, quick: bool) -> Iterator[Row]:
-    """Compare prioritized batches and their updates with those of one owner that is asked over RPC."""
+    """Compare prioritized batches and their updates with those of one owner that is
+    asked over RPC.
+    """
     arguments = (32, 1, 10, 0.1, 0.01) if quick else (256, 25, 400, 1.0, 0.1)
     found = run.run("exchange:prioritized_of", *arguments, count=2)
     blocks = np.array([rank["owner"] for rank in found])

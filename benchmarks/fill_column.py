@@ -1,11 +1,13 @@
-"""Fill a column of stored responses by a forward pass: this package, and TransferQueue in its environment.
+"""Fill a column of stored responses by a forward pass: this package, and TransferQueue in its
+environment.
 
     python benchmarks/fill_column.py [--responses 2048] [--tokens 512] [--repeats 5] [--rounds 3]
 
-Both read the tokens of the responses that lack the column, in packs of at most 32,768 tokens, and write a
-value per token back. The forward pass itself is a constant: only the data path is timed. TransferQueue has no
-packing: its sequences are concatenated in their order. It is timed with a read and a write for every 64
-responses, about a pack, and with one of each for all. Printed: medians, and times over this package's.
+Both read the tokens of the responses that lack the column, in packs of at most 32,768 tokens, and
+write a value per token back. The forward pass itself is a constant: only the data path is timed.
+TransferQueue has no packing: its sequences are concatenated in their order. It is timed with a read
+and a write for every 64 responses, about a pack, and with one of each for all. Printed: medians,
+and times over this package's.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def transfer_queue(rows: list[np.ndarray], batch: int) -> System:
     from peers.tq import jagged, start
     from tensordict import TensorDict
 
-    (client, close), held, turns = start(), list[Any](), list[int]()
+    (client, close) = start()
+    held = list[Any]()
+    turns = list[int]()
 
     def add() -> None:
         while held:
@@ -120,7 +124,8 @@ def copies(rows: list[np.ndarray]) -> System:
             size = min(PACK, total - first)
             for out in wide:  # tokens, and targets
                 out[:size] = tokens[at]
-            masks[0, :size], masks[1, :size] = flags[at], mask[at]
+            masks[0, :size] = flags[at]
+            masks[1, :size] = mask[at]
             column[at] = np.full(size, -1.0, np.float32)
         return total
 

@@ -1,10 +1,11 @@
-"""What is paid besides the op: the parts of Replay.sample(), the goals of hindsight, opening a data set.
+"""What is paid besides the op: the parts of Replay.sample(), the goals of hindsight, opening a data
+set.
 
     python benchmarks/fixed_cost.py [--json F] [--quick]
 
-Every part is timed by itself, without the parts that it calls. "warm": windows of 20, B = 32, a batch that
-fits the caches. "cold": whole trajectories, B = 512, where every batch has driven the interpreter, NumPy and
-the tree out of the caches before the next call.
+Every part is timed by itself, without the parts that it calls. "warm": windows of 20, B = 32, a
+batch that fits the caches. "cold": whole trajectories, B = 512, where every batch has driven the
+interpreter, NumPy and the tree out of the caches before the next call.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Timers:
 
     @contextmanager
     def over(self, parts: Sequence[tuple[Any, str, str]]) -> Iterator[None]:
-        """Time functions, wherever they are called from: the owner, the name and the title of each."""
+        """Time functions, wherever they are called from: the owner, the name and the
+        title of each.
+        """
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
         try:
             for owner, name, part in parts:
@@ -107,7 +110,9 @@ def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str,
 
 
 def goals_us(batch_size: int, count: int) -> float:
-    """Return the time of drawing the goals of a batch, where hindsight relabels four of five samples."""
+    """Return the time of drawing the goals of a batch, where hindsight relabels four of five
+    samples.
+    """
     columns = [
         Column("goal", "float32", (3,), rows="T+1"),
         Column("reward", "float32", (), "reward"),
@@ -128,7 +133,9 @@ def goals_us(batch_size: int, count: int) -> float:
 
 
 def opening_us(sampler: dict[str, str], num_trajectories: int, count: int) -> float:
-    """Return the time of `Replay()` over a data set of trajectories of 10 steps, until it can sample."""
+    """Return the time of `Replay()` over a data set of trajectories of 10 steps, until it can
+    sample.
+    """
     columns = [Column("observation", "float32", (4,)), Column("reward", "float32")]
     rows = {"observation": np.zeros((10, 4), np.float32), "reward": np.zeros(10, np.float32)}
     with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,9 @@ def alone(name: str, window: str, batch_size: int, scale: float, repeats: int) -
 
 
 def at_once(ranks: int, name: str, window: str, batch_size: int, scale: float, repeats: int) -> Row:
-    """Measure ranks that sample at once, each `batch_size` samples, against as many memcpy loops at once."""
+    """Measure ranks that sample at once, each `batch_size` samples, against as many memcpy loops at
+    once.
+    """
     found = run_ranks(ranks, on_a_rank, name, window, batch_size, scale, repeats)
     ms, cpu = of_ranks(found)
     what = "two_ranks" if ranks == 2 else f"{ranks}_ranks"

@@ -1,12 +1,12 @@
 """What replay costs on one GPU, every figure against a ceiling that is measured in the same run.
 
-    python benchmarks/gpu.py --json F                         all; exit code 2 where torch sees no CUDA device
-    python benchmarks/gpu.py --figures gather steps           some of them
-    python benchmarks/gpu.py --figures host --tables small    of tables in host memory, the small one
-    python benchmarks/gpu.py --device cpu --smoke             tiny sizes; the numbers mean nothing
+    python benchmarks/gpu.py --json F                       # all; exit code 2 without a CUDA device
+    python benchmarks/gpu.py --figures gather steps         # some of them
+    python benchmarks/gpu.py --figures host --tables small  # the small table in host memory
+    python benchmarks/gpu.py --device cpu --smoke           # tiny sizes; the numbers mean nothing
 
-The GPU page says what the figures are. A figure that fails is a row with its error, and the exit code is 1; a
-bound that is not met is only told.
+The GPU page says what the figures are. A figure that fails is a row with its error, and the exit
+code is 1; a bound that is not met is reported only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def figures(
 
 
 def measured(name: str, figure: Figure) -> Iterator[Row]:
-    """Give the rows of a figure; where it fails, a row with the error behind those that it has given."""
+    """Give the rows of a figure; where it fails, a row with the error behind those that it has
+    given.
+    """
     try:
         yield from figure()
     except Exception as error:
@@ -115,7 +117,8 @@ def main() -> None:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             print(
-                f"gpu.py: error: torch {torch.__version__} sees no CUDA device, and these figures need one; "
+                f"gpu.py: error: torch {torch.__version__} sees no CUDA device, and these "
+                f"figures need one; "
                 "--device cpu --smoke runs the code without them",
                 file=sys.stderr,
             )

@@ -1,4 +1,6 @@
-"""Figures of a table in the memory of the device: gather, draws, updates, adds, captured steps, sums."""
+"""Figures of a table in the memory of the device: gather, draws, updates, adds, captured steps,
+sums.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,8 @@ class Sizes:
         replays: Of the captured step in a block.
         envs: Transitions of an add, one of each environment.
         rewarded: Trajectories whose returns are summed.
-        simulated: Environments of a simulator on the device, and the bounds in us: of the add of a step of
-            each, and of one with a sample and an update.
+        simulated: Environments of a simulator on the device, and the bounds in us: of the add of a
+            step of each, and of one with a sample and an update.
         episode: Steps of an episode of the simulator.
     """
 
@@ -406,7 +408,9 @@ def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float
 
 
 def _sums(clock: Clock, sizes: Sizes) -> Iterator[Row]:
-    """Give n-step returns of n = 10 and B = 256, and returns-to-go of trajectories of 1,000 steps."""
+    """Give n-step returns of n = 10 and B = 256, and returns-to-go of trajectories of
+    1,000 steps.
+    """
     count = 256
     n = 10
     steps = 1000

@@ -1,7 +1,7 @@
 """Figures of memory of the host that kernels of the device read in place.
 
-Launches are those of a Replay: its number of blocks, samples in the order of their rows. A kernel over the
-whole device, a sequential read and a copy of pinned memory in one piece stand beside them.
+Launches are those of a Replay: its number of blocks, samples in the order of their rows. A kernel
+over the whole device, a sequential read and a copy of pinned memory in one piece stand beside them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ def _records(rows: Tensor) -> Tensor:
 
 
 def collections(clock: Clock, sizes: Sizes) -> Iterator[Row]:
-    """Tables of every size: rows by every way against what reads or copies the same memory in one piece."""
+    """Tables of every size: rows by every way against what reads or copies the same memory in one
+    piece.
+    """
     for num_bytes in sizes.tables:
         free = available_bytes()
         if num_bytes * 1.2 > free:
@@ -226,7 +228,9 @@ def _collections_of(
 
 
 def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
-    """What a training step takes longer while batches are gathered beside it, on a stream of their own."""
+    """What a training step takes longer while batches are gathered beside it, on a stream of their
+    own.
+    """
     side, num_matmuls = sizes.matmul
     dtype = torch.bfloat16 if clock.is_cuda else torch.float32
     a, b, c = (torch.ones(side, side, dtype=dtype, device=clock.device) for _ in range(3))

@@ -2,8 +2,8 @@
 
     python benchmarks/ingest.py --json F [--quick] [--parts add ...]
 
-One core per process: writers are actors that attach to the store of this process. The performance pages say
-what the columns mean.
+One core per process: writers are actors that attach to the store of this process. The performance
+pages say what the columns mean.
 """
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ def actions(num_envs: int, rounds: int) -> Row:
     """Measure a closed loop: one process of simulators, one of a policy that only multiplies.
 
     Returns:
-        Actions per second, the time of a round, and of the wait from `act` to its answer, in microseconds.
+        Actions per second, the time of a round, and of the wait from `act` to its answer, in
+        microseconds.
     """
     config = {
         "shared_memory": {"prefix": PREFIX},

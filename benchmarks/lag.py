@@ -1,10 +1,11 @@
-"""Lag, idle time and lost work where generation takes simulated time, beside what `gear simulate` predicts.
+"""Lag, idle time and lost work where generation takes simulated time, beside what `gear simulate`
+predicts.
 
 python benchmarks/lag.py --predict benchmarks/results/lag_predicted.json
 python benchmarks/lag.py --predicted benchmarks/results/lag_predicted.json [--json F]
 
-Lengths are log-normal (sigma 1.2), the same for each rule. Workers and the rank are real processes on a real
-table that wait instead of generating and training.
+Lengths are log-normal (sigma 1.2), the same for each rule. Workers and the rank are real processes
+on a real table that wait instead of generating and training.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def lengths_by_number() -> Lengths:
 
 
 def work(config: dict[str, Any], lengths: Lengths, held_s: Any, lost: Any) -> None:
-    """Hold up to `PACE.concurrency` leases, each until its longest response is there, until the run ends."""
+    """Hold up to `PACE.concurrency` leases, each until its longest response is there, until the run
+    ends.
+    """
     with RolloutWorker.attach(config) as worker:
         held = list[tuple[float, int, Any]]()
         before = time.monotonic()
@@ -94,7 +97,9 @@ def work(config: dict[str, Any], lengths: Lengths, held_s: Any, lost: Any) -> No
 
 
 def run(order: str, late: str, batches: int, lengths: Lengths) -> Prediction:
-    """Wait for so many rollout batches as long as generating and training takes; return what was seen."""
+    """Wait for so many rollout batches as long as generating and training takes; return what was
+    seen.
+    """
     start = multiprocessing.get_context("fork")
     shared = [(start.Value("d", 0.0), start.Value("q", 0)) for _ in range(PACE.workers)]
     lags = list[float]()

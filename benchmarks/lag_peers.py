@@ -1,12 +1,14 @@
-"""The rules for slow groups of this package, of TRL and of AReaL, over equal leases in virtual time.
+"""The rules for slow groups of this package, of TRL and of AReaL, over equal leases in virtual
+time.
 
     pip download --no-deps -d wheels areal==1.0.4 trl==1.16.0
     python benchmarks/lag_peers.py --wheels wheels --json F
 
-This package's rule is its ledger, as `gear simulate` drives it. TRL's is its `RolloutQueueDataset`, which
-drops what is too old when a batch asks for it; AReaL's its `StalenessManager`, which admits by a count. Both
-are read out of their wheels at run time; around them stand only their limits of what runs, and their order of
-consumption. Lengths are log-normal (sigma 1.2), equal for all; a group takes as long as its longest response.
+This package's rule is its ledger, as `gear simulate` drives it. TRL's is its `RolloutQueueDataset`,
+which drops what is too old when a batch asks for it; AReaL's its `StalenessManager`, which admits
+by a count. Both are read out of their wheels at run time; around them stand only their limits of
+what runs, and their order of consumption. Lengths are log-normal (sigma 1.2), equal for all; a
+group takes as long as its longest response.
 """
 
 from __future__ import annotations
@@ -160,7 +162,9 @@ class Trl(_Numbered):
 
 
 class Areal(_Numbered):
-    """AReaL: as many groups run as its manager admits; a batch has the oldest of what is complete."""
+    """AReaL: as many groups run as its manager admits; a batch has the oldest of what
+    is complete.
+    """
 
     def __init__(self, wheel: Path) -> None:
         super().__init__()
@@ -282,7 +286,9 @@ class Run:
 
 
 def kolmogorov_smirnov(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """Return the largest distance of two samples' distributions, and what it exceeds with a chance of 1%."""
+    """Return the largest distance of two samples' distributions, and what it exceeds with a chance
+    of 1%.
+    """
     at = np.sort(np.concatenate((one, other)))
     shares = [
         np.searchsorted(np.sort(sample), at, side="right") / len(sample) for sample in (one, other)

@@ -1,10 +1,12 @@
 """Steps per second of the *_device.py examples, beside the programs of LeanRL and CleanRL.
 
-    python benchmarks/lean.py --lean FOLDER --cleanrl FOLDER --peer-python P --json F [--compile] [--quick]
+    python benchmarks/lean.py --lean FOLDER --cleanrl FOLDER --peer-python P --json F [--compile]
+    [--quick]
 
-The peers run from their own checkouts, unchanged, by an interpreter that has their packages (gymnasium 0.29,
-torch, tyro, tqdm, wandb, tensorboard, torchrl, tensordict). Without a folder its programs are left out. Where
-torch sees a GPU, LeanRL's and these examples also run with `--cudagraphs`, alone and compiled.
+The peers run from their own checkouts, unchanged, by an interpreter that has their packages
+(gymnasium 0.29, torch, tyro, tqdm, wandb, tensorboard, torchrl, tensordict). Without a folder its
+programs are left out. Where torch sees a GPU, LeanRL's and these examples also run with
+`--cudagraphs`, alone and compiled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Time a program between two steps of its vector environments: lean_clock.py FIRST LAST PROGRAM OPTION...
+"""Time a program between two steps of its vector environments: lean_clock.py FIRST LAST PROGRAM
+OPTION...
 
 It needs gymnasium and nothing else, so it runs under the interpreter of any program that steps a
-SyncVectorEnv. The last line is JSON: seconds, and seconds of the process's CPU time, from the begin of step
-FIRST to that of step LAST, where the program ends.
+SyncVectorEnv. The last line is JSON: seconds, and seconds of the process's CPU time, from the begin
+of step FIRST to that of step LAST, where the program ends.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ RANKS_BOUND = 0.05
 
 
 def memory_of_rank(scale: float) -> dict[str, int]:
-    """Hold W1, touch all of it by sampling, and read what the kernel counts for this process. Collective."""
+    """Hold W1, touch all of it by sampling, and read what the kernel counts for this process.
+    Collective.
+    """
     before = proportional_memory()
     stored = workload("W1", scale)
     with stored.replay("whole", 8 * dist.get_world_size()) as replay:
@@ -31,7 +33,9 @@ def memory_of_rank(scale: float) -> dict[str, int]:
 
 
 def proportional_memory() -> dict[str, int]:
-    """Return this process's share of memory in bytes: a page that n processes map counts 1/n in each."""
+    """Return this process's share of memory in bytes: a page that n processes map counts 1/n in
+    each.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return {key: found[key] for key in ("Pss", "Pss_Shmem", "Pss_Anon")}

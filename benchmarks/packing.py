@@ -1,15 +1,17 @@
-"""Packing: plans of this planner and of other systems, and the time of a micro batch (packing_micro.py).
+"""Packing: plans of this planner and of other systems, and the time of a micro batch
+(packing_micro.py).
 
     pip download --no-deps -d wheels verl==0.9.1 openrlhf==0.11.2 areal==1.0.4 trl==1.16.0
     python benchmarks/packing.py --wheels wheels --json F [--quick]
 
-K is the number of micro batches of a rank, `least` a lower bound (tokens / budget, or trajectories of more
-than half a budget; and what ranks they go to). `imbalance` is what the slowest rank of each micro step costs,
-summed, / the mean over the ranks, minus 1: so a smaller K cannot hide slower steps. A trajectory of l tokens
-costs 24576 l + l^2, a transformer of hidden size 4,096. `ms` is CPU time of one thread, the least of several
-turns: of the whole plan, and of one rank, where a system splits the batch first and its ranks then pack their
-own parts (without the collectives by which they agree on K; here every rank makes the whole plan, with none).
-Peers are read out of the wheels in `--wheels`; without it this planner is measured alone.
+K is the number of micro batches of a rank, `least` a lower bound (tokens / budget, or trajectories
+of more than half a budget; and what ranks they go to). `imbalance` is what the slowest rank of each
+micro step costs, summed, / the mean over the ranks, minus 1: so a smaller K cannot hide slower
+steps. A trajectory of l tokens costs 24576 l + l^2, a transformer of hidden size 4,096. `ms` is CPU
+time of one thread, the least of several turns: of the whole plan, and of one rank, where a system
+splits the batch first and its ranks then pack their own parts (without the collectives by which
+they agree on K; here every rank makes the whole plan, with none). Peers are read out of the wheels
+in `--wheels`; without it this planner is measured alone.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ BOUNDS = {("log-normal", 8): Bounds(1, 0.002, 1.0), ("log-normal", 64): Bounds(0
 
 
 def log_normal(random: np.random.Generator, count: int) -> np.ndarray:
-    """Return lengths of groups of 8 responses, 3.1k tokens on average, to prompts of 100 to 600 tokens."""
+    """Return lengths of groups of 8 responses, 3.1k tokens on average, to prompts of 100 to 600
+    tokens.
+    """
     prompts = random.integers(100, 600, count // 8).repeat(8)
     responses = np.exp(random.normal(7.6, 0.9, count)).astype(int) + 1
     return np.minimum(prompts + responses, 12288)

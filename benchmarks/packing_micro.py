@@ -1,11 +1,11 @@
 """What a packed micro batch costs: the op against a loop of memcpy, and everything around the op.
 
-The rows are those of the micro batches of real steps. `limit` copies the same rows of the same columns by
-memcpy, a piece for each trajectory and column, into buffers that are used again. `op` is `pack_` into the
-same buffers; both take turns over all packs, which are more than a core's caches hold. Tokens become int64
-and are written twice, as inputs and as targets, which no memcpy does. `micro` is the next micro batch of a
-step as a program takes it, from the packing plan's list to its tensors, which lie in new memory; `over_us` is
-`micro` less the op.
+The rows are those of the micro batches of real steps. `limit` copies the same rows of the same
+columns by memcpy, a piece for each trajectory and column, into buffers that are used again. `op` is
+`pack_` into the same buffers; both take turns over all packs, which are more than a core's caches
+hold. Tokens become int64 and are written twice, as inputs and as targets, which no memcpy does.
+`micro` is the next micro batch of a step as a program takes it, from the packing plan's list to its
+tensors, which lie in new memory; `over_us` is `micro` less the op.
 """
 
 from __future__ import annotations
@@ -189,7 +189,9 @@ class _Pack:
 
 
 def _ops_and_limits(packs: Sequence[_Pack]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the microseconds of op and memcpy of each pack, medians of turns over all packs. [packs]."""
+    """Return the microseconds of op and memcpy of each pack, medians of turns over all packs.
+    [packs].
+    """
     times = np.empty((2, TURNS, len(packs)))
     for turn in range(TURNS):
         for which in (turn % 2, 1 - turn % 2):

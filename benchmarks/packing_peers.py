@@ -1,7 +1,9 @@
-"""Packing planners of other systems, read out of their wheels at run time; nothing of theirs is kept here.
+"""Packing planners of other systems, read out of their wheels at run time; nothing of theirs is
+kept here.
 
-A planner splits a batch over ranks, and then each rank makes its packs; what ranks agree on by collectives
-is computed in one process. Only functions that need neither a GPU nor process groups are loaded.
+A planner splits a batch over ranks, and then each rank makes its packs; what ranks agree on by
+collectives is computed in one process. Only functions that need neither a GPU nor process groups
+are loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Plan = list[Parts]  # the packs of each rank
 
 
 class Peer(NamedTuple):
-    """A planner: `split` gives each rank its trajectories, `pack` makes the packs of all ranks of them."""
+    """A planner: `split` gives each rank its trajectories, `pack` makes the packs of all ranks of
+    them.
+    """
 
     name: str
     split: Callable[[list[int], int], Parts]
@@ -35,7 +39,8 @@ class Peer(NamedTuple):
 
 
 def load_names(wheel: Path, member: str, names: Sequence[str], **given: Any) -> SimpleNamespace:
-    """Load some functions and classes of a module in a wheel, without the rest of it and its imports.
+    """Load some functions and classes of a module in a wheel, without the rest of it and its
+    imports.
 
     Args:
         wheel: File of the wheel.
@@ -55,7 +60,8 @@ def load_names(wheel: Path, member: str, names: Sequence[str], **given: Any) -> 
     if missing:
         raise SystemExit(f"{wheel} has no {', '.join(sorted(missing))} in {member}")
     for node in found:
-        # Annotations name types that are not imported; a decorator that compiles would be another package.
+        # Annotations name types that are not imported; a decorator that compiles would be another
+        # package.
         node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) == "dataclass"]
     modules = (bisect, copy, heapq, itertools, math)
     space: dict[str, Any] = {module.__name__: module for module in modules}
@@ -77,7 +83,9 @@ def load_peers(folder: Path) -> list[Peer]:
 
 
 def _verl(wheel: Path, version: str) -> Peer:
-    """Split by cost with equal counts; then as few packs as all ranks can keep within the budget."""
+    """Split by cost with equal counts; then as few packs as all ranks can keep within
+    the budget.
+    """
     names = ("calculate_workload", "ceildiv", "get_seqlen_balanced_partitions", "karmarkar_karp")
     verl = load_names(wheel, "verl/utils/seqlen_balancing.py", names)
 
@@ -112,7 +120,9 @@ def _verl(wheel: Path, version: str) -> Peer:
 
 
 def _areal(wheel: Path, version: str) -> Peer:
-    """Split by tokens with equal counts; first-fit decreasing, again until all ranks have as many packs."""
+    """Split by tokens with equal counts; first-fit decreasing, again until all ranks have as many
+    packs.
+    """
     names = ("_ffd_allocate", "ffd_allocate", "balanced_greedy_partition")
     areal = load_names(wheel, "areal/utils/seqpack.py", names)
 
@@ -133,7 +143,9 @@ def _areal(wheel: Path, version: str) -> Peer:
 
 
 def _openrlhf(wheel: Path, version: str) -> Peer:
-    """Split by alternating long and short; the first-fit count of the fullest rank, balanced by tokens."""
+    """Split by alternating long and short; the first-fit count of the fullest rank, balanced by
+    tokens.
+    """
     names = ("karmarkar_karp", "get_seqlen_balanced_partitions", "get_minimum_num_micro_batch_size")
     balancing = load_names(wheel, "openrlhf/utils/seqlen_balancing.py", names)
     plain = {

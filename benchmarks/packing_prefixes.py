@@ -1,10 +1,12 @@
-"""What a training step gains where packs hold a group's prompt once: `"prefix": "share"` of `gear.pack`.
+"""What a training step gains where packs hold a group's prompt once: `"prefix": "share"` of
+`gear.pack`.
 
     python benchmarks/packing_prefixes.py [--quick]
 
-Groups of 8 responses of 200 tokens to a prompt of 400; a small Qwen2 with sdpa attention, forward and
-backward of all micro batches of a step, in turns with and without. `tokens_per_s` counts the tokens of the
-trajectories, so that both do the same work; `rows` are the places that the model computes.
+Groups of 8 responses of 200 tokens to a prompt of 400; a small Qwen2 with sdpa attention, forward
+and backward of all micro batches of a step, in turns with and without. `tokens_per_s` counts the
+tokens of the trajectories, so that both do the same work; `rows` are the places that the model
+computes.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def section(prefix: str, size: Mapping[str, int]) -> dict[str, Any]:
 
 
 def measure_prefixes(quick: bool) -> list[Row]:
-    """Return a row without and one with shared prefixes: the least time of some steps, taken in turns."""
+    """Return a row without and one with shared prefixes: the least time of some steps, taken in
+    turns.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     size = dict(zip(("prompt", "response", "tokens"), (PROMPT, RESPONSE, TOKENS), strict=True))

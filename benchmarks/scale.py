@@ -2,14 +2,15 @@
 
     python benchmarks/scale.py [--nodes 1 2 4 ...] [--json F] [--quick]
 
-The plan is pure: every node computes all coordinates, resolves those of its own part, and works out which
-resolutions and rows go where. So one process plans as one node of a thousand does. What the others would say
-is made beforehand and nothing is sent: what the transport takes for each message is not in the times. Before
-each plan the caches are filled with something else, as by a training step; `warm_ms` is without that.
+The plan is pure: every node computes all coordinates, resolves those of its own part, and works out
+which resolutions and rows go where. So one process plans as one node of a thousand does. What the
+others would say is made beforehand and nothing is sent: what the transport takes for each message
+is not in the times. Before each plan the caches are filled with something else, as by a training
+step; `warm_ms` is without that.
 
-Every node holds trajectories of 1,000 steps, which are equally likely; a sample is a window of the latest 20
-steps of observation, action and reward; each rank is a replica, and the first of a node plans for all of its
-ranks.
+Every node holds trajectories of 1,000 steps, which are equally likely; a sample is a window of the
+latest 20 steps of observation, action and reward; each rank is a replica, and the first of a node
+plans for all of its ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class Items(ItemMasses):
 
 
 class Wire:
-    """Stands in for a NodeChannel: takes what is sent, and hands out what has been made beforehand."""
+    """Stands in for a NodeChannel: takes what is sent, and hands out what has been made
+    beforehand.
+    """
 
     def __init__(self, index: int, count: int) -> None:
         self.index = index
@@ -240,10 +243,8 @@ class Node:
         others = wanted[np.argsort(owner, kind="stable")]
         records = np.zeros((len(others), 8), np.int64)
         records[:, Resolution.ID] = batch.coordinates[others] // STEPS
-        records[:, Resolution.SLOT], records[:, Resolution.ANCHOR] = (
-            batch.slot[others],
-            batch.anchor[others],
-        )
+        records[:, Resolution.SLOT] = batch.slot[others]
+        records[:, Resolution.ANCHOR] = batch.anchor[others]
         records[:, Resolution.NUM_STEPS] = STEPS
         everyone = (
             torch.ones(1, 1, dtype=torch.int64),
@@ -315,7 +316,8 @@ def time_plans(
         node: Whose plan it is.
         batches: What to plan.
         timers: Of the parts.
-        cold: Whether something else has filled the caches before each plan, as a training step does.
+        cold: Whether something else has filled the caches before each plan, as a training step
+            does.
     """
     found: list[dict[str, float]] = []
     plan = timers.wrap(REST, node.plan)
@@ -360,7 +362,9 @@ def run_one(num_nodes: int, ranks: int, samples: int, repeats: int) -> Row:
 
 
 def judge(rows: Sequence[Row], ranks: int, samples: int) -> None:
-    """Add what is asked for: the largest plan within its bound, no growth beyond that of the batch."""
+    """Add what is asked for: the largest plan within its bound, no growth beyond that
+    of the batch.
+    """
     first = next((row for row in rows if row["nodes"] > 1), rows[0])
     for row in rows:
         row.update(growth=row["us_a_sample"] / first["us_a_sample"], growth_bound=1.0)

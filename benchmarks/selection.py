@@ -3,9 +3,9 @@
     python benchmarks/selection.py --json F                one thread: batches, memory
     python benchmarks/selection.py --ranks 2 --json F      also: ranks at once on one store
 
-A batch is sampled, gathered and weighted, and its priorities are updated. The performance pages say what the
-columns mean. B are the samples of a batch on each rank; ms with several ranks are wall time over the batches
-of all. cpprb is judged by this project's time over its own.
+A batch is sampled, gathered and weighted, and its priorities are updated. The performance pages say
+what the columns mean. B are the samples of a batch on each rank; ms with several ranks are wall
+time over the batches of all. cpprb is judged by this project's time over its own.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def first_priorities(num_items: int) -> np.ndarray:
 
 
 class Stepped:
-    """A buffer whose batches are taken one after the other, perhaps with new priorities for each."""
+    """A buffer whose batches are taken one after the other, perhaps with new priorities
+    for each.
+    """
 
     def __init__(self, made: Buffer, sampler: str, batch: int) -> None:
         self.made = made
@@ -92,7 +94,9 @@ class Gear(Stepped):
             self._set_first(content.num_items, content.num_steps)
 
     def _set_first(self, num_items: int, num_steps: int) -> None:
-        """Set the first priorities, in parts that the log has room for; all ranks sample between them."""
+        """Set the first priorities, in parts that the log has room for; all ranks sample between
+        them.
+        """
         values = first_priorities(num_items)
         for begin in range(0, num_items, _CHUNK):
             self.replay.sample()
@@ -159,7 +163,9 @@ def alone(sampler: str, batch: int, scale: float, repeats: int) -> list[Row]:
 
 
 def at_once(ranks: int, batch: int, scale: float, repeats: int) -> Row:
-    """Measure ranks of a node on one store, each with batches of its own, against as many limits at once."""
+    """Measure ranks of a node on one store, each with batches of its own, against as many limits at
+    once.
+    """
     ms, cpu = of_ranks(run_ranks(ranks, on_a_rank, batch, scale, repeats))
     case = {"what": "ranks", "system": "", "sampler": "prioritized", "B": batch, "ranks": ranks}
     row = against_limit({**case, "items": workload("W2", scale).num_items}, "system", ms)["gear"]

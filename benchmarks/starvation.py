@@ -1,9 +1,10 @@
-"""Whether every item of a large table is drawn as often as it should be: chi-square over 2^25 items.
+"""Whether every item of a large table is drawn as often as it should be: chi-square over 2^25
+items.
 
     python benchmarks/starvation.py [--json F] [--draws-per-item 24] [--quick]
 
-A float32 tree over as many equal priorities never draws more than a quarter of them. With 24 draws per item
-an unbiased sampler leaves an item out with a probability of 0.0013 in the whole run.
+A float32 tree over as many equal priorities never draws more than a quarter of them. With 24 draws
+per item an unbiased sampler leaves an item out with a probability of 0.0013 in the whole run.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
         counts: How often each item was drawn. [items], int.
         seconds: That it took.
     Returns:
-        `chi2` is the sum of (count - expected)^2 / expected, with items - 1 degrees of freedom; `p` the
-        probability of one at least as far from its mean, if all items are equally likely (None for an epoch,
-        which is not random in what it visits); `smallest_expected` the count that the rarest of so many items
-        has, typically; `starved` the number of items that were never drawn.
+        `chi2` is the sum of (count - expected)^2 / expected, with items - 1 degrees of freedom; `p`
+        the probability of one at least as far from its mean, if all items are equally likely (None
+        for an epoch, which is not random in what it visits); `smallest_expected` the count that the
+        rarest of so many items has, typically; `starved` the number of items that were never drawn.
     """
     expected = counts.sum() / len(counts)
     chi2 = float(np.square(counts - expected).sum() / expected)
@@ -67,7 +68,9 @@ def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
 
 
 def rarest(items: int, expected: float) -> int:
-    """Return the count that the rarest of many Poisson items has: its expected number reaches one half."""
+    """Return the count that the rarest of many Poisson items has: its expected number reaches one
+    half.
+    """
     count = 0
     probability = math.exp(-expected)
     below = 0.0
@@ -133,7 +136,9 @@ def of_epoch(items: int, chunk: int) -> Row:
 
 
 def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
-    """Test trajectories of one step each on the ops that a stream uses: the tree, the draws, the descent."""
+    """Test trajectories of one step each on the ops that a stream uses: the tree, the draws, the
+    descent.
+    """
     begin = time.monotonic()
     ops = load_backend("cpu")
     sums = torch.zeros(tree_size(items), dtype=torch.int64)

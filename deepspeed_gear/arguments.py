@@ -1,5 +1,5 @@
-"""Checks and conversions of arguments of public calls, never per sample; an error names the argument. Arrays
-raise DataError, options raise ConfigError.
+"""Checks and conversions of arguments of public calls, never per sample; an error names the
+argument. Arrays raise DataError, options raise ConfigError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
 
 
 def dense(name: str, tensor: object) -> torch.Tensor:
-    """Return a dense tensor with values, detached from its graph: not sparse, nested, quantized or meta."""
+    """Return a dense tensor with values, detached from its graph: not sparse, nested, quantized or
+    meta.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise DataError(name, "must be a tensor", type(tensor).__name__)
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -121,7 +123,9 @@ def folder(name: str, value: object) -> Path:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Return the value of a JSON text from anywhere; ValueError also where it is nested too deeply."""
+    """Return the value of a JSON text from anywhere; ValueError also where it is nested
+    too deeply.
+    """
     try:
         return json.loads(text, **options)
     except RecursionError as error:

@@ -22,7 +22,9 @@ class WaitLog:
         self._next = LOG_EVERY_S
 
     def note(self, who: Callable[[], str]) -> float:
-        """Log the wait for `who()` if due ("": another rank does); return its duration, in seconds."""
+        """Log the wait for `who()` if due ("": another rank does); return its duration,
+        in seconds.
+        """
         waited = time.monotonic() - self._begin
         if waited >= self._next:
             self._next += LOG_EVERY_S
@@ -41,8 +43,8 @@ class Context:
 
     Args:
         timeout_s: Longest wait for another process, in seconds.
-        check: Called while this rank waits, from any thread. Raises if the wait cannot end: another rank or
-            node is lost, or has failed.
+        check: Called while this rank waits, from any thread. Raises if the wait cannot end: another
+            rank or node is lost, or has failed.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S

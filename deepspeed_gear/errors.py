@@ -100,15 +100,21 @@ class StoreGoneError(StoreError):
 
 
 class LeaseExpiredError(StoreError):
-    """A lease of a prompt came back meanwhile: nothing was added, and another attempt may have the prompt."""
+    """A lease of a prompt came back meanwhile: nothing was added, and another attempt may have the
+    prompt.
+    """
 
 
 class NotReadyError(StoreError):
-    """The table's rate limiter admits no sample or addition for now, or nothing can be sampled yet."""
+    """The table's rate limiter admits no sample or addition for now, or nothing can be
+    sampled yet.
+    """
 
 
 class EmptyTableError(NotReadyError):
-    """Nothing can be sampled from a table that admits writers; later priority updates may change that."""
+    """Nothing can be sampled from a table that admits writers; later priority updates may change
+    that.
+    """
 
 
 class BuildError(GearError, RuntimeError):
@@ -138,13 +144,17 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def near_name(name: str, known: Iterable[str]) -> str:
-    """Return the remedy of a misspelt name: "did you mean 'x' or 'y'?"; empty where no known name is near."""
+    """Return the remedy of a misspelt name: "did you mean 'x' or 'y'?"; empty where no known name
+    is near.
+    """
     near = difflib.get_close_matches(name, list(known), 3, 0.7)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """Return the remedy of a name that does not exist: the nearest known one, or the list of them."""
+    """Return the remedy of a name that does not exist: the nearest known one, or the
+    list of them.
+    """
     return near_name(name, known := list(known)) or f"known are {', '.join(known) or 'none'}"
 
 
@@ -202,8 +212,9 @@ _RAISED = " [raised on "
 
 
 def relayed(kind: type[GearError], text: str, where: str) -> GearError:
-    """Return the error of another rank or node, which may have been relayed before, as it is raised here: the
-    cause first, then its path. `where` is the rank or node that it comes from, and what it did.
+    """Return the error of another rank or node, which may have been relayed before, as it is raised
+    here: the cause first, then its path. `where` is the rank or node that it comes from, and what
+    it did.
     """
     cause, found, way = text.rpartition(_RAISED)
     if found and way.endswith("]"):

@@ -23,7 +23,9 @@ def sync(path: Path) -> None:
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False, and change nothing, where the system has no such call."""
+    """Exchange two names atomically; return False, and change nothing, where the system has no such
+    call.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -37,9 +39,9 @@ def exchange_names(one: Path, other: Path) -> bool:
 
 
 def is_open(path: Path) -> bool:
-    """Return whether a process of this machine, in any container, has a file of this user open or mapped: the
-    kernel grants a write lease to its only descriptor. Who opens it before the lease ends causes SIGURG here:
-    ignored.
+    """Return whether a process of this machine, in any container, has a file of this user open or
+    mapped: the kernel grants a write lease to its only descriptor. Who opens it before the lease
+    ends causes SIGURG here: ignored.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:

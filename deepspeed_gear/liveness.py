@@ -1,8 +1,8 @@
 """Descriptors whose open file marks this process as alive; a forked child closes its copies.
 
-The kernel releases a lock of an open file, and ends a pipe, with its last descriptor. Children forked without
-exec (os.fork, multiprocessing) have copies of all: a killed parent would count as alive until they end, as
-with those that C code forks, which run no hook of Python.
+The kernel releases a lock of an open file, and ends a pipe, with its last descriptor. Children
+forked without exec (os.fork, multiprocessing) have copies of all: a killed parent would count as
+alive until they end, as with those that C code forks, which run no hook of Python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def forget(fd: int) -> None:
 
 
 def _close_in_child() -> None:
-    """Make the copies descriptors of /dev/null, so that none of their numbers is taken by another file."""
+    """Make the copies descriptors of /dev/null, so that none of their numbers is taken by another
+    file.
+    """
     if not _descriptors:
         return
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

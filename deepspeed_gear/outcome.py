@@ -1,4 +1,6 @@
-"""Outcome: the error of a rank or node as the others read it, from shared memory or from a message."""
+"""Outcome: the error of a rank or node as the others read it, from shared memory or
+from a message.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Outcome:
         )
 
     def words(self, count: int) -> np.ndarray:
-        """Return the kind, the text's number of bytes, and what fits of the text. [count], int64."""
+        """Return the kind, the text's number of bytes, and what fits of the text.
+        [count], int64.
+        """
         found = np.zeros(count, np.int64)
         text = self.text.encode()[: 8 * (count - _HEAD_WORDS)]
         found[:_HEAD_WORDS] = self.kind, len(text)
@@ -49,9 +53,9 @@ class Outcome:
         return cls(int(words[0]), text.decode(errors="replace"))
 
     def error(self, where: str, is_own: bool = False) -> GearError:
-        """Return the error to raise here, with `where`: the rank or node that has failed, and what it did. A
-        PeerError, or a NotReadyError where the same call may succeed later; its own type if it `is_own`: it
-        failed in this rank's place too.
+        """Return the error to raise here, with `where`: the rank or node that has failed, and what
+        it did. A PeerError, or a NotReadyError where the same call may succeed later; its own type
+        if it `is_own`: it failed in this rank's place too.
         """
         kind = _KINDS[self.kind]
         if not is_own:

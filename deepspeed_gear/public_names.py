@@ -6,9 +6,12 @@ from typing import ClassVar
 
 
 class PublicNames:
-    """Base of classes whose objects show their public names only, sorted, where a program completes."""
+    """Base of classes whose objects show their public names only, sorted, where a program
+    completes.
+    """
 
-    #: Names without an underscore that only other modules of this package use; a subclass adds its own.
+    #: Names without an underscore that only other modules of this package use; a subclass adds its
+    #: own.
     _internal: ClassVar[frozenset[str]] = frozenset()
 
     def __dir__(self) -> list[str]:

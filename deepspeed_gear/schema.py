@@ -73,8 +73,8 @@ class Column:
     Args:
         name: Unique in its schema; letters, digits, `_`, `-` and `.`.
         dtype: One of `DTYPES`, or of `OPAQUE` for byte strings and JSON values.
-        shape: Shape of one row, without the time axis. Of an opaque column it is not given: a row is
-            [4 + max_bytes], uint8 (see `data/opaque_rows.py`).
+        shape: Shape of one row, without the time axis. Of an opaque column it is not given: a row
+            is [4 + max_bytes], uint8 (see `data/opaque_rows.py`).
         role: What it means to derived fields, one of `ROLES`.
         rows: Rows per trajectory of T transitions: "T", "T+1" (observations) or "1" (one value).
         late: Whether it may be written after the trajectory was added, once.
@@ -182,8 +182,8 @@ class Column:
         return 1 - round(math.log2(torch.finfo(self.torch_dtype).eps)) if self.is_floating else 53
 
     def nearest(self, number: int | float) -> int | float:
-        """Return the nearest value that a floating column holds, so that a bound of 0.8 equals a stored 0.8;
-        the number itself where it is beyond them, or the column is not floating.
+        """Return the nearest value that a floating column holds, so that a bound of 0.8 equals a
+        stored 0.8; the number itself where it is beyond them, or the column is not floating.
         """
         if not self.is_floating:
             return number
@@ -192,7 +192,9 @@ class Column:
 
     @property
     def is_next_observation(self) -> bool:
-        """Whether row t is the state after step t: it has the role, or a data set's name next_observation."""
+        """Whether row t is the state after step t: it has the role, or a data set's name
+        next_observation.
+        """
         named = self.role == "observation" and self.name.split(".")[0] == "next_observation"
         return self.rows == "T" and (named or self.role == "next_observation")
 
@@ -255,7 +257,9 @@ class Schema:
             )
 
     def late_bits(self, names: Iterable[str]) -> int:
-        """Return the bits that mark the named late columns as written; other columns have no bit."""
+        """Return the bits that mark the named late columns as written; other columns
+        have no bit.
+        """
         return sum({self._late_bits.get(name, 0) for name in names})
 
     @property
@@ -289,7 +293,8 @@ class Schema:
         return hash(self.columns)
 
     def __repr__(self) -> str:
-        return f"Schema({', '.join(f'{c.name}: {c.dtype}{list(c.shape)} x {c.rows}' for c in self.columns)})"
+        columns = (f"{c.name}: {c.dtype}{list(c.shape)} x {c.rows}" for c in self.columns)
+        return f"Schema({', '.join(columns)})"
 
     def allowing_nan(self) -> Schema:
         """Return the schema with `allow_nan` in every floating column."""

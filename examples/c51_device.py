@@ -1,16 +1,18 @@
-"""C51 on CartPole in the manner of Rainbow: distributional, double, prioritized, n-step; all on one device.
+"""C51 on CartPole in the manner of Rainbow: distributional, double, prioritized, n-step; all on one
+device.
 
-    python examples/c51_device.py                           on the GPU, or on the CPU where there is none
-    python examples/c51_device.py --compile --cudagraphs    compiled, and captured in CUDA graphs
-    python examples/c51_device.py --all                     all combinations, and a table of turns per second
+    python examples/c51_device.py                         # on the GPU if there is one
+    python examples/c51_device.py --compile --cudagraphs  # compiled, in CUDA graphs
+    python examples/c51_device.py --all                   # all of them, in turns per second
 
-The episode of each environment grows in the table step by step, and n-step returns are computed while a batch
-is gathered. Returns of the newest steps have fewer than n, and bootstrap from the newest observation.
+The episode of each environment grows in the table step by step, and n-step returns are computed
+while a batch is gathered. Returns of the newest steps have fewer than n, and bootstrap from the
+newest observation.
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
-Sources: Bellemare et al., "A Distributional Perspective on Reinforcement Learning", ICML 2017; Hessel et al.,
-"Rainbow: Combining Improvements in Deep Reinforcement Learning", AAAI 2018.
+Sources: Bellemare et al., "A Distributional Perspective on Reinforcement Learning", ICML 2017;
+Hessel et al., "Rainbow: Combining Improvements in Deep Reinforcement Learning", AAAI 2018.
 """
 
 from __future__ import annotations
@@ -38,10 +40,9 @@ MOST = 100.0
 CAPACITY = 10_000
 LONGEST = 500
 BATCH = 128
-EXPLORES_AT_LAST, EXPLORING_PART = (
-    0.05,
-    0.2,
-)  # the probability of a random action, and when it is reached
+# the probability of a random action, and when it is reached
+EXPLORES_AT_LAST = 0.05
+EXPLORING_PART = 0.2
 
 
 def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +95,9 @@ class Distribution(nn.Module):
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    """Act and learn; return the returns of the last episodes and of a test, and turns
+    per second.
+    """
     torch.manual_seed(args.seed)
     envs = Environments("CartPole-v1", args.envs, args.seed, args.device)
     network = Distribution(envs.shape[0], envs.num_actions).to(args.device)
@@ -109,7 +112,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     @torch.no_grad()
     def act() -> None:
-        """Write the action of the highest mean return, or a random one with a probability that falls."""
+        """Write the action of the highest mean return, or a random one with a probability that
+        falls.
+        """
         explores_with = (1 - turn_on_device.add_(1) / exploring_turns).clamp_min(EXPLORES_AT_LAST)
         explores = torch.rand(envs.num, device=args.device) < explores_with
         random = torch.randint_like(envs.action, envs.num_actions)
@@ -120,7 +125,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     @torch.no_grad()
     def goal() -> Tensor:
-        """Return the target distribution of the n-step return, projected on the atoms. [B, atoms]."""
+        """Return the target distribution of the n-step return, projected on the atoms.
+        [B, atoms].
+        """
         following = batch["bootstrap"]
         masses = targets(following)[samples, best(following)].softmax(1)
         moved = batch["return_n"].unsqueeze(1) + batch["discount"].unsqueeze(1) * atoms
@@ -136,7 +143,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         replay.add_steps_(envs.row, {"observation": envs.following})
 
     def learn() -> None:
-        """Add the newest steps, draw, step the network, and report the cross entropies as priorities."""
+        """Add the newest steps, draw, step the network, and report the cross entropies as
+        priorities.
+        """
         add()
         replay.sample_(batch)
         log_masses = network(batch["observation"])[samples, batch["action"]].log_softmax(1)

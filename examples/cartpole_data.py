@@ -1,4 +1,6 @@
-"""Write the CartPole trajectories of examples/data as a data set: `cartpole_data.py data/cartpole`."""
+"""Write the CartPole trajectories of examples/data as a data set: `cartpole_data.py
+data/cartpole`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ SCHEMA = Schema(
 def write(dest: str | Path) -> None:
     """Write all trajectories, replacing a data set that is there.
 
-    The file marks the end of each trajectory but not its cause: the cart or the pole beyond its limit is a
-    terminal state, of value 0; the time limit is not, and is bootstrapped through.
+    The file marks the end of each trajectory but not its cause: the cart or the pole beyond its
+    limit is a terminal state, of value 0; the time limit is not, and is bootstrapped through.
     """
     with np.load(SOURCE) as file:
         actions = np.split(file["acts"], file["indices"])

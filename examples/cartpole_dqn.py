@@ -5,9 +5,9 @@
 
 The last line of rank 0 is the result as JSON.
 
-Sources: Schaul et al., "Prioritized Experience Replay", ICLR 2016; van Hasselt et al., "Deep Reinforcement
-Learning with Double Q-learning", AAAI 2016; Kumar et al., "Conservative Q-Learning for Offline Reinforcement
-Learning", NeurIPS 2020.
+Sources: Schaul et al., "Prioritized Experience Replay", ICLR 2016; van Hasselt et al., "Deep
+Reinforcement Learning with Double Q-learning", AAAI 2016; Kumar et al., "Conservative Q-Learning
+for Offline Reinforcement Learning", NeurIPS 2020.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def losses_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the TD error of each sample. [B] and [B].
 
-    In a double DQN the trained network chooses the next action and the target network values it. The data
-    hold one action of two in each state: the conservative term, log(sum(exp(Q))) - Q(action), keeps the value
-    of the other one from being arbitrary.
+    In a double DQN the trained network chooses the next action and the target network values it.
+    The data hold one action of two in each state: the conservative term, log(sum(exp(Q))) -
+    Q(action), keeps the value of the other one from being arbitrary.
     """
     with torch.no_grad():
         chosen = engine.module(batch["next_observation"]).argmax(1, keepdim=True)
@@ -108,7 +108,9 @@ class Concentration:
         self.near_failure = torch.from_numpy(failed[self.ids] & (left <= NEAR_FAILURE))
 
     def __call__(self) -> dict[str, float]:
-        """Return shares of the probability, and the effective sample size as a part of all steps."""
+        """Return shares of the probability, and the effective sample size as a part of
+        all steps.
+        """
         mass = self.replay.priorities(self.ids, self.steps).double() ** self.alpha
         probability = mass / mass.sum()
         return {

@@ -1,4 +1,6 @@
-"""Curves of CartPole runs as a figure: `python examples/cartpole_plot.py OUT.png NAME=RESULT.json ...`."""
+"""Curves of CartPole runs as a figure: `python examples/cartpole_plot.py OUT.png NAME=RESULT.json
+...`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ def plot_curves(runs: dict[str, Curves], path: Path) -> None:
     """Draw return, loss and the concentration of the probabilities over steps.
 
     Args:
-        runs: Curves by name of the run. Later ones are drawn thinner, so that equal ones are all visible.
+        runs: Curves by name of the run. Later ones are drawn thinner, so that equal ones are all
+            visible.
         path: File of the PNG.
     """
     import matplotlib

@@ -1,4 +1,6 @@
-"""Common code of the examples: arguments, the loss, evaluation on held-out data, messages, the result."""
+"""Common code of the examples: arguments, the loss, evaluation on held-out data, messages, the
+result.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def arguments(description: str, config: str) -> argparse.Namespace:
 
 
 def config_of(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Return the ds_config and the number of steps; seeds torch, so that all ranks make the same weights."""
+    """Return the ds_config and the number of steps; seeds torch, so that all ranks make the same
+    weights.
+    """
     config = json.loads(Path(args.config).read_text())
     config["gear"]["seed"] = args.seed
     if args.data is not None:
@@ -53,11 +57,12 @@ def config_of(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 @contextmanager
 def quiet_start() -> Iterator[None]:
-    """Make an engine without the messages that no program can avoid; all other warnings and errors stay.
+    """Make an engine without the messages that no program can avoid; all other warnings and errors
+    stay.
 
-    Two warnings are of DeepSpeed's own calls, and are hidden for the whole run: of a function that torch has
-    renamed, and of the learning rate that it asks for before the first step. DeepSpeed prints on every rank
-    which ops it has built; here only the first rank prints it.
+    Two warnings are of DeepSpeed's own calls, and are hidden for the whole run: of a function that
+    torch has renamed, and of the learning rate that it asks for before the first step. DeepSpeed
+    prints on every rank which ops it has built; here only the first rank prints it.
     """
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     early = "Attempting to get learning rate from scheduler before it has started"
@@ -77,9 +82,9 @@ def context_of(config: dict[str, Any]) -> int:
 def shorten_history(batch: Batch, keys: Tensor) -> Batch:
     """Hide a random number of leading steps, so that the model can act without a history.
 
-    Without it the model copies its own previous actions, and one bad step leads to the next. The number
-    follows from the sample's key, so it is the same on every rank that has the sample, for any number of
-    ranks. Only the mask of the actions changes, which both ends of a pipeline have.
+    Without it the model copies its own previous actions, and one bad step leads to the next. The
+    number follows from the sample's key, so it is the same on every rank that has the sample, for
+    any number of ranks. Only the mask of the actions changes, which both ends of a pipeline have.
     """
     real = batch.mask["action"]
     steps = real.shape[1]

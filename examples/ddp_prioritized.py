@@ -1,9 +1,11 @@
-"""One prioritized replay buffer for the workers of plain DDP, without DeepSpeed and without a server.
+"""One prioritized replay buffer for the workers of plain DDP, without DeepSpeed and without a
+server.
 
     torchrun --nproc_per_node 4 examples/ddp_prioritized.py --steps 1500
 
-Every worker plays CartPole and adds its episodes to the one buffer, draws its part of each global batch
-from the one distribution over all of them, and reports the priorities of its samples. The last line is JSON.
+Every worker plays CartPole and adds its episodes to the one buffer, draws its part of each global
+batch from the one distribution over all of them, and reports the priorities of its samples. The
+last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A small Decision Transformer: one token a step, of observation, return-to-go, time and the action before.
+"""A small Decision Transformer: one token a step, of observation, return-to-go, time and the action
+before.
 
-Sources: Chen et al., "Decision Transformer: Reinforcement Learning via Sequence Modeling", NeurIPS 2021, with
-one token a step instead of three; for returns in bins Lee et al., "Multi-Game Decision Transformers", NeurIPS
-2022; for how a bin reaches every layer Perez et al., "FiLM", AAAI 2018.
+Sources: Chen et al., "Decision Transformer: Reinforcement Learning via Sequence Modeling", NeurIPS
+2021, with one token a step instead of three; for returns in bins Lee et al., "Multi-Game Decision
+Transformers", NeurIPS 2022; for how a bin reaches every layer Perez et al., "FiLM", AAAI 2018.
 
-It is a list of layers, so that a pipeline can be made from it; heads are counted from the layers' outputs, so
-that tensor ranks can hold some of them; `Block.attend` and `Block.mlp` can be replaced.
+It is a list of layers, so that a pipeline can be made from it; heads are counted from the layers'
+outputs, so that tensor ranks can hold some of them; `Block.attend` and `Block.mlp` can be replaced.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ class Attention(nn.Module):
     """Attention of one window's steps to each other."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
-        """Return the mixed values, of all steps without a mask. [B, T, heads, size], as the three."""
+        """Return the mixed values, of all steps without a mask. [B, T, heads, size], as
+        the three.
+        """
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed).transpose(1, 2)
 
 
 def attention_mask(real: Tensor) -> Tensor:
-    """Return which steps [.., T, T] each step may attend to: real ones up to itself. [B, 1, T, T], bool."""
+    """Return which steps [.., T, T] each step may attend to: real ones up to itself. [B, 1, T, T],
+    bool.
+    """
     steps = real.shape[1]
     causal = torch.ones(steps, steps, dtype=torch.bool, device=real.device).tril()
     itself = torch.eye(
@@ -67,7 +72,9 @@ class Embedding(nn.Module):
         self.place = nn.Parameter(0.02 * torch.randn(context, width))
 
     def forward(self, batch: Mapping[str, Tensor], real: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return tokens [B, T, width] and the blocks' modulation. Arguments as of the whole model."""
+        """Return tokens [B, T, width] and the blocks' modulation. Arguments as of the
+        whole model.
+        """
         if "before" in batch:
             before = batch["before"]
         else:
@@ -86,7 +93,9 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each after a LayerNorm that a goal can modulate."""
+    """Causal self-attention and a feed-forward layer, each after a LayerNorm that a goal can
+    modulate.
+    """
 
     def __init__(self, width: int = WIDTH, heads: int = 4, has_goal: bool = False) -> None:
         super().__init__()
@@ -118,7 +127,8 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.linear = nn.Linear(width, action_size)
-        # Untrained, it then acts at random; with small outputs Hopper would only stand for some time.
+        # Untrained, it then acts at random; with small outputs Hopper would only stand for some
+        # time.
         nn.init.normal_(self.linear.weight, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,8 +145,8 @@ class DecisionTransformer(nn.Module):
         width: Of the transformer.
         layers: Blocks.
         heads: Of attention.
-        has_goal: Whether the episode's whole return, in bins, replaces the return-to-go: where episodes of
-            several policies are mixed, it separates their behaviours.
+        has_goal: Whether the episode's whole return, in bins, replaces the return-to-go: where
+            episodes of several policies are mixed, it separates their behaviours.
         sees_return: False for behaviour cloning: both are hidden.
     """
 
@@ -164,10 +174,10 @@ class DecisionTransformer(nn.Module):
         """Return actions. [B, T, action_size].
 
         Args:
-            batch: "observation" [B, T, n] and "action" [B, T, m]; "goal" [B], the episode's return in
-                thousands, or "return_to_go" [B, T] in thousands and "timestep" [B, T]. Where T is a slice of
-                the window, "before" [B, T, m], the actions one step before, in place of "action", and
-                "position" [B, T], the steps' places in the window.
+            batch: "observation" [B, T, n] and "action" [B, T, m]; "goal" [B], the episode's return
+                in thousands, or "return_to_go" [B, T] in thousands and "timestep" [B, T]. Where T
+                is a slice of the window, "before" [B, T, m], the actions one step before, in place
+                of "action", and "position" [B, T], the steps' places in the window.
             real: Which steps exist, of the whole window. [B, T], bool.
         """
         x, goal = self.layers[0](batch, real)

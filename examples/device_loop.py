@@ -1,8 +1,9 @@
-"""Parts of the *_device.py programs: environments in tensors of a device, capture, clock, command line.
+"""Parts of the *_device.py programs: environments in tensors of a device, capture, clock, command
+line.
 
-Environments run on the host; the table, the networks and the optimizers live on one device. What a program
-does there (act, learn) uses only fixed tensors and never waits, so that it can be compiled (`--compile`),
-captured in a CUDA graph (`--cudagraphs`), both, or neither.
+Environments run on the host; the table, the networks and the optimizers live on one device. What a
+program does there (act, learn) uses only fixed tensors and never waits, so that it can be compiled
+(`--compile`), captured in a CUDA graph (`--cudagraphs`), both, or neither.
 
 The style follows LeanRL (github.com/pytorch-labs/LeanRL), which is based on CleanRL.
 """
@@ -87,11 +88,15 @@ class Environments:
             self.action.uniform_(-self.largest, self.largest)
 
     def fetch(self) -> None:
-        """Copy `action` to the host, after the work queued on the device: the only wait of a turn."""
+        """Copy `action` to the host, after the work queued on the device: the only wait
+        of a turn.
+        """
         self._chosen = self.action.cpu().numpy()
 
     def step(self) -> None:
-        """Step with the fetched action; write `row`, `following`, `seen` after the work queued there."""
+        """Step with the fetched action; write `row`, `following`, `seen` after the work queued
+        there.
+        """
         before = self._observation
         self._observation, reward, terminated, truncated, infos = self._envs.step(self._chosen)
         following = self._observation.copy()
@@ -158,10 +163,12 @@ def transitions(
 
 
 class Captured:
-    """A function that is called repeatedly; compiled on request, and a CUDA graph after three calls.
+    """A function that is called repeatedly; compiled on request, and a CUDA graph after three
+    calls.
 
-    The first calls run on a side stream, as a capture requires: they allocate all that is allocated once. The
-    capture itself runs nothing, so it is replayed at once: every call is one call of the function.
+    The first calls run on a side stream, as a capture requires: they allocate all that is allocated
+    once. The capture itself runs nothing, so it is replayed at once: every call is one call of the
+    function.
     """
 
     WARM_UP = 3
@@ -227,7 +234,8 @@ def act_and_learn(
     learns: Sequence[Callable[[], None]],
     add: Callable[[], None],
 ) -> Clock:
-    """Step the environments, first at random; learn in each later turn, by each function of `learns` in turn.
+    """Step the environments, first at random; learn in each later turn, by each function of
+    `learns` in turn.
 
     Args:
         act: Writes the actions.
@@ -255,7 +263,8 @@ def act_and_learn(
 def result(
     args: argparse.Namespace, envs: Environments, clock: Clock, **numbers: float
 ) -> dict[str, Any]:
-    """Return what a program prints: its numbers, the last episodes, turns per second, and its options.
+    """Return what a program prints: its numbers, the last episodes, turns per second, and its
+    options.
 
     Raises:
         FloatingPointError: A number is NaN or infinite.
@@ -295,7 +304,9 @@ def arguments(description: str | None, steps: int, envs: int = 1) -> argparse.Ar
 def run(
     parser: argparse.ArgumentParser, train: Callable[[argparse.Namespace], dict[str, Any]]
 ) -> None:
-    """Read the command line, train, and print the result as JSON; with --all for all combinations."""
+    """Read the command line, train, and print the result as JSON; with --all for all
+    combinations.
+    """
     args = parser.parse_args()
     device = args.device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():

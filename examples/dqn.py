@@ -4,8 +4,8 @@
 
 The last line is the result as JSON.
 
-Sources: Mnih et al., "Human-level control through deep reinforcement learning", Nature 518, 2015; van Hasselt
-et al., "Deep Reinforcement Learning with Double Q-learning", AAAI 2016.
+Sources: Mnih et al., "Human-level control through deep reinforcement learning", Nature 518, 2015;
+van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", AAAI 2016.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def act(
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the mean return of the last episodes, the last loss and the transitions held."""
+    """Act and learn; return the mean return of the last episodes, the last loss and the transitions
+    held.
+    """
     torch.manual_seed(args.seed)
     random = np.random.default_rng(args.seed)
     envs = gymnasium.make_vec("CartPole-v1", args.envs, vectorization_mode="sync")

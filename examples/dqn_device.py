@@ -1,14 +1,15 @@
-"""DQN on CartPole whose replay, networks and optimizer live on one device; a step can be one CUDA graph.
+"""DQN on CartPole whose replay, networks and optimizer live on one device; a step can be one CUDA
+graph.
 
-    python examples/dqn_device.py                           on the GPU, or on the CPU where there is none
-    python examples/dqn_device.py --compile --cudagraphs    compiled, and captured in CUDA graphs
-    python examples/dqn_device.py --buffer prioritized      priorities are updated inside the same step
-    python examples/dqn_device.py --all                     all combinations, and a table of turns per second
+    python examples/dqn_device.py                         # on the GPU if there is one
+    python examples/dqn_device.py --compile --cudagraphs  # compiled, in CUDA graphs
+    python examples/dqn_device.py --buffer prioritized    # updates priorities in the step
+    python examples/dqn_device.py --all                   # all of them, in turns per second
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
-Sources: Mnih et al., "Human-level control through deep reinforcement learning", Nature 518, 2015; van Hasselt
-et al., "Deep Reinforcement Learning with Double Q-learning", AAAI 2016.
+Sources: Mnih et al., "Human-level control through deep reinforcement learning", Nature 518, 2015;
+van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", AAAI 2016.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ LEARNING_RATE = 1e-3
 HIDDEN = (120, 84)
 CAPACITY = 10_000
 BATCH = 128
-EXPLORES_AT_LAST, EXPLORING_PART = (
-    0.05,
-    0.2,
-)  # the probability of a random action, and when it is reached
+# the probability of a random action, and when it is reached
+EXPLORES_AT_LAST = 0.05
+EXPLORING_PART = 0.2
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -52,7 +52,9 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    """Act and learn; return the returns of the last episodes and of a test, and turns
+    per second.
+    """
     torch.manual_seed(args.seed)
     envs = Environments("CartPole-v1", args.envs, args.seed, args.device)
     values = network(envs.shape[0], envs.num_actions).to(args.device)
@@ -78,7 +80,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         replay.add_transitions_(envs.row, {"observation": envs.following})
 
     def learn() -> None:
-        """Add the newest transitions, draw, step the network, and report the errors as priorities."""
+        """Add the newest transitions, draw, step the network, and report the errors as
+        priorities.
+        """
         add()
         replay.sample_(batch)
         with torch.no_grad():

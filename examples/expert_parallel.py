@@ -1,9 +1,11 @@
-"""Train a Decision Transformer whose feed-forward layers are experts on different ranks (DeepSpeed's MoE).
+"""Train a Decision Transformer whose feed-forward layers are experts on different ranks
+(DeepSpeed's MoE).
 
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/expert_parallel.py
 
-Experts are exchanged between data-parallel ranks, so the data do not change: each rank has its own samples.
+Experts are exchanged between data-parallel ranks, so the data do not change: each rank has its own
+samples.
 """
 
 from __future__ import annotations

@@ -1,20 +1,23 @@
-"""Teach a tiny language model addition with GRPO: rollouts in the training processes, packed batches.
+"""Teach a tiny language model addition with GRPO: rollouts in the training processes, packed
+batches.
 
     python examples/grpo.py --seed 0
 
-starts two ranks; so does `deepspeed --num_gpus 2 examples/grpo.py`. The last line is the result as JSON.
+starts two ranks; so does `deepspeed --num_gpus 2 examples/grpo.py`. The last line is the result as
+JSON.
 
-A prompt is "34+58=", a response the digits of the sum from the last to the first, "290." A supervised warm
-start brings the model to about 30% right answers. Then, in every iteration, each rank samples 8 responses to
-each of its prompts and adds them to the table, until a rollout batch of groups is there that have both right
-and wrong responses: the others teach nothing, and leave the table (`where` in the config). Then
-`engine.gear_rollout()` selects the groups once, for both ranks, and packs them. Groups that are left over
-are trained in the next iteration. Responses are stored with the `logp` of the policy that sampled them; what
-has changed since is corrected by a truncated importance weight.
+A prompt is "34+58=", a response the digits of the sum from the last to the first, "290." A
+supervised warm start brings the model to about 30% right answers. Then, in every iteration, each
+rank samples 8 responses to each of its prompts and adds them to the table, until a rollout batch of
+groups is there that have both right and wrong responses: the others teach nothing, and leave the
+table (`where` in the config). Then `engine.gear_rollout()` selects the groups once, for both ranks,
+and packs them. Groups that are left over are trained in the next iteration. Responses are stored
+with the `logp` of the policy that sampled them; what has changed since is corrected by a truncated
+importance weight.
 
-Sources: Shao et al., "DeepSeekMath", 2024 (GRPO); Yu et al., "DAPO", 2025 (the upper clip, the mean over
-tokens, the choice of groups); Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training", 2025 (truncated weights).
+Sources: Shao et al., "DeepSeekMath", 2024 (GRPO); Yu et al., "DAPO", 2025 (the upper clip, the mean
+over tokens, the choice of groups); Yao et al., "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training", 2025 (truncated weights).
 """
 
 from __future__ import annotations
@@ -82,7 +85,9 @@ def arguments() -> argparse.Namespace:
 def accuracy(
     model: nn.Module, problems: Problems, seed: int, count: int = TESTS, greedy: bool = False
 ) -> float:
-    """Return the part of responses to new prompts that are right: of sampled or of the most likely ones."""
+    """Return the part of responses to new prompts that are right: of sampled or of the most likely
+    ones.
+    """
     prompts = problems.draw(count, seed)
     words = torch.Generator().manual_seed(seed)
     responses, _ = sample(model, prompts, None if greedy else words)
@@ -119,7 +124,9 @@ def generate(
 def add_rollouts(
     engine: Any, problems: Problems, round_number: int, seed: int, latency_s: float
 ) -> float:
-    """Sample responses to this rank's prompts and add them to the table; return their mean reward."""
+    """Sample responses to this rank's prompts and add them to the table; return their
+    mean reward.
+    """
     replay = engine.gear
     rank = dist.get_rank()
     world = dist.get_world_size()
@@ -192,7 +199,9 @@ def train(engine: Any, **more: Callable[[MicroBatch], Tensor]) -> dict[str, floa
 
 
 class Speed:
-    """Trained tokens per second from the end of the first rollout batch on: before it, processes start."""
+    """Trained tokens per second from the end of the first rollout batch on: before it, processes
+    start.
+    """
 
     def __init__(self) -> None:
         self._begin = 0.0

@@ -1,26 +1,28 @@
-"""GRPO with rollouts apart: two ranks train while two rollout workers generate. The task of examples/grpo.py.
+"""GRPO with rollouts apart: two ranks train while two rollout workers generate. The task of
+examples/grpo.py.
 
     python examples/grpo_async.py --seed 0
 
-starts the ranks, and the first rank the workers (examples/rollout_worker.py); it prints the command of one
-more, to be started by hand. `deepspeed --num_gpus 2 examples/grpo_async.py` starts the same ranks. The last
-line is the result as JSON.
+starts the ranks, and the first rank the workers (examples/rollout_worker.py); it prints the command
+of one more, to be started by hand. `deepspeed --num_gpus 2 examples/grpo_async.py` starts the same
+ranks. The last line is the result as JSON.
 
-Workers lease prompts of the table's ledger, and commit groups; no group is older than `--max-lag` rollout
-batches. After each batch the first rank publishes the weights on the policy board. Any process may be killed:
+Workers lease prompts of the table's ledger, and commit groups; no group is older than `--max-lag`
+rollout batches. After each batch the first rank publishes the weights on the policy board. Any
+process may be killed:
 
 - a worker that is killed is started again, and its prompts are leased by others;
-- after the ranks, `--resume` goes on from the latest checkpoint (`--save-every`) of the same `--out`. Each
-  prompt is trained once relative to its weights. Workers end with the ranks.
+- after the ranks, `--resume` goes on from the latest checkpoint (`--save-every`) of the same
+  `--out`. Each prompt is trained once relative to its weights. Workers end with the ranks.
 
-Validation is outside of all that: its prompts are held out of the ledger's data set, and the ranks answer
-them, each a share, with the most likely tokens of the weights that they train.
+Validation is outside of all that: its prompts are held out of the ledger's data set, and the ranks
+answer them, each a share, with the most likely tokens of the weights that they train.
 
     python examples/grpo_async.py --compare --latency 0.5 --iterations 60
 
-runs examples/grpo.py, and then this program for the same time of training. A batch of 256 responses takes
-half a second longer in both, as of a larger model on other devices. The result has the trained tokens per
-second of both, their ratio, and what both have learned in that time.
+runs examples/grpo.py, and then this program for the same time of training. A batch of 256 responses
+takes half a second longer in both, as of a larger model on other devices. The result has the
+trained tokens per second of both, their ratio, and what both have learned in that time.
 """
 
 from __future__ import annotations
@@ -290,7 +292,9 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run the synchronous program, and this one for the same time of training; print both results."""
+    """Run the synchronous program, and this one for the same time of training; print
+    both results.
+    """
     common = {"--seed": args.seed, "--latency": args.latency, "--warm-accuracy": args.warm_accuracy}
     common |= {"--goal": math.inf, "--evaluate-every": NEVER}
     own = {

@@ -23,7 +23,9 @@ MOST_RESPONSE = 4
 
 
 class Problems:
-    """Prompts "ab+cd=" and their right answers: the digits of the sum from the last one, then the end."""
+    """Prompts "ab+cd=" and their right answers: the digits of the sum from the last one, then the
+    end.
+    """
 
     def draw(self, count: int, seed: int) -> Tensor:
         """Return prompts. [count, 6], int64."""
@@ -39,7 +41,9 @@ class Problems:
         return torch.stack([*digits, torch.full_like(total, EOS)], dim=1)
 
     def solved(self, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return prompts with their right answers, and which tokens are of the answer. [n, 10] both."""
+        """Return prompts with their right answers, and which tokens are of the answer. [n, 10]
+        both.
+        """
         tokens = torch.cat([prompts, self.answers(prompts)], dim=1)
         mask = (torch.arange(tokens.size(1)) >= PROMPT) & (tokens != PAD)
         return tokens, mask.float()
@@ -62,7 +66,9 @@ class Problems:
 
 
 def policy() -> GPT2LMHeadModel:
-    """Return a GPT-2 of 104,000 weights, which begin larger than those of a deep one: it learns sooner."""
+    """Return a GPT-2 of 104,000 weights, which begin larger than those of a deep one: it learns
+    sooner.
+    """
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {
         "vocab_size": VOCABULARY,

@@ -1,20 +1,23 @@
-"""Generation by a server with OpenAI's HTTP interface, vLLM or SGLang, for the worker of rollout_worker.py.
+"""Generation by a server with OpenAI's HTTP interface, vLLM or SGLang, for the worker of
+rollout_worker.py.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs
     python -m sglang.launch_server --model-path FOLDER
 
-    generator = HttpGeneration("http://127.0.0.1:8000", VLLM, model, board, Path(FOLDER), max_tokens=1024)
-    worker = Worker(RolloutWorker.attach(config), generator, reward, size=8, max_prompt=1024)
+    generator = HttpGeneration("http://127.0.0.1:8000", VLLM, model, board, Path(FOLDER),
+    max_tokens=1024) worker = Worker(RolloutWorker.attach(config), generator, reward, size=8,
+    max_prompt=1024)
 
 A request is a group: the prompt's token ids, and `n` responses. The answer has token ids and their
 log-probabilities, so no text is tokenized again. The server batches continuously.
 
-A server belongs to one worker, which gives it the weights of the board between two steps: pause, save into
-the folder that it serves, load, resume. Responses that are under way go on with the new weights, and are
-stored with the version at which they began: no token is older than its column says. Their earlier tokens are
-computed anew, so that no cached prefix outlives its weights.
+A server belongs to one worker, which gives it the weights of the board between two steps: pause,
+save into the folder that it serves, load, resume. Responses that are under way go on with the new
+weights, and are stored with the version at which they began: no token is older than its column
+says. Their earlier tokens are computed anew, so that no cached prefix outlives its weights.
 
-At a temperature other than 1 vLLM needs its `--logprobs-mode`: else log-probabilities are of temperature 1.
+At a temperature other than 1 vLLM needs its `--logprobs-mode`: else log-probabilities are of
+temperature 1.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ WAIT_S = 0.02  # of a step for an answer
 
 @dataclass(frozen=True)
 class Server:
-    """What a server calls the steps of an update of its weights: each a path and the body of a POST."""
+    """What a server calls the steps of an update of its weights: each a path and the body of a
+    POST.
+    """
 
     pause: tuple[str, dict[str, Any]]
     load: Callable[
@@ -71,8 +76,8 @@ class HttpGeneration:
         name: What it calls the model; None: the folder.
         places: Most responses under way.
     Raises:
-        OSError: The server does not answer, or refuses (urllib's HTTPError). Leases then come back as the
-            worker ends.
+        OSError: The server does not answer, or refuses (urllib's HTTPError). Leases then come back
+            as the worker ends.
     """
 
     def __init__(
@@ -145,7 +150,9 @@ class HttpGeneration:
         self.version = version
 
     def send(self) -> None:
-        """Send the weights of the model to the paused server; override it to send large ones by NCCL."""
+        """Send the weights of the model to the paused server; override it to send large ones by
+        NCCL.
+        """
         self._model.save_pretrained(self._folder)
         for path, body in self._server.load(str(self._folder)):
             self._post(path, body)

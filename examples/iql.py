@@ -3,12 +3,12 @@
     gear ingest examples/data/hopper_expert.hdf5 examples/data/hopper_medium.hdf5 data/hopper_mixed
     deepspeed --num_gpus 2 examples/iql.py
 
-Trajectories are drawn by their return. `--uniform` draws all steps alike; `--beta 0` clones what is drawn.
-examples/offline_run.py describes what it writes.
+Trajectories are drawn by their return. `--uniform` draws all steps alike; `--beta 0` clones what is
+drawn. examples/offline_run.py describes what it writes.
 
-Sources: Kostrikov et al., "Offline Reinforcement Learning with Implicit Q-Learning", arXiv:2110.06169, with
-n-step returns; for the draws Hong et al., "Harnessing Mixed Offline Reinforcement Learning Datasets via
-Trajectory Weighting", arXiv:2306.13085.
+Sources: Kostrikov et al., "Offline Reinforcement Learning with Implicit Q-Learning",
+arXiv:2110.06169, with n-step returns; for the draws Hong et al., "Harnessing Mixed Offline
+Reinforcement Learning Datasets via Trajectory Weighting", arXiv:2306.13085.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ MOST_LOG_STD = 2.0
 
 
 class ByReturn:
-    """Masses of trajectories in proportion to exp(return / temperature), at most 2^30 and at least 1.
+    """Masses of trajectories in proportion to exp(return / temperature), at most 2^30 and at least
+    1.
 
     Args:
         best: The return of mass 2^30; higher ones have no more.

@@ -19,7 +19,8 @@ def is_rank() -> bool:
 
 
 def launch(program: str, ranks: int) -> int:
-    """Start ranks of a program on this node with the same arguments; print their result as the last line.
+    """Start ranks of a program on this node with the same arguments; print their result as the last
+    line.
 
     Returns:
         The exit status.
@@ -30,7 +31,9 @@ def launch(program: str, ranks: int) -> int:
 
 
 def run(program: str, ranks: int, *arguments: str) -> tuple[int, str]:
-    """Start ranks of a program on this node. Returns the exit status, and the line of their result."""
+    """Start ranks of a program on this node. Returns the exit status, and the line of
+    their result.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

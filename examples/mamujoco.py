@@ -1,9 +1,11 @@
-"""Hopper as three agents, one for each joint: "3x1" of MaMuJoCo. Run, it divides a data set among them.
+"""Hopper as three agents, one for each joint: "3x1" of MaMuJoCo. Run, it divides a data set among
+them.
 
     python examples/mamujoco.py data/hopper data/hopper_3x1
 
-An agent observes angle and velocity of its joint, the angles of the joints beside it, and the torso, by the
-indices of gymnasium-robotics 1.4: `mamujoco_v1.parallel_env("Hopper", "3x1").create_observation_mapping()`.
+An agent observes angle and velocity of its joint, the angles of the joints beside it, and the
+torso, by the indices of gymnasium-robotics 1.4: `mamujoco_v1.parallel_env("Hopper",
+"3x1").create_observation_mapping()`.
 
 Source: Peng et al., "FACMAC: Factored Multi-Agent Centralised Policy Gradients", NeurIPS 2021.
 """
@@ -17,7 +19,8 @@ import numpy as np
 
 from deepspeed_gear import Dataset, DatasetWriter, Schema
 
-# An observation of Hopper: height, angles of torso, thigh, leg, foot; velocities of x, the height, these.
+# An observation of Hopper: height, angles of torso, thigh, leg, foot; velocities of x, the height,
+# these.
 TORSO = [0, 1, 5, 6, 7]
 PARTS = [[2, 8, 3, *TORSO], [3, 9, 4, 2, *TORSO], [4, 10, 3, *TORSO]]  # thigh, leg, foot
 AGENTS = len(PARTS)
@@ -25,7 +28,9 @@ SIZE = max(len(part) for part in PARTS)
 
 
 def local_observations(observation: np.ndarray) -> np.ndarray:
-    """Return what each agent observes, with a 0 at the end where it is less. [.., 11] to [.., 3, 9]."""
+    """Return what each agent observes, with a 0 at the end where it is less. [.., 11] to [.., 3,
+    9].
+    """
     local = np.zeros((*observation.shape[:-1], AGENTS, SIZE), observation.dtype)
     for agent, part in enumerate(PARTS):
         local[..., agent, : len(part)] = observation[..., part]

@@ -10,7 +10,8 @@ There Hopper is one agent; here each of its three joints is one, as in MaMuJoCo:
 
 examples/offline_run.py describes what it writes.
 
-Source: Wen et al., "Multi-Agent Reinforcement Learning is a Sequence Modeling Problem", NeurIPS 2022.
+Source: Wen et al., "Multi-Agent Reinforcement Learning is a Sequence Modeling Problem", NeurIPS
+2022.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ LEAST_LOG_STD = -2.5  # of actions that the data repeat, the likelihood has no u
 
 
 class DecoderBlock(nn.Module):
-    """Attention of the actions to those before, then of the encoded observations to these; a feed-forward."""
+    """Attention of the actions to those before, then of the encoded observations to these; a
+    feed-forward.
+    """
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -91,14 +94,18 @@ class MAT(nn.Module):
         self.log_std = nn.Parameter(torch.full((action_size,), -0.5))
 
     def encode(self, observation: Tensor) -> Tensor:
-        """Return what the decoder needs of the observations. [B, N, observation] to [B, N, width]."""
+        """Return what the decoder needs of the observations. [B, N, observation] to [B,
+        N, width].
+        """
         x = self.observation(observation) + self.agent[0]
         for block in self.encoder:
             x = block(x, allowed=None)
         return x
 
     def decode(self, encoded: Tensor, action: Tensor) -> Tensor:
-        """Return the means of the agents' actions, each from those of the agents before. [B, N, action]."""
+        """Return the means of the agents' actions, each from those of the agents before. [B, N,
+        action].
+        """
         before = F.pad(action[:, :-1], (0, 0, 1, 0))
         x = self.action(before) + self.agent[1]
         allowed = attention_mask(action.new_ones(1, self.agents) > 0)
@@ -115,7 +122,9 @@ class MAT(nn.Module):
         return -(0.5 * error.square() + log_std + 0.5 * math.log(2 * math.pi)).sum((1, 2))
 
     def act(self, observation: Tensor) -> Tensor:
-        """Return the likeliest actions, as joint actions. [B, N, observation] to [B, N * action]."""
+        """Return the likeliest actions, as joint actions. [B, N, observation] to [B, N
+        * action].
+        """
         encoded = self.encode(observation)
         action = observation.new_zeros(len(observation), self.agents, self.action_size)
         for agent in range(self.agents):

@@ -1,9 +1,9 @@
 """Offline training: progress, evaluations in Hopper, saves, resume, best weights, figure, result.
 
-It saves after every evaluation, keeps the weights of the best one, and continues from the newest save with
---resume. Rank 0 writes progress and a summary to stderr; its last line of stdout is the result as JSON.
-"sample_share" is the part of the training loop's time, without evaluations, that the host spends in
-`gear_sample()`; "sample_us" is the mean time of a call.
+It saves after every evaluation, keeps the weights of the best one, and continues from the newest
+save with --resume. Rank 0 writes progress and a summary to stderr; its last line of stdout is the
+result as JSON. "sample_share" is the part of the training loop's time, without evaluations, that
+the host spends in `gear_sample()`; "sample_us" is the mean time of a call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ Play = Callable[[nn.Module, list[int]], list[tuple[float, int]]]
 
 
 def parser(description: str | None, name: str) -> argparse.ArgumentParser:
-    """Return a parser of what all runs take; `name` is that of the config and of the folder of results."""
+    """Return a parser of what all runs take; `name` is that of the config and of the folder of
+    results.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -120,7 +122,8 @@ class OfflineRun:
         self.times = dict[str, float]()
 
     def evaluate(self, play: Play) -> tuple[float, float]:
-        """Return mean return and mean number of steps of episodes that the ranks divide, on every rank.
+        """Return mean return and mean number of steps of episodes that the ranks divide, on every
+        rank.
 
         Episodes run on the host, alike on any machine.
         """
@@ -196,9 +199,12 @@ class OfflineRun:
                 self.engine.save_checkpoint(str(self.folder), BEST, state, save_latest=False)
 
     def finish(self, loss_name: str, **known: Any) -> None:
-        """Draw the curves, write and print the result with what else is known, and destroy the engine."""
+        """Draw the curves, write and print the result with what else is known, and destroy the
+        engine.
+        """
         record = self.record
-        (best_step, best), (last_step, after) = record.best, record.returns[-1]
+        (best_step, best) = record.best
+        (last_step, after) = record.returns[-1]
         data = self.engine.gear.datasets["main"].statistics
         if dist.get_rank() == 0:
             result = {
@@ -238,10 +244,12 @@ class OfflineRun:
         every = ", ".join(f"{value:.0f}" for _, value in self.record.returns[1:])
         return (
             f"return (mean of {EPISODES} episodes{asked}): {before:.0f} before training; after "
-            f"{result['seconds_train']:.0f} s {result['return_best']:.0f} at the best evaluation, of step "
+            f"{result['seconds_train']:.0f} s {result['return_best']:.0f} at the best "
+            f"evaluation, of step "
             f"{result['best_step']}, and {after:.0f} at the last{compared}\n"
             f"the return varies from one evaluation to the next: {every}\n"
-            f"behaviour: untrained, the hopper falls after {steps_before:.0f} of {MAX_STEPS} steps; trained, "
+            f"behaviour: untrained, the hopper falls after {steps_before:.0f} of {MAX_STEPS} "
+            f"steps; trained, "
             f"it {end}\n"
             f"curves: {self.out / 'curves.png'}\n"
             f"best weights: {self.folder / BEST}\n"

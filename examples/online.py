@@ -1,12 +1,14 @@
-"""Learn CartPole while actors write: a double DQN with prioritized replay on two ranks and two actors.
+"""Learn CartPole while actors write: a double DQN with prioritized replay on two ranks and two
+actors.
 
     python examples/online.py --seed 0
 
-starts the ranks; so does `deepspeed --num_gpus 2 examples/online.py`. The last line is the result as JSON.
+starts the ranks; so does `deepspeed --num_gpus 2 examples/online.py`. The last line is the result
+as JSON.
 
-Sources: van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", AAAI 2016; Schaul et al.,
-"Prioritized Experience Replay", ICLR 2016; Horgan et al., "Distributed Prioritized Experience Replay", ICLR
-2018.
+Sources: van Hasselt et al., "Deep Reinforcement Learning with Double Q-learning", AAAI 2016; Schaul
+et al., "Prioritized Experience Replay", ICLR 2016; Horgan et al., "Distributed Prioritized
+Experience Replay", ICLR 2018.
 """
 
 from __future__ import annotations
@@ -41,10 +43,9 @@ TARGET_STEP = 0.01  # how far the target network moves towards the trained one i
 PUBLISH_EVERY = 10  # steps
 EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
 GOAL = 475.0  # mean return; two evaluations in a row that reach it are enough
-SEED, TEST_SEED = (
-    1000,
-    2000,
-)  # of evaluations; of the last one, whose episodes did not end the training
+# of evaluations; of the last one, whose episodes did not end the training
+SEED = 1000
+TEST_SEED = 2000
 
 
 def arguments() -> argparse.Namespace:

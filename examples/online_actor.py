@@ -1,4 +1,6 @@
-"""Network and policy of the actors of examples/online.py. Actors import this module without DeepSpeed."""
+"""Network and policy of the actors of examples/online.py. Actors import this module without
+DeepSpeed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Curves of online runs as a figure: `python examples/online_plot.py OUT.png NAME=RESULT.json ...`."""
+"""Curves of online runs as a figure: `python examples/online_plot.py OUT.png
+NAME=RESULT.json ...`.
+"""
 
 from __future__ import annotations
 

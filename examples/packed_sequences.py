@@ -2,9 +2,9 @@
 
     python examples/packed_sequences.py --steps 10
 
-The episodes of examples/data/hopper_medium.hdf5 have 288 to 1,000 steps, 432 on average. Both runs train the
-same model on the same episodes in the same order; the last line is the result as JSON, with the trained steps
-per second and the part of the places that hold a step.
+The episodes of examples/data/hopper_medium.hdf5 have 288 to 1,000 steps, 432 on average. Both runs
+train the same model on the same episodes in the same order; the last line is the result as JSON,
+with the trained steps per second and the part of the places that hold a step.
 """
 
 from __future__ import annotations

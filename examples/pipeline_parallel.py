@@ -1,10 +1,11 @@
-"""Train a Decision Transformer that is divided into the stages of a pipeline (DeepSpeed's PipelineModule).
+"""Train a Decision Transformer that is divided into the stages of a pipeline (DeepSpeed's
+PipelineModule).
 
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/pipeline_parallel.py
 
-`gear.pipeline` in the config names the inputs of the first stage and the labels of the last one; inner stages
-read nothing. Both ends get the same samples.
+`gear.pipeline` in the config names the inputs of the first stage and the labels of the last one;
+inner stages read nothing. Both ends get the same samples.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def loss_of(predicted: Tensor, labels: tuple[Tensor, ...]) -> Tensor:
 
 
 def pipeline(config: dict[str, Any], seed: int) -> PipelineModule:
-    """Return the part of the model that is this rank's: 2 stages, and half as many replicas as ranks."""
+    """Return the part of the model that is this rank's: 2 stages, and half as many replicas as
+    ranks.
+    """
     layers = [
         LayerSpec(FirstLayer, OBSERVATION, ACTION, context_of(config)),
         *(LayerSpec(MiddleLayer) for _ in range(BLOCKS)),

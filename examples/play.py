@@ -15,7 +15,9 @@ EPISODES = 20
 
 @torch.inference_mode()
 def returns_of(policy: Callable[[Tensor], Tensor], seed: int, device: torch.device) -> np.ndarray:
-    """Return the returns of EPISODES episodes, with the actions that `policy`, on a device, values most."""
+    """Return the returns of EPISODES episodes, with the actions that `policy`, on a device, values
+    most.
+    """
     envs = gymnasium.make_vec("CartPole-v1", num_envs=EPISODES)
     observation, _ = envs.reset(seed=seed)
     total = np.zeros(EPISODES)

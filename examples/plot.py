@@ -1,4 +1,6 @@
-"""Curves of training runs as a figure; several: `python examples/plot.py OUT.png NAME=RESULT.json ...`."""
+"""Curves of training runs as a figure; several: `python examples/plot.py OUT.png NAME=RESULT.json
+...`.
+"""
 
 from __future__ import annotations
 

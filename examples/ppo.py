@@ -1,12 +1,14 @@
-"""PPO on CartPole: the roll-out buffer is a table, and its sampler visits every step once per epoch.
+"""PPO on CartPole: the roll-out buffer is a table, and its sampler visits every step once per
+epoch.
 
     python examples/ppo.py --seed 0
 
 starts two ranks. Each acts in its own environments and adds its roll-outs to the one table; a
 global batch has steps of all. The last line is the result as JSON.
 
-Sources: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equations 7 and 9; Schulman et al.,
-"High-Dimensional Continuous Control Using Generalized Advantage Estimation", ICLR 2016, equation 16.
+Sources: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equations 7 and 9;
+Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", ICLR
+2016, equation 16.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class Player:
 
     @torch.no_grad()
     def play(self) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
-        """Act with the model as it is; return a roll-out per environment, and the values after its steps."""
+        """Act with the model as it is; return a roll-out per environment, and the values after its
+        steps.
+        """
         rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         finals = np.zeros((ENVS, self.num_steps), np.float32)
         for at in range(self.num_steps):
@@ -107,10 +111,9 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
     """Return the clipped loss of the policy, and that of the values."""
     logits, value = model(batch["observation"])
     ratio = (Categorical(logits=logits).log_prob(batch["action"]) - batch["log_probability"]).exp()
-    advantage, target = (
-        batch["advantage"][:, 0],
-        batch["value_target"][:, 0],
-    )  # of a window, at its step
+    # of a window, at its step
+    advantage = batch["advantage"][:, 0]
+    target = batch["value_target"][:, 0]
     advantage = advantage / (advantage.std() + 1e-6)
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return VALUE_PART * F.mse_loss(value, target) - gain.mean()

@@ -1,16 +1,19 @@
-"""PPO on CartPole whose roll-outs, networks and optimizer live on one device; its parts can be CUDA graphs.
+"""PPO on CartPole whose roll-outs, networks and optimizer live on one device; its parts can be CUDA
+graphs.
 
-    python examples/ppo_device.py                           on the GPU, or on the CPU where there is none
-    python examples/ppo_device.py --compile --cudagraphs    compiled, and captured in CUDA graphs
-    python examples/ppo_device.py --all                     all combinations, and a table of turns per second
+    python examples/ppo_device.py                         # on the GPU if there is one
+    python examples/ppo_device.py --compile --cudagraphs  # compiled, in CUDA graphs
+    python examples/ppo_device.py --all                   # all of them, in turns per second
 
-A roll-out is a trajectory of T steps of each environment. The table holds one roll-out: adding the next one
-evicts it. Minibatches are drawn uniformly, with replacement (a table on a device has no epoch sampler).
+A roll-out is a trajectory of T steps of each environment. The table holds one roll-out: adding the
+next one evicts it. Minibatches are drawn uniformly, with replacement (a table on a device has no
+epoch sampler).
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
-Sources: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equations 7 and 9; Schulman et al.,
-"High-Dimensional Continuous Control Using Generalized Advantage Estimation", ICLR 2016, equation 16.
+Sources: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equations 7 and 9;
+Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", ICLR
+2016, equation 16.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ def network(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    """Act and learn; return the returns of the last episodes and of a test, and turns
+    per second.
+    """
     torch.manual_seed(args.seed)
     envs = Environments("CartPole-v1", args.envs, args.seed, args.device)
     actor = network(envs.shape[0], envs.num_actions, 0.01).to(args.device)
@@ -93,7 +98,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     @torch.no_grad()
     def act() -> None:
-        """Draw an action of each environment, and write the columns that are known before it is done."""
+        """Draw an action of each environment, and write the columns that are known before it is
+        done.
+        """
         log_probabilities = actor(envs.seen).log_softmax(1)
         noise = (
             -torch.empty_like(log_probabilities).exponential_().log()
@@ -105,7 +112,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     @torch.no_grad()
     def observe() -> None:
-        """Write the error of the value, and whether the episode goes on, after the environments' step."""
+        """Write the error of the value, and whether the episode goes on, after the environments'
+        step.
+        """
         value = rollout["value"].index_select(1, step).squeeze(1)
         later = GAMMA * critic(envs.following).squeeze(1) * (~envs.row["terminated"]).float()
         ended = (

@@ -33,11 +33,13 @@ _BLOCK_STEPS = 256
 
 
 class RldsReader(Reader):
-    """Reads RLDS by the iterator of tensorflow-datasets: the splits after each other, in the files' order.
+    """Reads RLDS by the iterator of tensorflow-datasets: the splits after each other, in the files'
+    order.
 
-    As RLDS defines it, the last step of an episode holds the observation after the last action, and its own
-    action and reward mean nothing: N steps become N-1 with T+1 observations. `is_terminal` of the last step
-    becomes `terminated`, any other episode is truncated. Other features of steps become columns of T rows.
+    As RLDS defines it, the last step of an episode holds the observation after the last action, and
+    its own action and reward mean nothing: N steps become N-1 with T+1 observations. `is_terminal`
+    of the last step becomes `terminated`, any other episode is truncated. Other features of steps
+    become columns of T rows.
     """
 
     format = "rlds"
@@ -151,7 +153,9 @@ class RldsReader(Reader):
 
 
 class RldsStepsReader(RldsReader):
-    """Reads RLDS whose last steps have an action and a reward, as many robot data sets: N steps are N."""
+    """Reads RLDS whose last steps have an action and a reward, as many robot data sets: N steps are
+    N.
+    """
 
     format = "rlds-steps"
     ends_with_observation = False

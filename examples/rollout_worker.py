@@ -1,18 +1,20 @@
-"""A rollout worker: leases prompts, generates groups of responses with a model of transformers, commits them.
+"""A rollout worker: leases prompts, generates groups of responses with a model of transformers,
+commits them.
 
     python examples/rollout_worker.py runs/async/ds_config.json --board NAME --task grpo_model
 
 is one process of the node, beside the ranks, and ends with them; start as many as `writers` admits,
 and end them as you like. `examples/grpo_async.py` starts its own.
 
-Batches are continuous: in every step each running response gets one token, those that have ended leave, and
-prompts that are leased then take their places. So leases end in any order. Weights are those of the policy
-board, and may change between two steps. A token is stored with its log-probability under the distribution
-that it was drawn from, and with the version of the weights that were there: the number of the board, which is
-one more than the rollout batches that they have trained.
+Batches are continuous: in every step each running response gets one token, those that have ended
+leave, and prompts that are leased then take their places. So leases end in any order. Weights are
+those of the policy board, and may change between two steps. A token is stored with its
+log-probability under the distribution that it was drawn from, and with the version of the weights
+that were there: the number of the board, which is one more than the rollout batches that they have
+trained.
 
-`Generation` runs the model in this process; `HttpGeneration` of examples/http_generation.py has the same
-methods, and sends prompts to a server of vLLM or SGLang.
+`Generation` runs the model in this process; `HttpGeneration` of examples/http_generation.py has the
+same methods, and sends prompts to a server of vLLM or SGLang.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ class Generator(Protocol):
 class Generation:
     """Continuous batching with a model of transformers whose layers have full attention.
 
-    The batch is padded on the left, so that the newest tokens of all rows lie in one column of the cache:
-    rows leave by an index, and join by padding either side to the longer one.
+    The batch is padded on the left, so that the newest tokens of all rows lie in one column of the
+    cache: rows leave by an index, and join by padding either side to the longer one.
 
     Args:
         places: Most responses at once.
@@ -122,7 +124,9 @@ class Generation:
         return self._places - len(self._rows) - sum(len(rows) for _, rows in self._new)
 
     def refresh(self) -> None:
-        """Take the newest weights. Keys and values of earlier tokens stay: they are what was sampled with."""
+        """Take the newest weights. Keys and values of earlier tokens stay: they are what was
+        sampled with.
+        """
         if self._board is not None:
             self.version = self._board.load_into(self._model)
 
@@ -167,7 +171,9 @@ class Generation:
         return logits
 
     def _prefill(self) -> Tensor:
-        """Feed the new prompts, once each, and join their rows to the batch; return their logits. [n, V]."""
+        """Feed the new prompts, once each, and join their rows to the batch; return their logits.
+        [n, V].
+        """
         longest = max(len(prompt) for prompt, _ in self._new)
         pads = [longest - len(prompt) for prompt, _ in self._new]
         ids = torch.tensor(
@@ -225,7 +231,9 @@ def _joined(rows: Tensor, others: Tensor, dim: int) -> Tensor:
 
 @dataclass(eq=False)
 class Group:
-    """A lease, and the responses to its prompt that have ended. `key` is its number in this worker."""
+    """A lease, and the responses to its prompt that have ended. `key` is its number in
+    this worker.
+    """
 
     key: int
     lease: Lease
@@ -268,7 +276,8 @@ class Worker:
         self.num_groups = 0
 
     def turn(self) -> None:
-        """Lease what there is room for, generate a token of each response, commit the groups that are whole.
+        """Lease what there is room for, generate a token of each response, commit the groups that
+        are whole.
 
         Raises:
             StoreError: The ranks have ended.
@@ -320,7 +329,9 @@ class Worker:
         self._generator.cancel(group.key)
 
     def _trajectory(self, group: Group, response: Response) -> dict[str, Any]:
-        """Return the columns of a response: each value lies at its token, zeros at those of the prompt."""
+        """Return the columns of a response: each value lies at its token, zeros at those of the
+        prompt.
+        """
         prompt = group.lease.prompt["tokens"]
         before = np.zeros(len(prompt))
         return {

@@ -41,7 +41,9 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SAC:
-    """An actor, two critics with targets, and a temperature; actions have elements in [-largest, largest]."""
+    """An actor, two critics with targets, and a temperature; actions have elements in [-largest,
+    largest].
+    """
 
     def __init__(self, observation: int, action: int, largest: float) -> None:
         self.actor = network(observation, 2 * action)
@@ -103,7 +105,9 @@ class SAC:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the mean return of the last episodes, the last loss and the transitions held."""
+    """Act and learn; return the mean return of the last episodes, the last loss and the transitions
+    held.
+    """
     torch.manual_seed(args.seed)
     env = gymnasium.make("Pendulum-v1")
     space = env.observation_space

@@ -1,9 +1,10 @@
-"""SAC on Pendulum whose replay, networks and optimizers live on one device; a step can be one CUDA graph.
+"""SAC on Pendulum whose replay, networks and optimizers live on one device; a step can be one CUDA
+graph.
 
-    python examples/sac_device.py                           on the GPU, or on the CPU where there is none
-    python examples/sac_device.py --compile --cudagraphs    compiled, and captured in CUDA graphs
-    python examples/sac_device.py --buffer prioritized      priorities are updated inside the same step
-    python examples/sac_device.py --all                     all combinations, and a table of turns per second
+    python examples/sac_device.py                         # on the GPU if there is one
+    python examples/sac_device.py --compile --cudagraphs  # compiled, in CUDA graphs
+    python examples/sac_device.py --buffer prioritized    # updates priorities in the step
+    python examples/sac_device.py --all                   # all of them, in turns per second
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
@@ -55,7 +56,9 @@ def values_of(critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    """Act and learn; return the returns of the last episodes and of a test, and turns
+    per second.
+    """
     torch.manual_seed(args.seed)
     envs = Environments("Pendulum-v1", args.envs, args.seed, args.device)
     inputs = envs.shape[0]
@@ -104,7 +107,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         replay.add_transitions_(envs.row, {"observation": envs.following})
 
     def learn() -> None:
-        """Add the newest transitions, draw, step all networks, and report the errors as priorities."""
+        """Add the newest transitions, draw, step all networks, and report the errors as
+        priorities.
+        """
         add()
         replay.sample_(batch)
         goals = critic_goals()

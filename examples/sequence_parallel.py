@@ -3,9 +3,10 @@
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/sequence_parallel.py
 
-The sequence ranks of a replica have the same samples; each gathers its own slice of every window. A step's
-predecessor may lie on another rank, so the actions before are a separate field, one step earlier, and
-`{"derived": "position"}` gives the places of a slice in the window. With 4 ranks there are 2 replicas.
+The sequence ranks of a replica have the same samples; each gathers its own slice of every window. A
+step's predecessor may lie on another rank, so the actions before are a separate field, one step
+earlier, and `{"derived": "position"}` gives the places of a slice in the window. With 4 ranks there
+are 2 replicas.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ SLICES = 2
 
 
 class Ulysses(nn.Module):
-    """Exchanges steps for heads, so that each sequence rank attends over all steps of some heads."""
+    """Exchanges steps for heads, so that each sequence rank attends over all steps of
+    some heads.
+    """
 
     def __init__(self, attend: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()

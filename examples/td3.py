@@ -5,7 +5,8 @@
 
 `--buffer both` (the default) runs one after the other. The last line is the result as JSON.
 
-Source: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", ICML 2018.
+Source: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", ICML
+2018.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from deepspeed_gear import TransitionBuffer
 GAMMA = 0.99
 TARGET_STEP = 0.005
 LEARNING_RATE = 1e-3
-EXPLORATION, SMOOTHING, CLIP = (
-    0.1,
-    0.2,
-    0.5,
-)  # deviations of noise as parts of the largest action, and a limit
+# deviations of noise as parts of the largest action, and a limit
+EXPLORATION = 0.1
+SMOOTHING = 0.2
+CLIP = 0.5
 DELAY = 2  # critic steps for each step of the actor
 CAPACITY = 100_000
 BATCH = 256
 
 
 class Plain:
-    """The usual ring buffer, with the calls of TransitionBuffer: it keeps each observation twice."""
+    """The usual ring buffer, with the calls of TransitionBuffer: it keeps each
+    observation twice.
+    """
 
     def __init__(
         self, size: int, space: Any, actions: Any, *, n_envs: Any, batch_size: int, seed: int
@@ -131,7 +133,9 @@ class TD3(nn.Module):
 
 
 def train(kind: type[Plain] | type[TransitionBuffer], args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the last episodes' mean return, steps per second, and CPU time in the buffer."""
+    """Act and learn; return the last episodes' mean return, steps per second, and CPU time in the
+    buffer.
+    """
     torch.manual_seed(args.seed)
     random = np.random.default_rng(args.seed)
     mode = AutoresetMode.SAME_STEP

@@ -1,13 +1,15 @@
-"""TD3 on Pendulum whose replay, networks and optimizers live on one device; a step can be one CUDA graph.
+"""TD3 on Pendulum whose replay, networks and optimizers live on one device; a step can be one CUDA
+graph.
 
-    python examples/td3_device.py                           on the GPU, or on the CPU where there is none
-    python examples/td3_device.py --compile --cudagraphs    compiled, and captured in CUDA graphs
-    python examples/td3_device.py --buffer prioritized      priorities are updated inside the same step
-    python examples/td3_device.py --all                     all combinations, and a table of turns per second
+    python examples/td3_device.py                         # on the GPU if there is one
+    python examples/td3_device.py --compile --cudagraphs  # compiled, in CUDA graphs
+    python examples/td3_device.py --buffer prioritized    # updates priorities in the step
+    python examples/td3_device.py --all                   # all of them, in turns per second
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
-Source: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", ICML 2018.
+Source: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", ICML
+2018.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def values_of(critics: Any, observation: Tensor, action: Tensor) -> list[Tensor]
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
+    """Act and learn; return the returns of the last episodes and of a test, and turns
+    per second.
+    """
     torch.manual_seed(args.seed)
     envs = Environments("Pendulum-v1", args.envs, args.seed, args.device)
     inputs = envs.shape[0]
@@ -93,7 +97,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         replay.add_transitions_(envs.row, {"observation": envs.following})
 
     def learn_critics() -> None:
-        """Add the newest transitions, draw, step the critics, and report the errors as priorities."""
+        """Add the newest transitions, draw, step the critics, and report the errors as
+        priorities.
+        """
         add()
         replay.sample_(batch)
         goals = critic_goals()

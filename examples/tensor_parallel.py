@@ -1,14 +1,16 @@
-"""Train a Decision Transformer whose linear layers are split over tensor ranks (DeepSpeed's AutoTP).
+"""Train a Decision Transformer whose linear layers are split over tensor ranks (DeepSpeed's
+AutoTP).
 
     gear ingest examples/data/hopper_expert.hdf5 data/hopper
     deepspeed --num_gpus 2 examples/tensor_parallel.py
 
-The tensor ranks of a replica hold slices of the same layers, so they need the same samples: each gathers them
-from the store, nothing is broadcast. With 4 ranks there are 2 replicas with different samples.
+The tensor ranks of a replica hold slices of the same layers, so they need the same samples: each
+gathers them from the store, nothing is broadcast. With 4 ranks there are 2 replicas with different
+samples.
 
-`tensor_parallel` in the config lists the layers that are split. The model's `qkv` is fused, rows of all
-queries, then keys, then values: "shape": [3, -1] splits each of the three, so that a tensor rank holds whole
-heads.
+`tensor_parallel` in the config lists the layers that are split. The model's `qkv` is fused, rows of
+all queries, then keys, then values: "shape": [3, -1] splits each of the three, so that a tensor
+rank holds whole heads.
 """
 
 from __future__ import annotations

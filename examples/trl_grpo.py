@@ -1,10 +1,12 @@
-"""Train with TRL's GRPOTrainer on two ranks with ZeRO 2: TRL generates and scores, gear packs and trains.
+"""Train with TRL's GRPOTrainer on two ranks with ZeRO 2: TRL generates and scores, gear packs and
+trains.
 
     python examples/trl_grpo.py --steps 30
 
-A tiny model with random weights learns to answer in vowels; the last line is the result as JSON. A second
-call with more steps continues from the last checkpoint. `PackedGRPOTrainer` replaces TRL's training step:
-responses of all ranks go into a table without padding, and are divided into packed micro batches.
+A tiny model with random weights learns to answer in vowels; the last line is the result as JSON. A
+second call with more steps continues from the last checkpoint. `PackedGRPOTrainer` replaces TRL's
+training step: responses of all ranks go into a table without padding, and are divided into packed
+micro batches.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ METRICS = ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio
 class PackedGRPOTrainer(GRPOTrainer):
     """A GRPOTrainer whose training step is one optimizer step over packed micro batches.
 
-    `gear` of the ds_config has `pack`, and the capacity of the table `rollouts`; the rest of the section
-    follows from the arguments. Call `deepspeed_gear.enable()` after this trainer is made, before `train()`:
-    the engines of reference and reward models, which are made first, get no replay.
+    `gear` of the ds_config has `pack`, and the capacity of the table `rollouts`; the rest of the
+    section follows from the arguments. Call `deepspeed_gear.enable()` after this trainer is made,
+    before `train()`: the engines of reference and reward models, which are made first, get no
+    replay.
     """
 
     def __init__(self, *given: Any, args: GRPOConfig, **options: Any) -> None:

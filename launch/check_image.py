@@ -1,13 +1,13 @@
 """Check the Dockerfile where there is no Docker, and run the steps of a stage in a chroot.
 
     python launch/check_image.py
-    python launch/check_image.py --run cpu --base FOLDER --work FOLDER     # as root, with network: minutes
+    python launch/check_image.py --run cpu --base FOLDER --work FOLDER  # as root
 
-Without `--run`: base images have a tag, copied files are in git and not in .dockerignore, stages and
-variables are declared, RUN steps are valid shell and their programs exist. With `--run`: the steps of the
-stage and of those that it needs, each stage in an overlay of its base, in mount and process namespaces of
-their own; then the image's command. The base is an unpacked one of the image that FROM names, such as that
-of `debootstrap --variant=minbase bookworm FOLDER`.
+Without `--run`: base images have a tag, copied files are in git and not in .dockerignore, stages
+and variables are declared, RUN steps are valid shell and their programs exist. With `--run`: the
+steps of the stage and of those that it needs, each stage in an overlay of its base, in mount and
+process namespaces of their own; then the image's command. The base is an unpacked one of the image
+that FROM names, such as that of `debootstrap --variant=minbase bookworm FOLDER`.
 """
 
 from __future__ import annotations
@@ -265,7 +265,9 @@ class Build:
             sys.exit(f"check_image: exit status {status} of: {script}")
 
     def show(self, name: str) -> None:
-        """Run the image's command, whose status does not count, and print the sizes of its layers."""
+        """Run the image's command, whose status does not count, and print the sizes of
+        its layers.
+        """
         (command,) = (
             step.text
             for stage in self.stages.values()

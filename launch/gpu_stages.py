@@ -1,7 +1,8 @@
 """The stages of launch/test_gpu.sh: steps under time limits, each recorded as soon as it has ended.
 
-A stage takes less than nine minutes on 16 cores without a network. A step that fails or runs out of time does
-not end the stage. `--dry-run` runs what a machine without a GPU can: compilers, and the steps' CPU lanes.
+A stage takes less than nine minutes on 16 cores without a network. A step that fails or runs out of
+time does not end the stage. `--dry-run` runs what a machine without a GPU can: compilers, and the
+steps' CPU lanes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ TAIL = 4000  # characters of a step's output in the record
 # Processes of a step: 16 cores run the steps of a wave, and one card takes turns between them.
 SHARDS, EXAMPLE_SHARDS, GRAPH_SHARDS = 4, 8, 4
 PYTHON = sys.executable
-# Modules that builds and tests import, and what DeepSpeed depends on. The second ones are installed without
-# what they depend on, which is torch or numpy.
+# Modules that builds and tests import, and what DeepSpeed depends on. The second ones are installed
+# without what they depend on, which is torch or numpy.
 PACKAGES = "setuptools pydantic tqdm ninja einops hjson msgpack packaging psutil cpuinfo".split()
 PACKAGES += "pytest pytest_timeout hypothesis".split()
 ALONE = "numpy h5py deepspeed".split()
@@ -86,7 +87,7 @@ def tool_of(toolkit: Path | None, name: str) -> str | None:
     return beside or shutil.which(name)
 
 
-# ---- steps -----------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def pytest_step(name: str, *arguments: str, limit_s: float, **options: Any) -> Step:
@@ -131,7 +132,9 @@ def figures_step(
 
 
 def packages(here: Machine) -> list[Wave]:
-    """Install what the tests import and this Python lacks into a folder; its torch stays as it is."""
+    """Install what the tests import and this Python lacks into a folder; its torch
+    stays as it is.
+    """
     lacking, alone = (
         [PIP_NAMES.get(name, name) for name in which if not is_there(name)]
         for which in (PACKAGES, ALONE)
@@ -155,7 +158,8 @@ def builds(here: Machine) -> list[Wave]:
         "import pathlib, sys; from deepspeed_gear.ops import builder, toolchain; "
         "from deepspeed_gear.ops.native_op import CudaOp; flags = builder.nvcc_flags(); "
         "key = toolchain.short_key({'flags': flags, 'sources': CudaOp().source_digest()}); "
-        "print(*builder.compile_kernels(pathlib.Path(sys.argv[1], f'kernels-{key}'), flags), sep='\\n')"
+        "print(*builder.compile_kernels(pathlib.Path(sys.argv[1], f'kernels-{key}'), flags), "
+        "sep='\\n')"
     )
     cpu = Step("build of the CPU op", (PYTHON, "-c", load.format("GearBuilder")), 300, needs=())
     cuda = Step(
@@ -165,7 +169,8 @@ def builds(here: Machine) -> list[Wave]:
         needs=("gpu", "nvcc"),
         dry=(PYTHON, "-c", cross, str(here.cache)),
         dry_needs=("nvcc",),
-        # The kernels are one unit for each source: a dry run needs no more than one architecture of them.
+        # The kernels are one unit for each source: a dry run needs no more than one architecture of
+        # them.
         env={"TORCH_CUDA_ARCH_LIST": "9.0"} if "gpu" in here.missing else {},
     )
     return [[cpu, cuda]]
@@ -174,7 +179,8 @@ def builds(here: Machine) -> list[Wave]:
 def stage_a(here: Machine) -> list[Wave]:
     """The machine, every op against the reference, captured steps, figures of device tables."""
     facts = (
-        "nvidia-smi; nvidia-smi topo -m; nvidia-smi -q -d CLOCK,PCIE,ECC | head -n 120; nvcc --version; "
+        "nvidia-smi; nvidia-smi topo -m; nvidia-smi -q -d CLOCK,PCIE,ECC | head -n 120; nvcc "
+        "--version; "
         f"lscpu; free -g; df -h /dev/shm; {PYTHON} -m deepspeed_gear report --quiet"
     )
     both = builds(here)[0]
@@ -274,7 +280,8 @@ def stage_c(here: Machine) -> list[Wave]:
         "no",
     )
     command = tests("tests/gpu", "-m", "sanitize")
-    # Without torch's cache each tensor has its own allocation, so that accesses beside it are found.
+    # Without torch's cache each tensor has its own allocation, so that accesses beside it are
+    # found.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     sanitizers = [
         Step(
@@ -336,7 +343,7 @@ def stage_c(here: Machine) -> list[Wave]:
 STAGES = {"A": stage_a, "B": stage_b, "C": stage_c}
 
 
-# ---- running ---------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------
 
 
 def file_name(name: str) -> str:
@@ -433,7 +440,9 @@ class Stage:
         return {**env, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **step.env}
 
     def _note(self, found: dict[str, Any]) -> None:
-        """Add a step to the record, and write it; a stage that is killed leaves all that has ended."""
+        """Add a step to the record, and write it; a stage that is killed leaves all
+        that has ended.
+        """
         with self._lock:
             self.record["steps"].append(found)
             self.record["seconds"] = round(time.monotonic() - self._begin, 1)
@@ -484,7 +493,8 @@ def machine(out: Path, cache: Path, is_dry: bool) -> Machine:
             missing[tool] = f"there is no {tool} beside nvcc or on the PATH"
     if not is_dry and not torch.cuda.is_available():
         sys.exit(
-            f"test_gpu.sh: error: torch {torch.__version__} sees no CUDA device; --dry-run needs none"
+            f"test_gpu.sh: error: torch {torch.__version__} sees no CUDA device; --dry-run "
+            f"needs none"
         )
     return Machine(missing, toolkit, cache, out)
 
@@ -507,7 +517,8 @@ def main() -> None:
         "--cache",
         type=Path,
         default=Path(default),
-        help="folder of builds and packages, which later runs use again ($GEAR_GPU_CACHE, build/gpu)",
+        help="folder of builds and packages, which later runs use again ($GEAR_GPU_CACHE, "
+        "build/gpu)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="what a machine without a GPU can run of them"

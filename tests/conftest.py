@@ -42,7 +42,9 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and say so; GEAR_TEST_SHARD=2/8 keeps every eighth test."""
+    """Skip what needs a GPU where there is none, and say so; GEAR_TEST_SHARD=2/8 keeps every eighth
+    test.
+    """
     if shard := os.environ.get("GEAR_TEST_SHARD"):
         number, of = (int(part) for part in shard.split("/"))
         config.hook.pytest_deselected(
@@ -65,7 +67,8 @@ def checkout() -> Path:
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python *arguments`; `env` is laid over this one's, None removes a name.
 
-    Without a GPU, which a fork cannot use, a program's file runs in a warm process. A text (`-c`) never does.
+    Without a GPU, which a fork cannot use, a program's file runs in a warm process. A text (`-c`)
+    never does.
     """
 
     def run(

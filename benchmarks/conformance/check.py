@@ -21,7 +21,8 @@ class Sampled:
     Args:
         obs, next_obs: Observations before and after the (last) step; each is a number. [B].
         reward: The reward, or the n-step return. [B].
-        discount: What the value of `next_obs` is multiplied by: 0 where the episode terminated. [B].
+        discount: What the value of `next_obs` is multiplied by: 0 where the episode terminated.
+            [B].
         weight: Importance weights. [B].
         handle: What the system needs to update the priorities of these samples.
     """
@@ -220,7 +221,9 @@ def draws(buffer: StepBuffer, count: int, num_batches: int) -> Array:
 def add_episode(
     buffer: StepBuffer, first: int, count: int, ends: str = "terminated", **given: object
 ) -> None:
-    """Add the observations first to first + count - 1 of one environment, the last one with an end flag."""
+    """Add the observations first to first + count - 1 of one environment, the last one with an end
+    flag.
+    """
     for number in range(first, first + count):
         is_last = number == first + count - 1
         buffer.add(moment([number], **{ends: [is_last], **given}))
@@ -240,7 +243,9 @@ def prioritize(buffer: StepBuffer, priorities: Array, num_batches: int = 60) -> 
 
 
 def of(sampled: Sampled, obs: float) -> tuple[float, float, float] | None:
-    """Return reward, discount and next observation of a transition in a batch; None: it is not there."""
+    """Return reward, discount and next observation of a transition in a batch; None: it is not
+    there.
+    """
     at = np.nonzero(np.abs(sampled.obs - obs) < 1e-3)[0]
     if not len(at):
         return None

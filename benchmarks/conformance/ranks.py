@@ -62,7 +62,9 @@ def an_epoch_by_two_workers(system: System) -> None:
 
 
 def by_workers(buffer: StepBuffer, num_workers: int, num_batches: int) -> list[Array]:
-    """Return so many batches of each worker of a DataLoader, which has its own copy of the buffer."""
+    """Return so many batches of each worker of a DataLoader, which has its own copy of
+    the buffer.
+    """
     from torch.utils.data import DataLoader, IterableDataset
 
     class Drawn(IterableDataset[Array]):

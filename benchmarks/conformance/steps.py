@@ -24,14 +24,18 @@ LAST = 900.0  # the last observation of an episode; the next episode begins else
 
 
 def add_ended(buffer: StepBuffer, count: int, how: str) -> None:
-    """Add an episode of observations 0 to count - 1 and rewards 1, whose last observation is LAST."""
+    """Add an episode of observations 0 to count - 1 and rewards 1, whose last
+    observation is LAST.
+    """
     for number in range(count):
         is_last = number == count - 1
         buffer.add(moment([number], [LAST if is_last else number + 1], [1.0], **{how: [is_last]}))
 
 
 def ended(system: System, how: str) -> tuple[float, float, float]:
-    """Return what a buffer gives for the last step, number 2, of an episode that is followed by another."""
+    """Return what a buffer gives for the last step, number 2, of an episode that is followed by
+    another.
+    """
     buffer = system.steps(Steps(capacity=64))
     add_ended(buffer, 3, how)
     add_episode(buffer, 10, 8)
@@ -187,7 +191,9 @@ def drawn(buffer: StepBuffer) -> set[int]:
 
 
 def holds_newest(buffer: StepBuffer, end: int, capacity: int) -> None:
-    """Fail unless the newest items, up to `end`, are drawn, and none that is twice as old as they may be."""
+    """Fail unless the newest items, up to `end`, are drawn, and none that is twice as old as they
+    may be.
+    """
     found = drawn(buffer)
     newest = set(range(end - capacity, end))
     assert newest <= found, f"lacks {sorted(newest - found)[:4]}"
@@ -228,7 +234,8 @@ def capacity_and_environments(system: System) -> None:
 
 @case(
     "ray-project/ray#60773",
-    "16 environments add episodes to a full prioritized buffer: no error, and only new steps are drawn",
+    "16 environments add episodes to a full prioritized buffer: no error, and only new steps "
+    "are drawn",
 )
 def many_environments_in_a_full_buffer(system: System) -> None:
     buffer = system.steps(Steps(capacity=256, num_envs=16, prioritized=True))
@@ -286,7 +293,9 @@ def a_seed_gives_the_same_batches(system: System) -> None:
 def reloaded(
     system: System, need: Steps, buffer: StepBuffer, first: int | None = None
 ) -> StepBuffer:
-    """Save and close a buffer, and return another that has loaded it; it held steps from `first` on."""
+    """Save and close a buffer, and return another that has loaded it; it held steps from `first`
+    on.
+    """
     with tempfile.TemporaryDirectory() as folder:
         buffer.save(Path(folder))
         buffer.close()

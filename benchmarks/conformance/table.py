@@ -1,4 +1,6 @@
-"""Run the cases against every system, each in its own environment; write results and the docs' table."""
+"""Run the cases against every system, each in its own environment; write results and the docs'
+table.
+"""
 
 from __future__ import annotations
 

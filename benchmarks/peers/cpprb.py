@@ -1,4 +1,6 @@
-"""cpprb: ReplayBuffer, PrioritizedReplayBuffer, HindsightReplayBuffer; frames by compression of stacks."""
+"""cpprb: ReplayBuffer, PrioritizedReplayBuffer, HindsightReplayBuffer; frames by compression of
+stacks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""flashbax on the CPU: item buffers for transitions (prioritised or not), trajectory buffers for windows."""
+"""flashbax on the CPU: item buffers for transitions (prioritised or not), trajectory buffers for
+windows.
+"""
 
 from __future__ import annotations
 

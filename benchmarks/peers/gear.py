@@ -1,4 +1,6 @@
-"""This project: TransitionBuffer for single transitions, Replay for all else and for several ranks."""
+"""This project: TransitionBuffer for single transitions, Replay for all else and for
+several ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""What a benchmark asks of a replay system: buffers of transitions, of trajectories, of goals. NumPy only.
+"""What a benchmark asks of a replay system: buffers of transitions, of trajectories, of goals.
+NumPy only.
 
-One adapter per system (`gear.py`, `torchrl.py`, ...) fills these classes in with the code that its user would
-write. It runs in an environment of its own, so this file imports nothing but NumPy. `conformance/` asks for
-small buffers whose answers are known, `speed/` for large ones that it fills with the same data and times.
+One adapter per system (`gear.py`, `torchrl.py`, ...) fills these classes in with the code that its
+user would write. It runs in an environment of its own, so this file imports nothing but NumPy.
+`conformance/` asks for small buffers whose answers are known, `speed/` for large ones that it fills
+with the same data and times.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ def moment(
 ) -> Rows:
     """Return a step of N environments whose observations are numbers, as rows to add.
 
-    By default the next observation is 1 more, the reward is 0, and nothing ends. Where an episode ends,
-    `next_obs` is its last observation. [N] each.
+    By default the next observation is 1 more, the reward is 0, and nothing ends. Where an episode
+    ends, `next_obs` is its last observation. [N] each.
     """
     before = np.atleast_1d(np.asarray(obs, np.float32))
     none = np.zeros(len(before), bool)
@@ -114,11 +116,13 @@ class Buffer(ABC):
     count: int | None = None  # items that it holds, where it is given fewer than others
 
     def add(self, rows: Rows) -> None:
-        """Add a step of every environment, or steps of one, or a trajectory that ends with its last step.
+        """Add a step of every environment, or steps of one, or a trajectory that ends with its last
+        step.
 
         Args:
-            rows: observation, next_observation, action, reward, done (whether the episode terminated) and
-                perhaps truncated, [n, ...] each; of windows, the columns that were asked for.
+            rows: observation, next_observation, action, reward, done (whether the episode
+                terminated) and perhaps truncated, [n, ...] each; of windows, the columns that were
+                asked for.
         """
         raise NotOfferedError
 
@@ -134,8 +138,9 @@ class Buffer(ABC):
     def rows(self, found: Any) -> Rows:
         """Return a batch as NumPy arrays by column. [B, ...] or [B, L, ...].
 
-        Also "weight" of prioritized draws; "return" and "discount" (of the value of `next_observation`) where
-        n-step returns were asked for; "goal"; and "mask", which steps of padded windows are real.
+        Also "weight" of prioritized draws; "return" and "discount" (of the value of
+        `next_observation`) where n-step returns were asked for; "goal"; and "mask", which steps of
+        padded windows are real.
         """
 
     def keep(self, found: Any) -> Any:
@@ -176,7 +181,8 @@ class Pack(NamedTuple):
     Args:
         number: The sequence that each token is of; -1 for padding. [N].
         position: The position of each token that the model gets. [N].
-        bounds: First token of each sequence (padding is one), and N: `cu_seqlens` of a flash attention.
+        bounds: First token of each sequence (padding is one), and N: `cu_seqlens` of a flash
+            attention.
     """
 
     number: Array
@@ -229,7 +235,8 @@ class System:
         """Return a buffer that relabels goals by hindsight, of episodes of equal length.
 
         Args:
-            episodes: observation and achieved, [T + 1, ...]; action and done, [T, ...]; pursued, [...].
+            episodes: observation and achieved, [T + 1, ...]; action and done, [T, ...]; pursued,
+                [...].
             count: Their steps.
             batch: B.
         """
@@ -238,14 +245,17 @@ class System:
     def epoch(
         self, count: int, batch: int, ranks: int, used: int, workers: int = 0
     ) -> list[list[int]]:
-        """Return the items that each rank gets in an epoch of `count`, resumed after `used` batches.
+        """Return the items that each rank gets in an epoch of `count`, resumed after `used`
+        batches.
 
         With `workers` through a DataLoader that has as many.
         """
         raise NotOfferedError
 
     def restart(self) -> list[list[int]]:
-        """Begin an epoch of 10 items on two ranks, kill both, and return an epoch of a restart at once."""
+        """Begin an epoch of 10 items on two ranks, kill both, and return an epoch of a restart at
+        once.
+        """
         raise NotOfferedError
 
     def shared(self, priorities: Array, processes: int, batches: int) -> list[Array]:
@@ -261,11 +271,15 @@ class System:
         raise NotOfferedError
 
     def advantages(self, rewards: Array, groups: Array) -> Array:
-        """Return the advantage of each response against its group, as GRPO without a deviation. [n]."""
+        """Return the advantage of each response against its group, as GRPO without a deviation.
+        [n].
+        """
         raise NotOfferedError
 
     def incomplete_group(self) -> bool:
-        """Return whether a batch of two groups comes, without a hang, where a third one lacks a member."""
+        """Return whether a batch of two groups comes, without a hang, where a third one lacks a
+        member.
+        """
         raise NotOfferedError
 
 

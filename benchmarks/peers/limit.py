@@ -1,4 +1,6 @@
-"""What the machine itself needs: C loops that draw, copy rows by memcpy and update a tree of integer sums."""
+"""What the machine itself needs: C loops that draw, copy rows by memcpy and update a tree of
+integer sums.
+"""
 
 from __future__ import annotations
 

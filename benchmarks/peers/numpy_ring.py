@@ -125,7 +125,9 @@ class NumpyWhole(NumpyRing):
 
 
 def n_step(count: int, batch: int) -> Buffer:
-    """Add returns instead of rewards, as CleanRL's Rainbow does, from a window of the latest steps."""
+    """Add returns instead of rewards, as CleanRL's Rainbow does, from a window of the
+    latest steps.
+    """
     rows = work.steps(0, count)
     length = work.EPISODE
     rewards = rows.pop("reward").reshape(-1, length)
@@ -140,7 +142,9 @@ def n_step(count: int, batch: int) -> Buffer:
 
 
 class NumpyGoals(NumpyBatches):
-    """Arrays [episodes, steps, ...]; goals are drawn by index arithmetic, as in OpenAI Baselines."""
+    """Arrays [episodes, steps, ...]; goals are drawn by index arithmetic, as in OpenAI
+    Baselines.
+    """
 
     def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
         parts = list(episodes)

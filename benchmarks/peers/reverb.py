@@ -1,6 +1,7 @@
 """Reverb: one server and its client in this process, as with any number of clients.
 
-Cases take batches of its `TrajectoryDataset`; the comparison of speed samples by the client, which is faster.
+Cases take batches of its `TrajectoryDataset`; the comparison of speed samples by the client, which
+is faster.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Served(Buffer):
 
 
 class ReverbData(Served):
-    """Batches of the `TrajectoryDataset`; another iterator after each change, as iterators read ahead."""
+    """Batches of the `TrajectoryDataset`; another iterator after each change, as iterators read
+    ahead.
+    """
 
     def read(
         self,

@@ -1,4 +1,6 @@
-"""Stable-Baselines3: ReplayBuffer, whose copy is CleanRL's; NStepReplayBuffer and HerReplayBuffer."""
+"""Stable-Baselines3: ReplayBuffer, whose copy is CleanRL's; NStepReplayBuffer and
+HerReplayBuffer.
+"""
 
 from __future__ import annotations
 

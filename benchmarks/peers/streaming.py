@@ -1,4 +1,6 @@
-"""MosaicML Streaming: epochs of a data set of shards on ranks that are processes, and windows of its rows."""
+"""MosaicML Streaming: epochs of a data set of shards on ranks that are processes, and windows of
+its rows.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ class TianshouSteps(Buffer):
         )
 
     def _bootstrap(self, buffer: Any, at: Array) -> torch.Tensor:
-        """Return the values of the observations after the returns; a network's are read from them."""
+        """Return the values of the observations after the returns; a network's are read
+        from them.
+        """
         self._following = buffer[at].obs_next
         return torch.full((len(at), 1), self._value, dtype=torch.float64)
 

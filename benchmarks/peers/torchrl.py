@@ -1,4 +1,6 @@
-"""TorchRL: tensordict replay buffers with MultiStepTransform, PrioritizedSampler, SliceSampler and HER."""
+"""TorchRL: tensordict replay buffers with MultiStepTransform, PrioritizedSampler, SliceSampler and
+HER.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One system in its own environment: takes orders as JSON lines, makes buffers, times itself in turns."""
+"""One system in its own environment: takes orders as JSON lines, makes buffers, times itself in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ class Trajectories(Job):
 
 
 def saved(system: System, options: dict[str, Any]) -> dict[str, Any]:
-    """Save `count` transitions, and restore them into a buffer that holds few; return seconds and bytes."""
+    """Save `count` transitions, and restore them into a buffer that holds few; return seconds and
+    bytes.
+    """
     asked = {"batch": 256, "count": options["count"], "prioritized": False}
     folder = Path(tempfile.mkdtemp(prefix="peers-", dir=options["folder"]))
     try:
@@ -174,7 +178,9 @@ def saved(system: System, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(system: System, options: dict[str, Any]) -> dict[str, Any]:
-    """Write trajectories in the system's own format; return seconds, what makes the numbers included."""
+    """Write trajectories in the system's own format; return seconds, what makes the numbers
+    included.
+    """
     folder = _folder(system, options)
     folder.mkdir()
     begun = perf_counter_ns()
@@ -190,8 +196,11 @@ def stored(system: System, options: dict[str, Any]) -> Sampled:
 
 
 def larger(system: System, options: dict[str, Any]) -> Sampled:
-    """Open what was written, none of it in the page cache, as a member of the system's control group."""
-    resident()  # a page that is mapped stays; what the process holds and does not use would be free of charge
+    """Open what was written, none of it in the page cache, as a member of the system's control
+    group.
+    """
+    # a page that is mapped stays; what the process holds and does not use would be free of charge
+    resident()
     for path in _folder(system, options).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -207,7 +216,9 @@ def _folder(system: System, options: dict[str, Any]) -> Path:
 
 
 def never_drawn(system: System, options: dict[str, Any]) -> dict[str, Any]:
-    """Draw as many samples as there are items of equal priority; return the share that was never drawn."""
+    """Draw as many samples as there are items of equal priority; return the share that was never
+    drawn.
+    """
     asked = {name: options[name] for name in ("count", "batch")}
     made = contents.made(system, "numbered", asked)
     counts = np.zeros(options["count"], np.uint8)

@@ -1,4 +1,6 @@
-"""How buffers are filled with the same data, of systems that have no way of their own for a kind of work."""
+"""How buffers are filled with the same data, of systems that have no way of their own for a kind of
+work.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What is derived from stored steps: n-step returns, and goals by hindsight. NumPy only, as `work.py`.
+"""What is derived from stored steps: n-step returns, and goals by hindsight. NumPy only, as
+`work.py`.
 
-Transitions are those of `work.py`. Episodes with goals have HORIZON steps and HORIZON + 1 numbered states; a
-pursued goal is a negative number that is never reached, an achieved one has the number of its state.
+Transitions are those of `work.py`. Episodes with goals have HORIZON steps and HORIZON + 1 numbered
+states; a pursued goal is a negative number that is never reached, an achieved one has the number of
+its state.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def check_returns(rows: Rows, batch: int, count: int) -> tuple[int, int]:
 
 
 def trajectory_steps(count: int, num_envs: int) -> Iterator[Rows]:
-    """Yield the transitions as steps of environments, each with its part of the trajectories. [N, ...]."""
+    """Yield the transitions as steps of environments, each with its part of the trajectories. [N,
+    ...].
+    """
     rows = {name: v.reshape(num_envs, -1, *v.shape[1:]) for name, v in work.steps(0, count).items()}
     for at in range(count // num_envs):
         yield {name: values[:, at] for name, values in rows.items()}
@@ -72,7 +76,9 @@ def goal(number: Array) -> Array:
 
 
 def episodes(count: int) -> Iterator[Rows]:
-    """Yield episodes with goals, of `count` steps in all: states [HORIZON + 1, ...], steps [HORIZON, ...]."""
+    """Yield episodes with goals, of `count` steps in all: states [HORIZON + 1, ...], steps
+    [HORIZON, ...].
+    """
     for episode in range(count // HORIZON):
         number = episode * (HORIZON + 1) + np.arange(HORIZON + 1)
         yield {
@@ -102,12 +108,15 @@ def goal_steps(parts: Iterable[Rows], num_envs: int) -> Iterator[tuple[Rows, Row
 
 
 def reward(achieved: Array, wanted: Array) -> Array:
-    """Return the rewards of a task with goals: 0 where it is reached, else -1. [..., GOAL] -> [...]."""
+    """Return the rewards of a task with goals: 0 where it is reached, else -1. [..., GOAL] ->
+    [...].
+    """
     return -(np.linalg.norm(achieved - wanted, axis=-1) > 0.05).astype(np.float32)
 
 
 def check_goals(rows: Rows, batch: int, count: int) -> tuple[int, int]:
-    """Raise unless each relabelled goal is that of a later state of the episode, and its reward is right.
+    """Raise unless each relabelled goal is that of a later state of the episode, and its reward is
+    right.
 
     Args:
         rows: observation, next_observation, reward, goal. [B, ...] each.

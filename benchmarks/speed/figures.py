@@ -1,4 +1,6 @@
-"""The figures of docs/comparison.md, from results/peers.json: SVG in the colours of light and dark pages."""
+"""The figures of docs/comparison.md, from results/peers.json: SVG in the colours of light and dark
+pages.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def _page(height: float, title: str, body: list[str]) -> str:
 
 
 def multiples(rows: list[Row], names: Names) -> str:
-    """Draw the time of a batch as a multiple of the C loop's: a line for each kind of work that it does."""
+    """Draw the time of a batch as a multiple of the C loop's: a line for each kind of work that it
+    does.
+    """
     batches = [row for row in rows if re.search(r", B = [\d,]+$", row["work"]) and "us" in row]
     limits = {row["work"]: row["us"] for row in batches if row["system"] == "limit"}
     shown = [row for row in batches if row["work"] in limits and row["system"] in names]

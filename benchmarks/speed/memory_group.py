@@ -1,4 +1,6 @@
-"""A control group for each system, whose memory is limited: version 1 or 2 of the kernel's controller."""
+"""A control group for each system, whose memory is limited: version 1 or 2 of the kernel's
+controller.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroups:
-    """A group with a limit of its own for each name, below this process's own group where that is possible.
+    """A group with a limit of its own for each name, below this process's own group where that is
+    possible.
 
-    What a member allocates counts, and so does each page of a file that it is the first to read. Memory that
-    it had before it joined does not.
+    What a member allocates counts, and so does each page of a file that it is the first to read.
+    Memory that it had before it joined does not.
 
     Raises:
         OSError: No group can be made: there is no controller, or this user may not.
@@ -64,7 +67,9 @@ class MemoryGroups:
 
 
 def _below(own: Path) -> Path:
-    """Make a group whose children have the memory controller: version 2 refuses it beside processes."""
+    """Make a group whose children have the memory controller: version 2 refuses it beside
+    processes.
+    """
     for parent in (own, *own.parents):
         if not parent.is_relative_to(ROOT):
             break

@@ -1,8 +1,9 @@
-"""Rollouts of a language model: groups of responses are added, selected and packed; a column is filled.
+"""Rollouts of a language model: groups of responses are added, selected and packed; a column is
+filled.
 
-A token's number is its place among all tokens of the data, and its log-probability follows from its number,
-so every token of a micro batch can be checked. The "reference model" is a formula of the tokens, whose time
-does not count.
+A token's number is its place among all tokens of the data, and its log-probability follows from its
+number, so every token of a micro batch can be checked. The "reference model" is a formula of the
+tokens, whose time does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ PARTS = ("add", "select", "pack", "fill", "train")
 
 
 class Micro(NamedTuple):
-    """A micro batch as NumPy arrays, without padding. S sequences, N tokens, M of which have a value."""
+    """A micro batch as NumPy arrays, without padding. S sequences, N tokens, M of which have a
+    value.
+    """
 
     tokens: Array  # [N]
     first: Array  # [S], the first token of each sequence
@@ -66,7 +69,9 @@ class Rollouts(ABC):
 
     @abstractmethod
     def train(self, step: Any) -> Iterator[Any]:
-        """Yield micro batches of all columns and what was filled, with `targets`; then release the step."""
+        """Yield micro batches of all columns and what was filled, with `targets`; then release the
+        step.
+        """
 
     @abstractmethod
     def micro(self, found: Any) -> Micro:
@@ -78,7 +83,9 @@ class Rollouts(ABC):
 
 
 def budget_packs(lengths: list[int]) -> Iterator[list[int]]:
-    """Yield which sequences a micro batch has: in their order, until the next one would exceed the budget."""
+    """Yield which sequences a micro batch has: in their order, until the next one would exceed the
+    budget.
+    """
     pack: list[int] = []
     left = BUDGET
     for at, length in enumerate(lengths):
@@ -120,7 +127,9 @@ class Data:
         }
 
     def check(self, step: list[Micro], num_groups: int) -> None:
-        """Raise unless a step has so many groups, each whole, and each token once, with its own values."""
+        """Raise unless a step has so many groups, each whole, and each token once, with its own
+        values.
+        """
         responses = self._response_of(np.concatenate([micro.first for micro in step]))
         groups, members = np.unique(responses // MEMBERS, return_counts=True)
         assert len(groups) == num_groups, "another number of groups"
@@ -152,7 +161,9 @@ class Data:
 
 
 class RolloutJob:
-    """Groups that are held; in a turn a step of them is selected, packed, filled, packed again, replaced."""
+    """Groups that are held; in a turn a step of them is selected, packed, filled, packed again,
+    replaced.
+    """
 
     def __init__(self, system: System, options: dict[str, Any]) -> None:
         self.data = Data(options["groups"])
@@ -194,7 +205,9 @@ class RolloutJob:
         return spent
 
     def block(self, seconds: float) -> dict[str, Any]:
-        """Run one turn, however long it takes; return its time, us, the seconds of its parts, and tokens."""
+        """Run one turn, however long it takes; return its time, us, the seconds of its parts, and
+        tokens.
+        """
         parts = self._turn()
         num_tokens = (
             self.data.num_tokens * self.size // len(self.data.groups)

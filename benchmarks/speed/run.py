@@ -1,10 +1,13 @@
-"""Time every system at the same work, in turns on one core; write results/peers.json and the docs' tables.
+"""Time every system at the same work, in turns on one core; write results/peers.json and the docs'
+tables.
 
-    bash benchmarks/peers.sh [--quick] [--only TEXT] [SYSTEM...]       writes nothing unless all are measured
+    bash benchmarks/peers.sh [--quick] [--only TEXT] [SYSTEM...]
 
-Each system lives in an environment and a process of its own. For each kind of work all of them are filled,
-compare some batches with the data, and then take turns of a fraction of a second; a row is the median of a
-system's turns.
+It writes nothing unless all systems are measured.
+
+Each system lives in an environment and a process of its own. For each kind of work all of them are
+filled, compare some batches with the data, and then take turns of a fraction of a second; a row is
+the median of a system's turns.
 """
 
 from __future__ import annotations
@@ -86,17 +89,16 @@ def plan(quick: bool) -> list[Work]:
         batches = (256,)
         lengths = (20, EPISODE)
         vectors = (1, 64)
-    found = [
-        Work(f"{'prioritized' if prioritized else 'uniform'} transitions, B = {batch:,}", "transitions",
-             {"count": items, "batch": batch, "prioritized": prioritized})
-        for prioritized in (False, True)
-        for batch in batches
-    ]  # fmt: skip
-    found += [
-        Work(f"{'whole trajectories' if length == EPISODE else f'windows of {length}'}, B = 128", "windows",
-             {"count": windows, "batch": 128, "length": length})
-        for length in lengths
-    ]  # fmt: skip
+    found = []
+    for prioritized in (False, True):
+        for batch in batches:
+            name = f"{'prioritized' if prioritized else 'uniform'} transitions, B = {batch:,}"
+            options = {"count": items, "batch": batch, "prioritized": prioritized}
+            found.append(Work(name, "transitions", options))
+    for length in lengths:
+        name = "whole trajectories" if length == EPISODE else f"windows of {length}"
+        options = {"count": windows, "batch": 128, "length": length}
+        found.append(Work(f"{name}, B = 128", "windows", options))
     found.append(
         Work(
             "4 stacked frames, B = 256", "frames", {"count": num_frames, "batch": 256, "length": 4}
@@ -106,12 +108,12 @@ def plan(quick: bool) -> list[Work]:
         Work("3-step returns, B = 256", "n_step", {"count": items, "batch": 256}),
         Work("goals by hindsight, B = 256", "hindsight", {"count": items // 10, "batch": 256}),
     ]
-    found += [
-        Work(f"a step of {num_envs} environment{'s' * (num_envs > 1)}" + ", and a batch of 256" * beside,
-             "adding", {"num_envs": num_envs, "capacity": capacity // 64 * 64, "beside": beside})
-        for beside in (False, True)
-        for num_envs in (vectors[:1] if quick and beside else vectors)
-    ]  # fmt: skip
+    for beside in (False, True):
+        for num_envs in vectors[:1] if quick and beside else vectors:
+            name = f"a step of {num_envs} environment{'s' * (num_envs > 1)}"
+            name += ", and a batch of 256" * beside
+            options = {"num_envs": num_envs, "capacity": capacity // 64 * 64, "beside": beside}
+            found.append(Work(name, "adding", options))
     found.append(Work("a whole trajectory of 1,000", "whole", {"capacity": capacity}))
     groups = 64 if quick else 512
     title = f"a step of {groups // 8} of {groups:,} groups of 8 responses"
@@ -222,7 +224,9 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
 def trainers(
     pythons: dict[str, Any], core: int, quick: bool, turns: int, turn_s: float
 ) -> Iterator[Row]:
-    """Time all ways of sharing in turns; yield a row for each, number of trainers and batch size."""
+    """Time all ways of sharing in turns; yield a row for each, number of trainers and
+    batch size.
+    """
     wanted = [way for way in (QUICK_WAYS if quick else WAYS) if WAYS[way][0] in pythons]
     systems = Systems({f"trainers.{way}": pythons[WAYS[way][0]] for way in wanted}, core)
     with contextlib.closing(systems):
@@ -276,7 +280,9 @@ def starts(systems: Systems, count: int) -> Iterator[Row]:
 
 
 def on_disk(systems: Systems, quick: bool, only: str, turns: int, turn_s: float) -> Iterator[Row]:
-    """Write trajectories, then read windows: of files in the page cache, and of more data than memory."""
+    """Write trajectories, then read windows: of files in the page cache, and of more data than
+    memory.
+    """
     count, limit, batch = (
         (500_000, 16, 8) if quick else (4_000_000, 48, 32)
     )  # one batch may take seconds
@@ -307,7 +313,9 @@ def on_disk(systems: Systems, quick: bool, only: str, turns: int, turn_s: float)
 
 
 def _read_ahead(folder: Path) -> str:
-    """Return how much the kernel reads around a page of this folder's device that a map faults on."""
+    """Return how much the kernel reads around a page of this folder's device that a map
+    faults on.
+    """
     device = os.stat(folder).st_dev
     path = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     return f"{path.read_text().strip()} KiB" if path.exists() else "an unknown amount"

@@ -30,7 +30,10 @@ def table(peers: Row, cases: list[Row]) -> str:
     cpu = peers["machine"]["cpu"]
     count = len(peers["systems"].keys() - {"gear", "limit", "numpy_ring"})
     names = {peer.module: peer.name for peer in PEERS} | {"numpy_ring": "NumPy arrays"}
-    text = f"This project, a C loop, NumPy arrays and {count} other systems take turns at the same work, "
+    text = (
+        f"This project, a C loop, NumPy arrays and {count} other systems take turns at the "
+        f"same work, "
+    )
     text += f"each at what it offers, on one core ({cpu}).\n\n"
     text += "| us of a batch or a step | gear | C loop | fastest of the others | next |\n"
     text += "|---|---|---|---|---|\n"
@@ -43,7 +46,8 @@ def table(peers: Row, cases: list[Row]) -> str:
             text += "| " + " | ".join([kind, *cells, *["-"] * (4 - len(cells))]) + " |\n"
     kinds = Counter((case["system"], case["kind"]) for case in cases)
     counts = [
-        f"{name} {kinds[name, 'right']} of {sum(kinds[name, one] for one in ('right', 'wrong', 'refused'))}"
+        f"{name} {kinds[name, 'right']} of "
+        f"{sum(kinds[name, one] for one in ('right', 'wrong', 'refused'))}"
         for name in dict.fromkeys(case["system"] for case in cases)
     ]
     return (

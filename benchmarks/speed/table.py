@@ -34,7 +34,9 @@ def _cell(row: Row | None, text: str) -> str:
 
 
 def _matrix(rows: list[Row], systems: list[str], key: str, text: str) -> Iterator[str]:
-    """Yield a table with a row for each kind of work that has times under a key, a column for each system."""
+    """Yield a table with a row for each kind of work that has times under a key, a column for each
+    system.
+    """
     kinds = list(dict.fromkeys(row["work"] for row in rows if key in row))
     found = {(row["work"], row["system"]): row for row in rows if key in row}
     body = [[kind, *(_cell(found.get((kind, one)), text) for one in systems)] for kind in kinds]
@@ -47,7 +49,10 @@ def _matrix(rows: list[Row], systems: list[str], key: str, text: str) -> Iterato
 
 def _rollouts(rows: list[Row], systems: list[str]) -> Iterator[str]:
     if any("parts_ms" in row for row in rows):
-        yield "\nMilliseconds to add, select, pack, fill, and pack again with what was filled; tokens/s.\n\n"
+        yield (
+            "\nMilliseconds to add, select, pack, fill, and pack again with what was filled; "
+            "tokens/s.\n\n"
+        )
         parts = ", ".join(f"{{parts_ms[{part}]:,.0f}}" for part in PARTS)
         yield from _matrix(rows, systems, "parts_ms", parts + "; {tokens_s:,}")
 
@@ -58,7 +63,10 @@ def _notes(rows: list[Row]) -> Iterator[str]:
         f"{NAMES[row['system']]} {row['wrong_ends']:.0%}" for row in rows if row.get("wrong_ends")
     ]
     if wrong:
-        yield f"\nWrong n-step returns among those that an end of a trajectory cuts: {', '.join(wrong)}.\n"
+        yield (
+            f"\nWrong n-step returns among those that an end of a trajectory cuts: "
+            f"{', '.join(wrong)}.\n"
+        )
 
 
 def _trainers(rows: list[Row]) -> Iterator[str]:
@@ -85,12 +93,18 @@ def _trainers(rows: list[Row]) -> Iterator[str]:
 
 def _on_disk(rows: list[Row], systems: list[str]) -> Iterator[str]:
     if any("write_s" in row for row in rows):
-        yield "\nSeconds to write trajectories in the system's own format, and the bytes of the files.\n\n"
+        yield (
+            "\nSeconds to write trajectories in the system's own format, and the bytes of "
+            "the "
+            "files.\n\n"
+        )
         yield from _matrix(rows, systems, "write_s", "{write_s:.1f}, {bytes:,}")
     larger = [row for row in rows if "read_mb" in row]
     if larger:
         ahead = larger[0]["read_ahead"]
-        yield "\nData larger than memory: batches a second, and MB that one batch had read from disk "
+        yield (
+            "\nData larger than memory: batches a second, and MB that one batch had read from disk "
+        )
         yield f"(the device reads {ahead} ahead).\n\n"
         yield from _matrix(larger, systems, "batches_s", "{batches_s:,.3g}, {read_mb:,.1f}")
 
@@ -106,7 +120,8 @@ def tables(content: Row) -> str:
         f"{NAMES[one]} {content['systems'][one]}" for one in systems if one not in ("gear", "limit")
     )
     texts = [
-        f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit {content['commit'][:12]}; "
+        f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit "
+        f"{content['commit'][:12]}; "
         f"bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
         *_matrix(
@@ -117,7 +132,8 @@ def tables(content: Row) -> str:
         ),
         *_notes(rows),
         *_trainers(rows),
-        "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, for each.\n\n",
+        "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, "
+        "for each.\n\n",
         *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
         "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",
         *_matrix(rows, systems, "s", "{s:.1f}"),

@@ -1,7 +1,8 @@
-"""Trainers that share a prioritized buffer: processes of one system, which a job starts, times and checks.
+"""Trainers that share a prioritized buffer: processes of one system, which a job starts, times and
+checks.
 
-A way of sharing is a file in `trainers/`, with a class `Shared` for the process that starts the trainers, and
-a class `Trainer` for theirs. It runs in the environment of its system.
+A way of sharing is a file in `trainers/`, with a class `Shared` for the process that starts the
+trainers, and a class `Trainer` for theirs. It runs in the environment of its system.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Row = dict[str, Any]
 
 
 class Shared:
-    """What trainers share, in the process that starts them; made for so many trainers and transitions.
+    """What trainers share, in the process that starts them; made for so many trainers and
+    transitions.
 
     `given` goes to each of them, pickled.
     """
@@ -53,7 +55,8 @@ class Trainer(ABC):
         """Return what this trainer takes batches of; the first `trainers` of all call it at once.
 
         Args:
-            is_timed: The transitions, alpha 0.6; else ITEMS numbers with the priorities SHARES, alpha 1.
+            is_timed: The transitions, alpha 0.6; else ITEMS numbers with the priorities SHARES,
+                alpha 1.
             batch: Samples of one trainer.
         """
 
@@ -152,7 +155,9 @@ class Team:
         return [answer for _, answer in answers]
 
     def block(self, seconds: float, trainers: int, batch: int) -> Row:
-        """Take batches and update their priorities for so long; each trainer does as many as the others."""
+        """Take batches and update their priorities for so long; each trainer does as many as the
+        others.
+        """
         key = (True, trainers, batch)
         if key not in self._steps:
             self._all(trainers, "open", key, self._count)
@@ -164,11 +169,12 @@ class Team:
         return float(max(end for _, end in times) - min(begun for begun, _ in times))
 
     def exact(self, trainers: int, batch: int) -> Row:
-        """Compare the draws of all trainers with the priorities, then look for the updates of the first one.
+        """Compare the draws of all trainers with the priorities, then look for the updates of the
+        first one.
 
         Returns:
-            Deviation of the chi-square statistic in standard deviations, its p value, and the share of the
-            items with a new, LARGE priority in the next batch of the others, at least.
+            Deviation of the chi-square statistic in standard deviations, its p value, and the share
+            of the items with a new, LARGE priority in the next batch of the others, at least.
         """
         key = (False, trainers, batch)
         self._all(trainers, "open", key, self._count)

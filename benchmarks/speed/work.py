@@ -1,4 +1,6 @@
-"""The data that every system gets, made from numbers, so that any row can be checked. NumPy only."""
+"""The data that every system gets, made from numbers, so that any row can be checked.
+NumPy only.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ _ACTIONS = _table(ACTION, 1)
 
 
 def observation(number: Array) -> Array:
-    """Return the observations of steps, of which the first element is the step's number. [n] -> [n, 11]."""
+    """Return the observations of steps, of which the first element is the step's number. [n] -> [n,
+    11].
+    """
     rows = _OBSERVATIONS[number % _DISTINCT]
     rows[..., 0] = number  # exact in float32 below 2^24
     return rows
 
 
 def steps(first: int, count: int) -> Rows:
-    """Return transitions by number: every EPISODE steps a trajectory ends. [count, ...] each, 105 B a row."""
+    """Return transitions by number: every EPISODE steps a trajectory ends. [count, ...] each, 105 B
+    a row.
+    """
     number = np.arange(first, first + count)
     return {
         "observation": observation(number),
@@ -65,8 +71,9 @@ def frames(count: int, length: int) -> Iterator[Rows]:
 
 
 def environment_steps(num_envs: int) -> Iterator[Rows]:
-    """Yield steps of environments, which reset in the step that ends an episode: after LONGEST steps, at
-    different times. Within an episode every observation is the next one of the step before.
+    """Yield steps of environments, which reset in the step that ends an episode: after LONGEST
+    steps, at different times. Within an episode every observation is the next one of the step
+    before.
     """
     begun = np.arange(num_envs) * 17 % LONGEST
     rows = [observation(np.arange(num_envs) + at) for at in range(5)]  # LONGEST is a multiple of 5

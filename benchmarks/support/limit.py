@@ -93,12 +93,14 @@ class CopyLimit(_Limit):
 
 
 class SelectLimit(_Limit):
-    """A C loop over batches of single rows: draws, memcpy, and with masses the tree and its updates.
+    """A C loop over batches of single rows: draws, memcpy, and with masses the tree and its
+    updates.
 
     Args:
         columns: Where the rows come from. [rows, *shape] each.
         outs: For each batch of the ring, a tensor per column. [B, *shape].
-        masses: Of the items at the beginning; None: all are as likely, and nothing is updated. [N], int64.
+        masses: Of the items at the beginning; None: all are as likely, and nothing is updated. [N],
+            int64.
         new_masses: What batches set, in turn. [n, B], int64.
         num_items: N: the first rows of the columns.
     """

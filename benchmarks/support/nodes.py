@@ -1,4 +1,6 @@
-"""Pretend machines to measure on: namespaces with links of their own, by tests/cluster/cluster.sh."""
+"""Pretend machines to measure on: namespaces with links of their own, by
+tests/cluster/cluster.sh.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def address(node: int) -> str:
 
 
 def why_no_nodes() -> str | None:
-    """Return why namespaces cannot be made here: rights or programs that are missing; None if they can."""
+    """Return why namespaces cannot be made here: rights or programs that are missing; None if they
+    can.
+    """
     found = subprocess.run([str(SCRIPT), "check"], capture_output=True, text=True)
     return (
         None if found.returncode == 0 else found.stderr.strip().removeprefix("cluster.sh: error: ")
@@ -65,7 +69,8 @@ class Nodes:
             raise RuntimeError(found.stderr.strip())
 
     def open(self, rank: int, *command: str | Path, **options: Any) -> subprocess.Popen[Any]:
-        """Start a program in a node; the options are those of Popen, `env` is added to the environment.
+        """Start a program in a node; the options are those of Popen, `env` is added to the
+        environment.
 
         Its children, in the node, end with the node at the latest.
         """

@@ -1,4 +1,6 @@
-"""The command line of every benchmark, what it writes beside its numbers, and how it prints them."""
+"""The command line of every benchmark, what it writes beside its numbers, and how it
+prints them.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class Disturbance:
         return busy / _TICKS, fields[7] / _TICKS, own
 
     def taken(self) -> dict[str, float]:
-        """Return the cores that others used, and that the hypervisor withheld, on average since the start."""
+        """Return the cores that others used, and that the hypervisor withheld, on average since the
+        start.
+        """
         now = time.monotonic(), *self._read()
         seconds, busy, steal, own = (a - b for a, b in zip(now, self._start, strict=True))
         seconds = max(seconds, 1e-3)
@@ -126,8 +130,8 @@ class Report:
         doc: Of its module, for `--help`.
         quick: What `--quick` does, which all have beside `--json`.
         also: Other names of `--quick`.
-        **options: Its own: by name, a default and what it is for. A default of False makes a flag, a tuple
-            several values, and a type a value that may be missing (None).
+        **options: Its own: by name, a default and what it is for. A default of False makes a flag,
+            a tuple several values, and a type a value that may be missing (None).
     """
 
     def __init__(
@@ -154,7 +158,8 @@ class Report:
             write_json(to, document(self._disturbance, rows, **extra))
 
     def in_parts(self, parts: Mapping[str, Callable[[bool], Iterable[Row]]]) -> None:
-        """Measure parts; print and write after each what is there, so that a failure takes no other with it.
+        """Measure parts; print and write after each what is there, so that a failure takes no other
+        with it.
 
         Args:
             parts: By the `what` of their rows; given whether sizes are tiny.
@@ -202,7 +207,8 @@ def print_rows(rows: Sequence[Row], columns: str | Sequence[str] = "") -> None:
 
     Args:
         rows: What was measured; rows without a column leave its cell empty.
-        columns: Their names, with spaces between them; all by default. "more" has all that no other has.
+        columns: Their names, with spaces between them; all by default. "more" has all that no other
+            has.
     """
     heads = columns.split() if isinstance(columns, str) else columns
     heads = heads or list(dict.fromkeys(head for row in rows for head in row))

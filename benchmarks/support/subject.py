@@ -1,4 +1,6 @@
-"""What is timed: the memcpy limit, the op, a whole sample() and torch's own gather, over the same rows."""
+"""What is timed: the memcpy limit, the op, a whole sample() and torch's own gather, over the same
+rows.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ RING = 2  # batches in a Replay's ring without accumulation and prefetch
 
 
 class Subject:
-    """A Replay over a workload, and the same batches for everything that is compared with it. Collective.
+    """A Replay over a workload, and the same batches for everything that is compared with it.
+    Collective.
 
-    All kinds read the same store. `sample` writes into the ring of the Replay, the others into one of equal
-    size that they share.
+    All kinds read the same store. `sample` writes into the ring of the Replay, the others into one
+    of equal size that they share.
 
     Args:
         workload: What is stored.
@@ -68,7 +71,8 @@ class Subject:
         records = self._pool[0].clone()
         chosen = self._choose(count)
         fill = self._gatherer.fill
-        # A selection has just written its resolutions when they are gathered: they are in the cache.
+        # A selection has just written its resolutions when they are gathered: they are in the
+        # cache.
         return timed(
             lambda turn: fill(self.ring[turn % RING], records),
             count,

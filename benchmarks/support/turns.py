@@ -1,4 +1,6 @@
-"""Times of what takes turns: blocks of batches of each system, of one thread or of ranks at once."""
+"""Times of what takes turns: blocks of batches of each system, of one thread or of
+ranks at once.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,11 @@ def in_turns(
 
 
 def against_limit(case: Row, key: str, ms: Mapping[str, np.ndarray]) -> dict[str, Row]:
-    """Return a row for each system, whose name it has under a key, beside the one that is named limit.
+    """Return a row for each system, whose name it has under a key, beside the one that is named
+    limit.
 
-    Each has `ms` and `limit_ms`, medians of a batch, `ratio`, the median of those of neighbouring blocks, and
-    room for a bound.
+    Each has `ms` and `limit_ms`, medians of a batch, `ratio`, the median of those of neighbouring
+    blocks, and room for a bound.
     """
     limit = ms["limit"]
     return {
@@ -88,7 +91,8 @@ def rank_blocks(runs: Mapping[str, Run], count: int, repeats: int) -> dict[str, 
 
     Args:
         runs: By the name of the system.
-        count: Batches of a block, the same on every rank, or they would wait for each other's selections.
+        count: Batches of a block, the same on every rank, or they would wait for each other's
+            selections.
         repeats: Blocks of each system.
     Returns:
         Wall milliseconds of a batch of each block, and under "_cpu" median CPU milliseconds.
@@ -107,7 +111,8 @@ def rank_blocks(runs: Mapping[str, Run], count: int, repeats: int) -> dict[str, 
 
 
 def of_ranks(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return what all ranks together take for a batch, ms of each block, and the median CPU ms of one rank.
+    """Return what all ranks together take for a batch, ms of each block, and the median CPU ms of
+    one rank.
 
     Args:
         found: What `rank_blocks` has returned on each rank.

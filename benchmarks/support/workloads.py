@@ -1,8 +1,9 @@
 """The workloads that every benchmark of the field is measured on.
 
-W1: 2,000 trajectories x 1,000 steps, observation f32[11], action f32[3], reward f32, done bool: 61 B a step.
-W2: 1,000 trajectories x 1,000 steps of W1 with the next observation in a column of its own: 105 B a step.
-W3: 20,000 frames uint8[84, 84] in trajectories of 500; a sample is 4 consecutive frames.
+W1: 2,000 trajectories x 1,000 steps, observation f32[11], action f32[3], reward f32, done bool: 61
+B a step. W2: 1,000 trajectories x 1,000 steps of W1 with the next observation in a column of its
+own: 105 B a step. W3: 20,000 frames uint8[84, 84] in trajectories of 500; a sample is 4 consecutive
+frames.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""This project: a Replay over all nodes, of which each holds a part of the data set, or the whole."""
+"""This project: a Replay over all nodes, of which each holds a part of the data set, or
+the whole.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ WORLD = int(os.environ["WORLD_SIZE"])
 
 
 def take_own_process_id() -> None:
-    """Continue with an id that no other node's rank has: Reverb takes processes of equal ids for one."""
+    """Continue with an id that no other node's rank has: Reverb takes processes of equal ids for
+    one.
+    """
     while os.getpid() % WORLD != RANK:
         if child := os.fork():
             os._exit(os.waitpid(child, 0)[1] != 0)
@@ -63,7 +65,9 @@ class Rank:
         return float((numbers * WORLD // self._count != RANK).mean())
 
     def turn(self, mode: str, point: str, steps: int, fresh: bool) -> dict[str, Any]:
-        """Train, or collect where the point has no model; after a warm-up, on fresh batches or on one."""
+        """Train, or collect where the point has no model; after a warm-up, on fresh batches or on
+        one.
+        """
         source = self._sources[mode]
         trainer = self._trainers.get(point)
         loss = None

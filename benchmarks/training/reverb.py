@@ -1,4 +1,6 @@
-"""Reverb: servers in the ranks' processes, so that their own rank reads without gRPC; `TrajectoryDataset`."""
+"""Reverb: servers in the ranks' processes, so that their own rank reads without gRPC;
+`TrajectoryDataset`.
+"""
 
 from __future__ import annotations
 

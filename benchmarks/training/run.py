@@ -1,9 +1,11 @@
-"""Train and collect from nodes, this project and Reverb in turns; write results/nodes.json and its page.
+"""Train and collect from nodes, this project and Reverb in turns; write results/nodes.json and its
+page.
 
     bash benchmarks/nodes.sh [--quick] [--rate RATE]      writes nothing with --quick
 
-Each node is a namespace of this machine with a link of a limited rate, and has a rank of every system. All
-ranks of a system train the same model on batches of whole trajectories; systems and their ways take turns.
+Each node is a namespace of this machine with a link of a limited rate, and has a rank of every
+system. All ranks of a system train the same model on batches of whole trajectories; systems and
+their ways take turns.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ class Ranks:
 def measured(
     systems: Systems, points: list[str], sizes: Sizes, batch: int, modes: int
 ) -> Iterator[Row]:
-    """Open so many ways of each system and time them in turns; yield a row of each at each point."""
+    """Open so many ways of each system and time them in turns; yield a row of each at
+    each point.
+    """
     ways: list[tuple[Ranks, Row]] = []
     for name, ranks in systems.items():
         for mode in MODES[name][:modes]:

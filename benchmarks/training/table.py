@@ -69,22 +69,29 @@ def tables(content: Row) -> str:
         [what, f"{least} x", f"{x:.1f} x", "no" if x < least else "yes"] for what, x, least in goals
     )
     first = next(row for row in rows if row.get("system") == "reverb")
-    return "".join([
+    parts = [
         f"{machine['cpu']}, {machine['cores']} cores for all nodes; Reverb {first['version']}; ",
-        f"commit {content['commit'][:12]}; {content['command']}. B = {first['B']:,} trajectories a rank.\n",
+        f"commit {content['commit'][:12]}; {content['command']}. ",
+        f"B = {first['B']:,} trajectories a rank.\n",
         f"A node sends at most {content['rate']}; gloo alone reaches {network}.\n",
-        "\n**Data are the limit**: MB of trajectories that all ranks train in a second with a small model, ",
+        "\n**Data are the limit**: MB of trajectories that all ranks train in a second with a ",
+        "small model, ",
         "and how many times the best way of Reverb on as many nodes.\n\n",
         *_training(rows, "data", "{mb_per_s:,.0f} ({ratio:.1f} x)"),
-        "\nCPU seconds of all ranks and servers for a GB of it; trajectories of other nodes' parts.\n\n",
+        "\nCPU seconds of all ranks and servers for a GB of it; ",
+        "trajectories of other nodes' parts.\n\n",
         *_training(rows, "data", "{cpu_s_per_gb:.2f}; {others:.0%}"),
         "\n**Compute is the limit**: as the first table, with a larger model.\n\n",
         *_training(rows, "compute", "{mb_per_s:,.1f} ({ratio:.2f} x)"),
-        "\nMB of batches of B trajectories that one node collects in a second, without a model.\n\n",
-        *pages.table(["B", "`memcpy`", "deepspeed_gear", "Reverb", "of `memcpy`", "times Reverb"], cells),
+        "\nMB of batches of B trajectories that one node collects in a second, ",
+        "without a model.\n\n",
+        *pages.table(
+            ["B", "`memcpy`", "deepspeed_gear", "Reverb", "of `memcpy`", "times Reverb"], cells
+        ),
         "\nWhat was asked for where data are the limit, in times the best way of Reverb.\n\n",
         *pages.table(["", "asked", "measured", "holds"], judged),
-    ])  # fmt: skip
+    ]
+    return "".join(parts)
 
 
 def write(result: Path) -> None:

@@ -56,7 +56,9 @@ class Stopped(BaseException):
 
 
 class ActorColumns:
-    """Column names of a table for the values that gymnasium returns, by the roles of its columns."""
+    """Column names of a table for the values that gymnasium returns, by the roles of
+    its columns.
+    """
 
     def __init__(self, schema: Schema) -> None:
         of_role = {
@@ -75,7 +77,9 @@ class ActorColumns:
         self._terminated = (of_role["terminated"] or ["terminated"])[0]
 
     def state(self, observation: Any) -> dict[str, Any]:
-        """Return the columns of an observation: a single one, those of a dictionary, or nested ones."""
+        """Return the columns of an observation: a single one, those of a dictionary, or nested
+        ones.
+        """
         if isinstance(observation, Mapping):
             flat = flatten("the observation", observation, frozenset(self.observations))
             if flat.keys() >= set(self.observations):
@@ -85,7 +89,9 @@ class ActorColumns:
         return {self.observations[0]: observation}
 
     def final_states(self, final: Any, ended: np.ndarray) -> dict[str, Any]:
-        """Return the columns of the last observations of episodes, as "same_step" environments give them."""
+        """Return the columns of the last observations of episodes, as "same_step" environments give
+        them.
+        """
         if isinstance(final, (Mapping, tuple)):
             return self.state(final)
         rows = [self.state(one) if ends else None for one, ends in zip(final, ended, strict=True)]
@@ -164,7 +170,9 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
 def _steps(
     writer: TrajectoryWriter, envs: Any, act: Act, seed: int
 ) -> Iterator[tuple[int, list[float]]]:
-    """Take steps without end; yield how many, of all environments, and the returns of episodes that end."""
+    """Take steps without end; yield how many, of all environments, and the returns of episodes that
+    end.
+    """
     names = ActorColumns(writer.schema)
     vector = writer.vector_writer(envs)
     mode = vector.autoreset

@@ -1,4 +1,6 @@
-"""The inference client: simulators that get actions from the policy of a rank, through shared memory."""
+"""The inference client: simulators that get actions from the policy of a rank, through shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,21 @@ _POLL_S = 0.02
 
 
 class InferenceClient(VectorWriter):
-    """N environments whose actions come from an InferenceLoader, and whose steps are added to the store.
+    """N environments whose actions come from an InferenceLoader, and whose steps are added to the
+    store.
 
-    As `VectorWriter`, but `step` takes no columns that the policy computes: the rank that answers writes them
-    to the rows of the growing trajectory. So a row is written once there, and an episode is copied once, into
-    the store.
+    As `VectorWriter`, but `step` takes no columns that the policy computes: the rank that answers
+    writes them to the rows of the growing trajectory. So a row is written once there, and an
+    episode is copied once, into the store.
 
-    Not thread-safe. A loop over all environments: `reset`, then `act`, `step` again and again. Over those
-    that are ready: `reset`, `post`; then `ready`, `answers`, `step(envs=...)`, `post(envs)` again and again.
+    Not thread-safe. A loop over all environments: `reset`, then `act`, `step` again and again. Over
+    those that are ready: `reset`, `post`; then `ready`, `answers`, `step(envs=...)`, `post(envs)`
+    again and again.
 
     Args:
         writer: Attached to the table, or of a rank; closing it closes this client, too.
-        num_envs: N; or the environment, whose number and mode are read, as `TrajectoryWriter.vector_writer`.
+        num_envs: N; or the environment, whose number and mode are read, as
+            `TrajectoryWriter.vector_writer`.
         autoreset: As `TrajectoryWriter.vector_writer`.
         wait_s: How long to wait for the InferenceLoader of a rank of this node, in seconds.
     Raises:
@@ -87,7 +92,8 @@ class InferenceClient(VectorWriter):
         return self.answers()
 
     def post(self, envs: np.ndarray | Sequence[int] | None = None) -> None:
-        """Post requests of some environments, or all, without waiting; those that are posted are left out.
+        """Post requests of some environments, or all, without waiting; those that are posted are
+        left out.
 
         Args:
             envs: Numbers of environments. [n], int64.
@@ -112,7 +118,8 @@ class InferenceClient(VectorWriter):
             self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
 
     def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
-        """Wait until `least` environments have answers, or need none; return the numbers of all. [n], int64.
+        """Wait until `least` environments have answers, or need none; return the numbers of all.
+        [n], int64.
 
         Raises:
             PeerError, NotReadyError: As `act`.
@@ -121,7 +128,9 @@ class InferenceClient(VectorWriter):
         return np.flatnonzero(self._slots.wait(self._places, least, timeout_s))
 
     def answers(self, envs: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return the policy's answers for environments that are ready. Column -> [n, *shape], copies."""
+        """Return the policy's answers for environments that are ready. Column -> [n, *shape],
+        copies.
+        """
         return self._answer_rows.get(self._next[slice(None) if envs is None else envs] - 1)
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
@@ -150,7 +159,8 @@ class InferenceClient(VectorWriter):
         publish: bool = False,
         **columns: Any,
     ) -> list[CompletedTrajectory]:
-        """Add a step of environments that have acted; as `VectorWriter.step`, without the policy's columns.
+        """Add a step of environments that have acted; as `VectorWriter.step`, without the policy's
+        columns.
 
         Raises:
             StoreError: One of them has no answer yet.
@@ -186,7 +196,9 @@ class InferenceClient(VectorWriter):
             self._steps_before[env] = 0
 
     def _reserve_rows(self, envs: np.ndarray) -> None:
-        """Ensure a free row for the next step of environments that do not wait, so that `step` finds one."""
+        """Ensure a free row for the next step of environments that do not wait, so that `step`
+        finds one.
+        """
         used = self._next[envs] - self._staging.first[envs] - 1
         if self._max_length is not None:
             too_long = used + self._steps_before[envs] >= self._max_length
@@ -222,14 +234,18 @@ class InferenceClient(VectorWriter):
             raise StoreError("the simulators", "must be open", None, "they were closed")
 
     def close(self) -> list[CompletedTrajectory]:
-        """Release the places; open trajectories keep published steps only. Safe to call twice and at exit."""
+        """Release the places; open trajectories keep published steps only. Safe to call twice and
+        at exit.
+        """
         completed = super().close()
         self._finalizer()
         return completed
 
 
 def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMailbox, np.ndarray]:
-    """Attach to the loader of a store with the most free places, and claim one for each; wait for both."""
+    """Attach to the loader of a store with the most free places, and claim one for each; wait for
+    both.
+    """
     most = -1
 
     def claim() -> tuple[InferenceMailbox, np.ndarray] | None:

@@ -30,7 +30,9 @@ _MEASURED = (
 
 
 class InferenceRequest:
-    """A batch of requests: the inputs of n simulators, and `reply` for their answers. False if n is 0."""
+    """A batch of requests: the inputs of n simulators, and `reply` for their answers. False if n is
+    0.
+    """
 
     def __init__(self, loader: InferenceLoader, places: np.ndarray) -> None:
         slots = loader._slots
@@ -57,7 +59,9 @@ class InferenceRequest:
         return len(self._places)
 
     def __getitem__(self, column: str) -> torch.Tensor:
-        """Return a column of the simulators' inputs, on the loader's device. [n, *shape], a copy."""
+        """Return a column of the simulators' inputs, on the loader's device. [n,
+        *shape], a copy.
+        """
         return self._columns[column]
 
     def keys(self) -> tuple[str, ...]:
@@ -65,7 +69,8 @@ class InferenceRequest:
         return tuple(self._columns)
 
     def reply(self, **columns: Any) -> None:
-        """Write the answers and release the simulators. Simulators that have died meanwhile are left out.
+        """Write the answers and release the simulators. Simulators that have died meanwhile are
+        left out.
 
         Args:
             **columns: [n, *shape] of each column that the policy computes, on any device.
@@ -103,21 +108,22 @@ class InferenceRequest:
 class InferenceLoader(ProcessBound):
     """An iterator over requests of simulators, the oldest first; it ends when it is closed.
 
-    A batch is returned as soon as `batch_size` simulators wait, or all that are attached, or the oldest waits
-    for `timeout`. If none comes for so long, it is empty (false): the program may do something else.
+    A batch is returned as soon as `batch_size` simulators wait, or all that are attached, or the
+    oldest waits for `timeout`. If none comes for so long, it is empty (false): the program may do
+    something else.
 
-    Not thread-safe. Several requests may be open at a time, and answered in any order. It is closed with its
-    replay.
+    Not thread-safe. Several requests may be open at a time, and answered in any order. It is closed
+    with its replay.
 
     Args:
         replay: Of a rank; its table takes writers.
         batch_size: Most requests in a batch.
         timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
         table: To which the simulators add; None: the sampled one.
-        num_simulators: Most that attach to this rank; None: twice the batch, so that half of them act while
-            the others wait.
-        length: Steps for which each has rows; None: the table's max_length, else 256. Longer trajectories are
-            moved aside, which costs another copy.
+        num_simulators: Most that attach to this rank; None: twice the batch, so that half of them
+            act while the others wait.
+        length: Steps for which each has rows; None: the table's max_length, else 256. Longer
+            trajectories are moved aside, which costs another copy.
         asks: Columns that the policy reads; None: the observations.
         answers: Columns that the policy computes; None: the actions.
     Raises:
@@ -161,7 +167,8 @@ class InferenceLoader(ProcessBound):
         huge_pages = config.shared_memory.huge_pages
         slots = self._slots = InferenceMailbox.create(places, store, peer, huge_pages)
         self.device = replay.device
-        # Values of the columns that are asked for: by place if a column has one per trajectory, else by row.
+        # Values of the columns that are asked for: by place if a column has one per trajectory,
+        # else by row.
         self._asked: dict[str, tuple[torch.Tensor, bool]] = {}
         for column in (schema[name] for name in places.asks):
             single = column.rows == "1"
@@ -188,7 +195,9 @@ class InferenceLoader(ProcessBound):
         return InferenceRequest(self, self._slots.take(self.batch_size, self.timeout_s))
 
     def close(self) -> None:
-        """Close the loader: simulators that wait raise PeerError. Safe to call twice, and done at exit."""
+        """Close the loader: simulators that wait raise PeerError. Safe to call twice, and done at
+        exit.
+        """
         self._finalizer()
 
 

@@ -1,11 +1,14 @@
-"""The inference mailbox: places for simulators' requests, in a shared-memory file beside a table's store.
+"""The inference mailbox: places for simulators' requests, in a shared-memory file beside a table's
+store.
 
 A place is the rows in which a simulator's trajectory grows, and a state word:
 
-    FREE -> IDLE -> POSTED -> TAKEN -> ANSWERED -> IDLE ...        RESTING: needs no answer this time
+    FREE -> IDLE -> POSTED -> TAKEN -> ANSWERED -> IDLE ...
 
-The simulator's process owns a place in all states but POSTED and TAKEN, in which the loader owns it. So each
-row is written by one process at a time, and only the state word has to be published.
+A place that needs no answer this time is RESTING.
+
+The simulator's process owns a place in all states but POSTED and TAKEN, in which the loader owns
+it. So each row is written by one process at a time, and only the state word has to be published.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ _LOOK_S = 0.1  # interval in which a waiting process checks that the others live
 
 
 class PlaceState:
-    """State of a place: who may write its rows. From IDLE on its simulator, from RESTING on ready."""
+    """State of a place: who may write its rows. From IDLE on its simulator, from
+    RESTING on ready.
+    """
 
     FREE: Final = 0
     POSTED: Final = 1
@@ -79,7 +84,9 @@ class MailboxPlaces:
 
 
 class InferenceMailbox:
-    """A mailbox file in this process: one thread of each process at a time, any number of processes."""
+    """A mailbox file in this process: one thread of each process at a time, any number of
+    processes.
+    """
 
     def __init__(
         self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout
@@ -161,7 +168,9 @@ class InferenceMailbox:
         return free
 
     def leave(self, places: np.ndarray) -> None:
-        """Release places and detach; the loader frees those that it owns once this process has ended."""
+        """Release places and detach; the loader frees those that it owns once this process has
+        ended.
+        """
         self.states[places[self.states[places] >= PlaceState.IDLE]] = PlaceState.FREE
         self.bells.ring(LOADER)
         self.close()
@@ -199,7 +208,10 @@ class InferenceMailbox:
                 )
             left = until - time.monotonic()
             if left <= 0:
-                remedy = "check that it iterates, raise timeout_s, or call again: the requests stay posted"
+                remedy = (
+                    "check that it iterates, raise timeout_s, or call again: the requests "
+                    "stay posted"
+                )
                 raise NotReadyError(self.name, f"must answer within {timeout_s:g} s", None, remedy)
             self.bells.wait(peer, seen, min(left, _LOOK_S))
 
@@ -212,7 +224,9 @@ class InferenceMailbox:
         return True
 
     def take(self, most: int, timeout_s: float | None) -> np.ndarray:
-        """Take the oldest requests, waiting as `InferenceLoader` defines. Returns their places. [n]."""
+        """Take the oldest requests, waiting as `InferenceLoader` defines. Returns their places.
+        [n].
+        """
         begun = time.monotonic()
         while True:
             if self._looks():
@@ -244,7 +258,9 @@ class InferenceMailbox:
             self.bells.ring(owner)
 
     def free_dead(self) -> None:
-        """Free places of ended processes, drop their open trajectories; no lock, as that could block it."""
+        """Free places of ended processes, drop their open trajectories; no lock, as that could
+        block it.
+        """
         used = np.flatnonzero(self.states != PlaceState.FREE)
         self.bells.fence()  # pairs with that of `claim`
         owners = self.owners[used]

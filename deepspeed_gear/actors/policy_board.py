@@ -37,11 +37,13 @@ _PATIENCE_S = 10.0
 
 
 class PolicyBoard(ProcessBound):
-    """Parameters in a node's shared memory: one process publishes them, any number of others load them.
+    """Parameters in a node's shared memory: one process publishes them, any number of others load
+    them.
 
-    No process waits for another. A version is written beside the newest one and checked by its number and its
-    checksum when it is read, so it is never torn: neither by a publisher that is faster than a reader, nor by
-    one that dies (then the version before stays the newest), nor by a processor that reorders stores.
+    No process waits for another. A version is written beside the newest one and checked by its
+    number and its checksum when it is read, so it is never torn: neither by a publisher that is
+    faster than a reader, nor by one that dies (then the version before stays the newest), nor by a
+    processor that reorders stores.
 
     Thread safety: one thread per process. Process safety: one publisher, `MAX_READERS` readers.
 
@@ -60,11 +62,13 @@ class PolicyBoard(ProcessBound):
 
     @classmethod
     def create(cls, module: nn.Module, prefix: str = PREFIX) -> PolicyBoard:
-        """Create a board for a module's floating-point parameters and buffers; publish them as version 1.
+        """Create a board for a module's floating-point parameters and buffers; publish them as
+        version 1.
 
         Args:
             module: Whole, not partitioned over ranks.
-            prefix: Of the file in /dev/shm: `gear.shared_memory.prefix` of the run, used by `gear clean`.
+            prefix: Of the file in /dev/shm: `gear.shared_memory.prefix` of the run, used by `gear
+                clean`.
         Raises:
             StoreFullError: Shared memory is full.
             DataError: A parameter is partitioned.

@@ -40,7 +40,8 @@ class Actors(ProcessBound):
     Thread safety: one thread.
 
     Args:
-        run: Name or id of the run, for what a policy itself attaches to; None: this process's GEAR_RUN.
+        run: Name or id of the run, for what a policy itself attaches to; None: this process's
+            GEAR_RUN.
     """
 
     def __init__(self, jobs: list[ActorJob], run: str | None = None) -> None:
@@ -84,8 +85,8 @@ class Actors(ProcessBound):
         """End all actors after their current step.
 
         Returns:
-            Of each: `steps`, `episodes`, `mean_return` of the last 100, `seconds`, and `waited_s` for
-            learners.
+            Of each: `steps`, `episodes`, `mean_return` of the last 100, `seconds`, and `waited_s`
+            for learners.
         Raises:
             PeerError: One had failed.
         """
@@ -142,25 +143,29 @@ def start_actors(
 ) -> Actors:
     """Start actors on this node.
 
-    Each is a new process (no fork), attaches to the table as a writer, makes its vector environment and calls
-    the policy with an `Actor`, once. The function that it returns is called with the observations of all
-    environments and returns their actions, or a mapping with more columns of the table.
+    Each is a new process (no fork), attaches to the table as a writer, makes its vector environment
+    and calls the policy with an `Actor`, once. The function that it returns is called with the
+    observations of all environments and returns their actions, or a mapping with more columns of
+    the table.
 
     Args:
-        env: Of gymnasium's registry, or a function that takes the number of environments and returns a vector
-            environment, itself or as "module:function". With options:
+        env: Of gymnasium's registry, or a function that takes the number of environments and
+            returns a vector environment, itself or as "module:function". With options:
             `functools.partial(gymnasium.make_vec, "CartPole-v1", max_episode_steps=100)`.
-        policy: A function, or "module:function"; importable by actors, so not of a script's main module.
-        replay: In a rank, its replay: the actors add to its run and to no other. Elsewhere the config, as
-            `TrajectoryWriter.attach`; where several runs exist, it or GEAR_RUN names one.
+        policy: A function, or "module:function"; importable by actors, so not of a script's main
+            module.
+        replay: In a rank, its replay: the actors add to its run and to no other. Elsewhere the
+            config, as `TrajectoryWriter.attach`; where several runs exist, it or GEAR_RUN names
+            one.
         table: Name of the table; None: the sampled one, or the only one that takes writers.
         num_actors: Processes; the table's `writers` must admit as many.
         num_envs: Environments of each.
         board: Board with the learners' newest policy.
-        seed: Environment j of actor i has the seed `seed + i * num_envs + j`, where each has its own.
+        seed: Environment j of actor i has the seed `seed + i * num_envs + j`, where each has its
+            own.
     Raises:
-        ConfigError: gymnasium is missing, the table does not take so many writers, or the policy cannot be
-            sent to actors.
+        ConfigError: gymnasium is missing, the table does not take so many writers, or the policy
+            cannot be sent to actors.
     """
     gymnasium_module()
     run = None
@@ -183,7 +188,10 @@ def start_actors(
 def _pickled(job: ActorJob) -> bytes:
     for name, given in (("policy", job.policy), ("env", job.env)):
         if getattr(given, "__module__", None) == "__main__":
-            remedy = f'put it into a module of its own, or give "module:{getattr(given, "__name__", "name")}"'
+            remedy = (
+                f"put it into a module of its own, or give "
+                f'"module:{getattr(given, "__name__", "name")}"'
+            )
             raise ConfigError(
                 name, "must be importable by actors", "a function of the main script", remedy
             )

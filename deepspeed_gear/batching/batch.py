@@ -39,12 +39,12 @@ class BatchSamples:
     source: torch.Tensor | None = None
     # Of each sample's item, where it does not follow from the masses alone. [B], float64.
     probability: torch.Tensor | None = None
-    # Row of the achieved goal of each relabelled sample, -1 for its own goal; None: all have their own. [B],
-    # int64.
+    # Row of the achieved goal of each relabelled sample, -1 for its own goal; None: all have their
+    # own. [B], int64.
     goal_step: torch.Tensor | None = None
     burn_in: BurnIn | None = None  # which steps are burn-in; None: none
-    # Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's store. [B],
-    # int64.
+    # Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
+    # store. [B], int64.
     origin: torch.Tensor | None = None
     first_index: int = 0  # index of the first sample in its global batch
     index_step: int = 1  # difference between the indices of consecutive samples
@@ -78,17 +78,19 @@ _OF_ALL = ("step_items", "total", "burn_in", "first_index", "index_step")
 class Batch(PublicNames, Mapping[str, torch.Tensor]):
     """Fields of a batch by name, with their masks and samples.
 
-    `batch["action"]` is [B, T, *shape] for a field with a window of T steps, [B, *shape] without one.
-    `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
+    `batch["action"]` is [B, T, *shape] for a field with a window of T steps, [B, *shape] without
+    one. `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
 
-    `batch[:64]`, `batch[mask]` and `batch[indices]` are batches of some of the samples, with everything that
-    is known of them: masks, weights, probabilities, sample indices, and what `update_priorities` needs. A
-    slice shares the memory of its batch and lives as long; the others are copies.
+    `batch[:64]`, `batch[mask]` and `batch[indices]` are batches of some of the samples, with
+    everything that is known of them: masks, weights, probabilities, sample indices, and what
+    `update_priorities` needs. A slice shares the memory of its batch and lives as long; the others
+    are copies.
 
-    The tensors belong to a ring of preallocated batches. A batch of a Replay lives until max(2, accumulation)
-    newer ones of its stream were requested. After that every access through the batch raises StaleBatchError,
-    and a backward pass that would use overwritten values raises; `clone` keeps them. Objects that were taken
-    out of the batch before (a tensor, the result of a `torch.utils._pytree` function) are not tracked.
+    The tensors belong to a ring of preallocated batches. A batch of a Replay lives until max(2,
+    accumulation) newer ones of its stream were requested. After that every access through the batch
+    raises StaleBatchError, and a backward pass that would use overwritten values raises; `clone`
+    keeps them. Objects that were taken out of the batch before (a tensor, the result of a
+    `torch.utils._pytree` function) are not tracked.
     """
 
     _internal = frozenset(
@@ -118,12 +120,13 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         """Return a field, or a batch of some of the samples.
 
         Args:
-            key: The name of a field; or which samples: a slice, a mask ([B], bool) or indices ([n], integers,
-                negative ones from the end) as a tensor, an array or a list.
+            key: The name of a field; or which samples: a slice, a mask ([B], bool) or indices ([n],
+                integers, negative ones from the end) as a tensor, an array or a list.
         Raises:
             FieldError: There is no such field.
             ShapeError: A mask or index does not fit the batch.
-            DataError: A mask or index is of another dtype, or B values are of uint8, which could be either.
+            DataError: A mask or index is of another dtype, or B values are of uint8, which could be
+                either.
         Cost: of a slice, none but the object; else a copy. Indices on a GPU are read by the host.
         """
         try:
@@ -166,7 +169,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         )
 
     def part(self, name: str) -> torch.Tensor:
-        """Return a part of the batch by its name in `gear.pipeline`: a field, `mask.<field>`, `is_weight` ...
+        """Return a part of the batch by its name in `gear.pipeline`: a field, `mask.<field>`,
+        `is_weight` ...
 
         Raises:
             FieldError: The batch has no part of this name.
@@ -186,8 +190,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     def opaque(self, name: str) -> list[Any]:
         """Return the values of a field whose column has the dtype "bytes" or "json", one a sample.
 
-        They are objects in host memory, wherever the tensors are, shared with parts and copies of the batch.
-        Functions of `torch.utils._pytree` leave them out.
+        They are objects in host memory, wherever the tensors are, shared with parts and copies of
+        the batch. Functions of `torch.utils._pytree` leave them out.
 
         Returns:
             B values: bytes, or JSON values.
@@ -276,7 +280,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def sample_index(self) -> torch.Tensor:
-        """Position of each sample in its global batch, of all tables: the same for every rank count. [B]."""
+        """Position of each sample in its global batch, of all tables: the same for every rank
+        count. [B].
+        """
         known = self._samples
         if known.index is not None:
             return known.index
@@ -296,7 +302,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         masses = self._samples.records[:, Resolution.MASS].double()
         if self._samples.step_items:
             masses = torch.ones_like(masses)
-        # By a tensor: on a GPU torch multiplies by a number's reciprocal, which changes the last bit.
+        # By a tensor: on a GPU torch multiplies by a number's reciprocal, which changes the last
+        # bit.
         return masses / torch.full_like(masses, 1).mul_(self._samples.total)
 
     @property
@@ -340,8 +347,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     def minibatches(self, size: int, epochs: int = 1, *, seed: int = 0) -> Iterator[Batch]:
         """Iterate over the samples in random order, once an epoch, as PPO does.
 
-        The order follows from the seed, the epoch and the number of the batch's first sample alone: it is the
-        same after a resume, and no generator needs to be saved. The batch must live as long as the iteration.
+        The order follows from the seed, the epoch and the number of the batch's first sample alone:
+        it is the same after a resume, and no generator needs to be saved. The batch must live as
+        long as the iteration.
 
         Args:
             size: Samples of a minibatch; the last one of an epoch has the rest.
@@ -371,8 +379,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     def cat(batches: Sequence[Batch]) -> Batch:
         """Return a batch of the samples of several, one after the other; a copy.
 
-        Its priorities can be reported as those of one batch. Probabilities are those of each sample's own
-        draw.
+        Its priorities can be reported as those of one batch. Probabilities are those of each
+        sample's own draw.
 
         Args:
             batches: Of the same fields and masks, dtypes, windows and device.
@@ -436,7 +444,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         batch.host_records = self.host_records
         batch._host_origin = self._host_origin
         batch.host_source = self.host_source
-        # A lifetime is another object for each batch: reading it would guard the compiled code on it.
+        # A lifetime is another object for each batch: reading it would guard the compiled code on
+        # it.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
             self.lifetime.follow(batch)
         return batch
@@ -509,7 +518,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
 
 class OverwrittenBatch(Batch):
-    """Class of a batch whose lifetime has ended: every access raises; living ones and graphs pay nothing."""
+    """Class of a batch whose lifetime has ended: every access raises; living ones and graphs pay
+    nothing.
+    """
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):  # of the language: `__class__`, `__dict__`
@@ -537,8 +548,8 @@ def _refuse_overwritten() -> NoReturn:
 
 
 class BatchLifetime:
-    """Lifetime of a batch: until the gatherer fills its ring entry again, or the loader that returned it ends
-    it earlier. The entry is known by the storages of its tensors.
+    """Lifetime of a batch: until the gatherer fills its ring entry again, or the loader that
+    returned it ends it earlier. The entry is known by the storages of its tensors.
     """
 
     def __init__(self, storages: frozenset[int]) -> None:
@@ -568,8 +579,9 @@ class BatchLifetime:
 
 
 class LentTensors:
-    """The latest batches of one stream, at most `keep`, which their user may still use. Older ones end by
-    number, since the time of overwriting depends on the progress of prefetching and of the device.
+    """The latest batches of one stream, at most `keep`, which their user may still use. Older ones
+    end by number, since the time of overwriting depends on the progress of prefetching and of the
+    device.
     """
 
     def __init__(self, keep: int) -> None:
@@ -587,7 +599,9 @@ class LentTensors:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return the address of a tensor's storage object; None where it has none, as a sparse tensor."""
+    """Return the address of a tensor's storage object; None where it has none, as a
+    sparse tensor.
+    """
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -1,6 +1,7 @@
 """Burn-in: which steps of windows learn, and which only warm up a recurrent state.
 
-Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR 2019.
+Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
+ICLR 2019.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class BurnIn:
     ) -> BurnIn | None:
         """Return the burn-in of windows whose first `steps` only warm up; None where these are 0.
 
-        The earliest window of a batch's `fields` begins the sequence; `needed` are what this rank gathers.
+        The earliest window of a batch's `fields` begins the sequence; `needed` are what this rank
+        gathers.
         """
         if steps == 0:
             return None
@@ -39,7 +41,8 @@ class BurnIn:
     def learns(self, name: str, mask: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """Return which steps of a field learn: the real ones after the burn-in.
 
-        It is of the shape of its mask, [B, T] or [B], bool; the mask itself for a field without a time axis.
+        It is of the shape of its mask, [B, T] or [B], bool; the mask itself for a field without a
+        time axis.
         """
         field = self.windows.get(name)
         if field is None:

@@ -1,4 +1,6 @@
-"""Fields of a batch, gathered in one pass into a ring of preallocated tensors, and packs of trajectories."""
+"""Fields of a batch, gathered in one pass into a ring of preallocated tensors, and packs of
+trajectories.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
 
 def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
-    """Increment tensors' versions, so that a backward pass that has saved their old values raises."""
+    """Increment tensors' versions, so that a backward pass that has saved their old
+    values raises.
+    """
     if _TAKES_MANY:
         increment_version(tensors)
         return
@@ -140,7 +144,9 @@ class FieldRows:
 
 
 class FieldGroup:
-    """Fields that one call of `gather_` gathers, `which` among all; its spec numbers their masks anew."""
+    """Fields that one call of `gather_` gathers, `which` among all; its spec numbers their masks
+    anew.
+    """
 
     def __init__(
         self,
@@ -167,7 +173,9 @@ class FieldGroup:
         threads: int,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Gather the fields into the tensors of all fields; the other arguments are those of `gather_`."""
+        """Gather the fields into the tensors of all fields; the other arguments are those of
+        `gather_`.
+        """
         if not self.which:
             return
         outs = [buffers.outs[i] for i in self.which]
@@ -178,8 +186,9 @@ class FieldGroup:
 
 
 class CompressedFields:
-    """Fields of a compressed column: a batch's rows are decoded, each once, and gathered from there. The op
-    reads only the rows of windows, so a resolution with another first row makes it read the decoded rows.
+    """Fields of a compressed column: a batch's rows are decoded, each once, and gathered from
+    there. The op reads only the rows of windows, so a resolution with another first row makes it
+    read the decoded rows.
     """
 
     def __init__(
@@ -206,7 +215,9 @@ class CompressedFields:
     def decode(
         self, records: torch.Tensor, steps: torch.Tensor | None
     ) -> list[tuple[FieldGroup, torch.Tensor]]:
-        """Decode the rows of a batch; return groups, and the records that they are gathered with."""
+        """Decode the rows of a batch; return groups, and the records that they are
+        gathered with.
+        """
         first = records[:, Resolution.FIRST_ROW, None]
         is_sample = ~is_no_sample(records)[:, None]
         windows = []
@@ -276,7 +287,9 @@ def n_step_columns(table: Rows) -> list[str | None]:
 
 
 class NStepReturns:
-    """Computes n-step returns, discounts and numbers of steps, on the device of the columns in `source`."""
+    """Computes n-step returns, discounts and numbers of steps, on the device of the columns in
+    `source`.
+    """
 
     def __init__(
         self,
@@ -298,7 +311,9 @@ class NStepReturns:
 
 @dataclass(frozen=True)
 class GatherOptions:
-    """The fields and the size of batches: the same for the gatherers of all tables that they come from."""
+    """The fields and the size of batches: the same for the gatherers of all tables that they come
+    from.
+    """
 
     fields: Sequence[ResolvedField]
     statistics: Mapping[
@@ -413,10 +428,11 @@ class Gatherer:
         return [self._all] if self._goals is None else [self._all, self._goals]
 
     def normalize_with(self, moments: np.ndarray, columns: Sequence[Column]) -> None:
-        """Normalise batches from now on with the running moments of columns. [6, elements], float64.
+        """Normalise batches from now on with the running moments of columns. [6, elements],
+        float64.
 
-        Shift and gain are overwritten in place, where native calls read them. Cost: a comparison; where they
-        have changed, about 0.1 ms a field.
+        Shift and gain are overwritten in place, where native calls read them. Cost: a comparison;
+        where they have changed, about 0.1 ms a field.
         """
         if self._numbers is not None and np.array_equal(self._numbers, moments):
             return
@@ -462,7 +478,9 @@ class Gatherer:
         return buffers
 
     def _sizes(self, num_samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of every field, mask and n-step return of a batch, in this order."""
+        """Return shape and dtype of every field, mask and n-step return of a batch, in
+        this order.
+        """
         outs = [((num_samples, *shape), dtype) for shape, dtype in self._shapes]
         masks = [
             (num_samples,) if length is None else (num_samples, length)
@@ -508,7 +526,8 @@ class Gatherer:
     def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather the samples that records describe into the next batch of the ring: fields and masks by name.
+        """Gather the samples that records describe into the next batch of the ring: fields and
+        masks by name.
 
         Args:
             records: Resolutions. [B, 8], int64, contiguous.
@@ -522,10 +541,11 @@ class Gatherer:
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather samples of tables into one batch of this gatherer's ring, in the order of the parts.
+        """Gather samples of tables into one batch of this gatherer's ring, in the order of the
+        parts.
 
-        These are gatherers of equal fields, each with the records of its table ([n, 8], B together) and their
-        goals, as in `gather`.
+        These are gatherers of equal fields, each with the records of its table ([n, 8], B together)
+        and their goals, as in `gather`.
         """
         buffers = self._next()
         first = 0
@@ -549,7 +569,9 @@ class Gatherer:
         return buffers
 
     def lend(self, batch: Batch) -> None:
-        """Bind a batch of the tensors gathered last to its ring entry: it ends when that is filled again."""
+        """Bind a batch of the tensors gathered last to its ring entry: it ends when that is filled
+        again.
+        """
         self._latest.lifetime = BatchLifetime(self._latest.storages)
         self._latest.lifetime.bind(batch)
 
@@ -584,15 +606,18 @@ class Gatherer:
 
 
 def _bytes_for(rows: Sized, table: Rows) -> torch.Tensor:
-    """Return a byte for each row, in place of a column of which only the mask is wanted. [rows, 1]."""
+    """Return a byte for each row, in place of a column of which only the mask is
+    wanted. [rows, 1].
+    """
     return torch.zeros(len(rows), 1, dtype=torch.uint8, device=table.device)
 
 
 def affine(
     field: ResolvedField, statistics: Mapping[str, ColumnStatistics], shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the identity.
-    ConfigError if the field is normalised without statistics, or float64 does not hold them.
+    """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the
+    identity. ConfigError if the field is normalised without statistics, or float64 does not hold
+    them.
     """
     if not field.is_converted:
         return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
@@ -672,7 +697,9 @@ class PackGatherer:
             self._outputs.append((field.name, row.shape, pad.numpy(), are_bits))
 
     def outputs(self, rows: int, end: int) -> dict[str, torch.Tensor]:
-        """Return new tensors of every per-step field, padded from `end` on, else undefined. [1, rows]."""
+        """Return new tensors of every per-step field, padded from `end` on, else undefined. [1,
+        rows].
+        """
         outs = {}
         for name, shape, pad, are_bits in self._outputs:
             array = np.empty((1, rows, *shape), pad.dtype)  # torch takes three times as long
@@ -692,7 +719,8 @@ class PackGatherer:
 
         Args:
             outs: Of every per-step field. [1, rows, *shape].
-            records: Resolutions of this table's trajectories in the pack. [S, 8], int64, contiguous.
+            records: Resolutions of this table's trajectories in the pack. [S, 8], int64,
+                contiguous.
             places: Where each begins in the pack. [S], int64.
         Cost: every row is read once and written once.
         """
@@ -723,11 +751,12 @@ class SharedRows(NamedTuple):
     def runs(
         self, records: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the records of all runs of rows, [m, 8], and where each begins, [m], of trajectories with
-        NUM_STEPS places, [n, 8], at `places`, [n], whose first row is that of their own rows.
+        """Return the records of all runs of rows, [m, 8], and where each begins, [m], of
+        trajectories with NUM_STEPS places, [n, 8], at `places`, [n], whose first row is that of
+        their own rows.
 
-        The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place that the
-        own run writes after it: so a place at its end reads the step after its own.
+        The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place
+        that the own run writes after it: so a place at its end reads the step after its own.
         """
         own = records.numpy().copy()
         at = places.numpy()
@@ -757,9 +786,11 @@ def steps_of(
     dtype: torch.dtype,
     shared: SharedRows | None = None,
 ) -> np.ndarray:
-    """Return a column's values at the steps of trajectories, one after the other. [steps], of a `dtype`.
+    """Return a column's values at the steps of trajectories, one after the other. [steps], of a
+    `dtype`.
 
-    A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or "T+1".
+    A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or
+    "T+1".
     """
     lengths = records[:, Resolution.NUM_STEPS]
     out = torch.empty(int(lengths.sum()), dtype=dtype)
@@ -774,10 +805,11 @@ def steps_of(
 
 
 def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:
-    """Return the values of an opaque column of the trajectories that records describe: bytes, or JSON values.
+    """Return the values of an opaque column of the trajectories that records describe: bytes, or
+    JSON values.
 
-    The selection of the records must be pinned: call it where the samples' rows are gathered. Rows of other
-    nodes must have arrived, as they do where a field of the config names the column.
+    The selection of the records must be pinned: call it where the samples' rows are gathered. Rows
+    of other nodes must have arrived, as they do where a field of the config names the column.
 
     Args:
         records: Resolutions. [n, 8], int64, in host memory.

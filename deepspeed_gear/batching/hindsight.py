@@ -25,7 +25,9 @@ STRATEGIES = {
 
 
 class HindsightRelabelling:
-    """Draws goals and computes rewards by `gear.hindsight` (None: none) for `needed` fields. Thread safe."""
+    """Draws goals and computes rewards by `gear.hindsight` (None: none) for `needed` fields. Thread
+    safe.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class HindsightRelabelling:
         self.has_reward = self._reward is not None  # the program computes rewards
 
     def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows of the achieved goals that samples get, -1 for their own goal. [B], int64."""
+        """Return the rows of the achieved goals that samples get, -1 for their own goal. [B],
+        int64.
+        """
         if self._config is None:
             return None
         goal_step = torch.empty(records.size(0), dtype=torch.int64)
@@ -60,7 +64,9 @@ class HindsightRelabelling:
         return goal_step
 
     def reward(self, batch: Batch) -> None:
-        """Replace rewards by those of the program's function; ShapeError unless it keeps their shape."""
+        """Replace rewards by those of the program's function; ShapeError unless it keeps their
+        shape.
+        """
         if self._reward is None:
             return
         found = self._reward(batch)

@@ -1,14 +1,16 @@
 """Loss weights: the factor of each token that makes the summed loss the intended mean.
 
-With x the loss of a token, m its loss mask, and sums over the batch of one optimizer step, of all ranks:
+With x the loss of a token, m its loss mask, and sums over the batch of one optimizer step, of all
+ranks:
 
 - token:     sum(m x) / sum(m)                               DAPO; verl's "token-mean"
 - sequence:  1/S sum over s of (sum(m x) / sum(m) in s)      GRPO; verl's "seq-mean-token-mean"
 - group:     1/G sum over g of (sum(m x) / sum(m) in g)      the mean over prompts
-- constant:  1/S sum over s of (sum(m x) in s) / c           Dr. GRPO; verl's "seq-mean-token-sum-norm"
+- constant:  1/S sum over s of (sum(m x) in s) / c           Dr. GRPO; verl's
+  "seq-mean-token-sum-norm"
 
-Weights are quotients of integers that are counted over the whole batch. So they do not depend on ranks or
-packs.
+Weights are quotients of integers that are counted over the whole batch. So they do not depend on
+ranks or packs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from deepspeed_gear.errors import ConfigError
 class GradientDivisor:
     """What the framework divides the sum of all ranks' gradients by: losses are multiplied by it.
 
-    A replay owns one. Micro batches read it when they compute a loss: a model may be set until then.
+    A replay owns one. Micro batches read it when they compute a loss: a model may be set until
+    then.
     """
 
     value: float
@@ -47,7 +50,8 @@ def loss_weights(
 ) -> np.ndarray:
     """Return the weight of each trajectory's loss tokens, [n], float64; 0 where it has none.
 
-    `counts` are its loss tokens; `sequences` and `groups` what it belongs to, any integers. [n], int64.
+    `counts` are its loss tokens; `sequences` and `groups` what it belongs to, any integers. [n],
+    int64.
     """
     if options.normalize == "token":
         return np.where(counts > 0, 1.0 / max(int(counts.sum()), 1), 0.0)
@@ -78,13 +82,16 @@ def group_advantages(
 
     With the rewards r of the N members of a group:
 
-    - "grpo": (r - mean(r)) / (std(r) + 1e-6), std with N - 1. Shao et al. 2024, DeepSeekMath, section 4.1.
+    - "grpo": (r - mean(r)) / (std(r) + 1e-6), std with N - 1. Shao et al. 2024, DeepSeekMath,
+      section 4.1.
     - "dr_grpo": r - mean(r). Liu et al. 2025, section 3.2.
-    - "rloo": r - mean of the others = (r - mean(r)) * N / (N - 1). Ahmadian et al. 2024, section 2.2.
+    - "rloo": r - mean of the others = (r - mean(r)) * N / (N - 1). Ahmadian et al. 2024, section
+      2.2.
 
-    A member of several trajectories counts once, by its last trajectory's reward; all of them get its
-    advantage. A group of one member has the advantage 0, and so has a member that does not count: one of
-    whose trajectories none is `counted` (None: all are). ConfigError if there is no such estimator.
+    A member of several trajectories counts once, by its last trajectory's reward; all of them get
+    its advantage. A group of one member has the advantage 0, and so has a member that does not
+    count: one of whose trajectories none is `counted` (None: all are). ConfigError if there is no
+    such estimator.
     """
     if kind not in ESTIMATORS:
         raise ConfigError(
@@ -107,7 +114,8 @@ def group_advantages(
     group = group.reshape(-1)
     sizes = np.maximum(np.bincount(group, counts), 1)
     centred = np.where(counts, values - (np.bincount(group, values) / sizes)[group], 0.0)
-    # The second pass removes what rounding left in the mean: equal rewards then have the advantage 0.
+    # The second pass removes what rounding left in the mean: equal rewards then have the advantage
+    # 0.
     centred -= np.where(counts, (np.bincount(group, centred) / sizes)[group], 0.0)
     if kind == "grpo":
         variance = np.bincount(group, centred * centred) / np.maximum(sizes - 1, 1)

@@ -1,4 +1,6 @@
-"""Micro batch of packed trajectories: the fields of one pack, its sequences, and its part of the loss."""
+"""Micro batch of packed trajectories: the fields of one pack, its sequences, and its part of the
+loss.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class PackShape:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """The first place of each sequence, padding being one of its own, and N. [sequences + 1], int32."""
+        """The first place of each sequence, padding being one of its own, and N. [sequences + 1],
+        int32.
+        """
         last = [self.rows] if self.num_tokens < self.rows else []
         return np.concatenate([[0], self.ends, last]).astype(np.int32)
 
@@ -57,20 +61,26 @@ class PackShape:
         return np.asarray(inside[1:] - inside[:-1])
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Return each trajectory's value at this rank's places of it, 0 elsewhere. [S] -> [end - first]."""
+        """Return each trajectory's value at this rank's places of it, 0 elsewhere. [S] -> [end -
+        first].
+        """
         found = np.zeros(self.end - self.first, values.dtype)
         own = values.repeat(self.sizes[: len(values)])
         found[: len(own)] = own
         return found
 
     def owners(self) -> np.ndarray:
-        """Return the trajectory of each of this rank's places, PADDING elsewhere. [end - first], int64."""
+        """Return the trajectory of each of this rank's places, PADDING elsewhere. [end - first],
+        int64.
+        """
         numbers: np.ndarray = np.arange(len(self.sizes))
         numbers[len(self.lengths) :] = PADDING
         return np.asarray(numbers.repeat(self.sizes))
 
     def positions(self) -> np.ndarray:
-        """Return each place's position in its sequence; padding has those of the longest. [end - first]."""
+        """Return each place's position in its sequence; padding has those of the longest. [end -
+        first].
+        """
         begins = self.bounds[:-1].astype(np.int64)
         if self.prefixes is not None:
             begins[: len(self.lengths)] -= self.prefixes.steps
@@ -80,8 +90,8 @@ class PackShape:
     def runs(
         self, records: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return resolutions of the runs of rows that have places in the pack, [m, 8], and where each begins,
-        [m], from those of trajectories, [n, 8].
+        """Return resolutions of the runs of rows that have places in the pack, [m, 8], and where
+        each begins, [m], from those of trajectories, [n, 8].
         """
         places = torch.from_numpy(self.starts[which])
         if self.prefixes is None and shared is None:
@@ -199,17 +209,18 @@ class PackSources:
 class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     """One pack of whole trajectories, `[1, N]`: the fields, the sequences and the loss weights.
 
-    `micro["tokens"]` is [1, N, *shape] for a column with a row per step, [S, *shape] for one with a row per
-    trajectory. In a table with a token column all other per-step fields stand where the token is predicted:
-    place i holds the value of token i + 1, and the last place of a sequence padding, which has the weight 0.
-    Without one, place i holds step i.
+    `micro["tokens"]` is [1, N, *shape] for a column with a row per step, [S, *shape] for one with a
+    row per trajectory. In a table with a token column all other per-step fields stand where the
+    token is predicted: place i holds the value of token i + 1, and the last place of a sequence
+    padding, which has the weight 0. Without one, place i holds step i.
 
-    A sequence rank has its slice of the places, N / P of them; `cu_seqlens` and `max_seqlen` are of the whole
-    pack. Places of a trajectory that shares a prefix begin after it, and attend to it (`mask_mod`).
+    A sequence rank has its slice of the places, N / P of them; `cu_seqlens` and `max_seqlen` are of
+    the whole pack. Places of a trajectory that shares a prefix begin after it, and attend to it
+    (`mask_mod`).
 
     Attributes:
-        targets: The token that each place predicts, 0 where it predicts none; None: there are no tokens.
-            [1, N], int64.
+        targets: The token that each place predicts, 0 where it predicts none; None: there are no
+            tokens. [1, N], int64.
         index: Its trajectories as indices into the rollout batch. [S], int64, in host memory.
     """
 
@@ -300,7 +311,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @cached_property
     def media(self) -> PackMedia:
-        """The media that places name (docs/how-to/language-models.md); read before the train step ends.
+        """The media that places name (docs/how-to/language-models.md); read before the train step
+        ends.
 
         Raises:
             FieldError: The config has no field of a column of the role media.
@@ -316,7 +328,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def num_tokens(self) -> int:
-        """Places of trajectories in the whole pack, padding excluded; a shared prefix counts once."""
+        """Places of trajectories in the whole pack, padding excluded; a shared prefix
+        counts once.
+        """
         return self.pack_shape.num_tokens
 
     @property
@@ -326,7 +340,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """Where each sequence of the whole pack begins, padding being one of its own, and N. int32."""
+        """Where each sequence of the whole pack begins, padding being one of its own,
+        and N. int32.
+        """
         return torch.from_numpy(self.pack_shape.bounds).to(self._device)
 
     @property
@@ -336,17 +352,23 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """The step of each place in its sequence; padding has those of the longest. [1, N], int64."""
+        """The step of each place in its sequence; padding has those of the longest. [1,
+        N], int64.
+        """
         return torch.from_numpy(self.pack_shape.positions()).to(self._device)[None]
 
     @property
     def sequence(self) -> torch.Tensor:
-        """The trajectory of each place, of a shared prefix the first one; -1 for padding. [1, N], int64."""
+        """The trajectory of each place, of a shared prefix the first one; -1 for padding. [1, N],
+        int64.
+        """
         return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 
     @property
     def mask_mod(self) -> Callable[..., torch.Tensor]:
-        """(batch, head, query, key) -> whether the one place attends to the other, for flex attention."""
+        """(batch, head, query, key) -> whether the one place attends to the other, for flex
+        attention.
+        """
         whole = replace(self.pack_shape, first=0, end=self.pack_shape.rows)
         begins = ends = whole.starts  # of the prefixes
         if whole.prefixes is not None:
@@ -365,9 +387,11 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def block_mask(self) -> torch.Tensor:
-        """Which places each place attends to: its own sequence up to itself, and the prefix that it shares.
+        """Which places each place attends to: its own sequence up to itself, and the prefix that it
+        shares.
 
-        [1, 1, N, N], bool. Of a whole pack; N * N bytes, for models without kernels for packed sequences.
+        [1, 1, N, N], bool. Of a whole pack; N * N bytes, for models without kernels for packed
+        sequences.
         """
         places = torch.arange(self.pack_shape.rows, device=self._device)
         return self.mask_mod(0, 0, places[:, None], places)[None, None]
@@ -375,17 +399,18 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def model_inputs(self, model: Any) -> dict[str, Any]:
         """Return the keyword arguments of a causal language model of transformers 5.
 
-        Without a cache, since with one the model takes the pack for a single sequence. A model is accepted if
-        its family is known to keep trajectories apart with its attention: docs/how-to/language-models.md has
-        the table. Packs of one trajectory suit every model.
+        Without a cache, since with one the model takes the pack for a single sequence. A model is
+        accepted if its family is known to keep trajectories apart with its attention:
+        docs/how-to/language-models.md has the table. Packs of one trajectory suit every model.
 
         Args:
-            model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it. Or the name
-                of its attention, where `Replay.check_packing` accepts that: "sdpa", "eager",
-                "flex_attention", "flash_attention_2", "flash_attention_3" or "flash_attention_4".
+            model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it. Or
+                the name of its attention, where `Replay.check_packing` accepts that: "sdpa",
+                "eager", "flex_attention", "flash_attention_2", "flash_attention_3" or
+                "flash_attention_4".
         Raises:
-            ConfigError: The model is not known to keep trajectories apart, there is no such attention, or the
-                table has no column of the role token.
+            ConfigError: The model is not known to keep trajectories apart, there is no such
+                attention, or the table has no column of the role token.
         """
         if self._token is None or self._token not in self._tensors:
             rule = 'must have a field of a column with the role "token"'
@@ -400,7 +425,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def loss_mask(self) -> torch.Tensor:
-        """Which places count in the loss: those that predict a token of the loss mask. [1, N], bool."""
+        """Which places count in the loss: those that predict a token of the loss mask. [1, N],
+        bool.
+        """
         return self._loss.mask
 
     @property
@@ -411,11 +438,12 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return this micro batch's part of the loss, for `backward`.
 
-        Summed over all micro batches and ranks, and divided by what the framework divides by, it is the mean
-        that `gear.loss.normalize` names.
+        Summed over all micro batches and ranks, and divided by what the framework divides by, it is
+        the mean that `gear.loss.normalize` names.
 
         Args:
-            values: Of each place; where the mask is False they may be NaN or infinite. [1, N] or [N].
+            values: Of each place; where the mask is False they may be NaN or infinite. [1, N] or
+                [N].
         Returns:
             [], float32.
         Raises:
@@ -434,8 +462,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def fraction(self) -> float:
         """The weight of a term that is no mean of tokens, such as an auxiliary loss of experts.
 
-        Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro batches and
-        ranks the weights of such terms sum to 1.
+        Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro
+        batches and ranks the weights of such terms sum to 1.
         """
         return self._loss.share * self._loss.divisor.value
 
@@ -453,7 +481,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             Of the shape of `values`, float32; 0 at padding and in sequences without loss tokens.
         Raises:
             ShapeError: Another shape.
-            ConfigError: `gear.loss.by` is "member": other trajectories of a member may be in other packs.
+            ConfigError: `gear.loss.by` is "member": other trajectories of a member may be in other
+                packs.
         """
         if self._loss.by == "member":
             rule = 'must be "trajectory" for micro.per_sequence()'
@@ -476,13 +505,16 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         return sums[owner].view(values.shape)
 
     def fill(self, **columns: torch.Tensor) -> None:
-        """Give columns of this micro batch to its rollout batch or table, as `forward` of either asks.
+        """Give columns of this micro batch to its rollout batch or table, as `forward` of either
+        asks.
 
         Args:
-            **columns: Where the token is predicted, [1, N] or [N]; of a table's per-trajectory column [S].
+            **columns: Where the token is predicted, [1, N] or [N]; of a table's per-trajectory
+                column [S].
         Raises:
             ShapeError, DataError: Another shape; or a value is not finite, and the table's must be.
-            FieldError: The micro batch is not one of `forward`, or a column is not one that it names.
+            FieldError: The micro batch is not one of `forward`, or a column is not one that it
+                names.
         """
         if self.sources.forward is None:
             rule = "must be filled in micro batches of Rollout.forward or Replay.forward"

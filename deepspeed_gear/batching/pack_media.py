@@ -30,8 +30,8 @@ class PackMedia:
     item: torch.Tensor
 
     def per_place(self) -> dict[str, torch.Tensor]:
-        """Return the rows of the items that places name, place after place: what is named twice is there
-        twice, as the processors of transformers do. [rows, *shape].
+        """Return the rows of the items that places name, place after place: what is named twice is
+        there twice, as the processors of transformers do. [rows, *shape].
         """
         found = {}
         for name, rows in self.columns.items():

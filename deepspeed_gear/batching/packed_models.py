@@ -1,8 +1,8 @@
 """What causal language models of transformers take to keep the trajectories of a pack apart.
 
-Masks follow from positions that restart, but not every model passes its positions on; recurrent layers take
-sequences only with other packages' kernels; some factors depend on the place. So a model is accepted where
-its family is known to give the logits that each trajectory has alone.
+Masks follow from positions that restart, but not every model passes its positions on; recurrent
+layers take sequences only with other packages' kernels; some factors depend on the place. So a
+model is accepted where its family is known to give the logits that each trajectory has alone.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ _DELTA_RULE: Final = ("causal_conv1d", "fla")
 BY_POSITIONS: Final = frozenset(
     "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon gemma gemma2 "
     "gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gptj granite granitemoe helium "
-    "hunyuan_v1_dense llama llama4_text minimax_m2 ministral ministral3 mistral mixtral nemotron olmo "
+    "hunyuan_v1_dense llama llama4_text minimax_m2 ministral ministral3 mistral mixtral "
+    "nemotron olmo "
     "olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm "
     "starcoder2".split()
 )
 #: Families whose models derive no masks from positions, and take them as an argument.
 BY_MASKS: Final = frozenset(["afmoe", "gpt_oss", "granitemoehybrid", "opt"])
-#: Families whose flash attention gets neither positions nor bounds, or is chosen when they are built.
+#: Families whose flash attention gets neither positions nor bounds, or is chosen when they are
+#: built.
 _NOT_BY_FLASH: Final = frozenset(["falcon", "nemotron"])
 #: Families with recurrent layers, and the packages whose kernels keep the sequences of these apart.
 BY_KERNELS: Final = {
@@ -84,8 +86,8 @@ class Pack(Protocol):
 
 
 class PackedModel:
-    """A causal language model of transformers, or a wrapper of it, and how its layers keep trajectories
-    apart. ConfigError if it is none, or adds places of its own.
+    """A causal language model of transformers, or a wrapper of it, and how its layers keep
+    trajectories apart. ConfigError if it is none, or adds places of its own.
     """
 
     def __init__(self, model: Any) -> None:
@@ -93,7 +95,10 @@ class PackedModel:
         config: Any = getattr(inner, "config", None)
         if not isinstance(inner, torch.nn.Module) or not hasattr(config, "model_type"):
             rule = "must be a causal language model of transformers, or the name of its attention"
-            remedy = "give a model of your own micro.position_ids with micro.cu_seqlens or micro.block_mask"
+            remedy = (
+                "give a model of your own micro.position_ids with micro.cu_seqlens or "
+                "micro.block_mask"
+            )
             raise ConfigError("micro.model_inputs: model", rule, type(inner).__name__, remedy)
         self.config: Any = config
         self.family: str = config.model_type
@@ -110,7 +115,9 @@ class PackedModel:
         )
 
     def inputs(self, micro: Pack, is_slice: bool) -> dict[str, Any]:
-        """Return the arguments that keep a pack's (slice's) sequences apart; ConfigError if none do."""
+        """Return the arguments that keep a pack's (slice's) sequences apart; ConfigError if none
+        do.
+        """
         lengths = micro.lengths
         sequence = micro.sequence
         given: dict[str, Any] = {}
@@ -149,7 +156,9 @@ class PackedModel:
         return given
 
     def _check_family(self) -> None:
-        """Raise unless logits of this class of models are known to be of its places and their past alone."""
+        """Raise unless logits of this class of models are known to be of its places and their past
+        alone.
+        """
         if self.family not in BY_POSITIONS | BY_MASKS | BY_KERNELS.keys():
             kinds = sorted(set(getattr(self.config, "layer_types", None) or ()))
             layers = f" with layers {', '.join(map(str, kinds))}" if kinds else ""
@@ -173,7 +182,9 @@ class PackedModel:
 
     @property
     def _has_balancing_loss(self) -> bool:
-        """Whether the model returns the load balancing loss of its experts, as its config asks for."""
+        """Whether the model returns the load balancing loss of its experts, as its
+        config asks for.
+        """
         if not getattr(self.config, "output_router_logits", False):
             return False
         modules = {base.__module__ for base in type(self._inner).__mro__}
@@ -181,12 +192,15 @@ class PackedModel:
         return any(hasattr(module, "load_balancing_loss_func") for module in families)
 
     def _check_balancing(self, micro: Pack) -> None:
-        """Raise where the load balancing loss would count padding: it leaves out what an attention mask of
-        [1, N] leaves out, and with such a mask the model takes the pack for one sequence.
+        """Raise where the load balancing loss would count padding: it leaves out what an attention
+        mask of [1, N] leaves out, and with such a mask the model takes the pack for one sequence.
         """
         has_padding = len(micro.cu_seqlens) > len(micro.lengths) + 1
         if has_padding and self._has_balancing_loss:
-            rule = "its load balancing loss (config.output_router_logits) would count the places of padding"
+            rule = (
+                "its load balancing loss (config.output_router_logits) would count the "
+                "places of padding"
+            )
             self.refuse(
                 rule,
                 f'{_OWN_BALANCING}; or leave no padding: "pad": {{"multiple": 1}} of gear.pack',
@@ -203,7 +217,10 @@ class PackedModel:
         )
         kinds = set(getattr(self.config, "layer_types", None) or [window]) - {"full_attention"}
         if kinds or self.family in BY_KERNELS:
-            rule = "a mask of shared prefixes would replace the rules of layers that are not full_attention"
+            rule = (
+                "a mask of shared prefixes would replace the rules of layers that are not "
+                "full_attention"
+            )
             self.refuse(f"{rule} ({', '.join(sorted(kinds))})", 'leave "prefix" of gear.pack out')
         if self._has_balancing_loss:
             self.refuse(_NO_MASKS, f'leave "prefix" of gear.pack out, and {_OWN_BALANCING}')
@@ -222,7 +239,10 @@ class PackedModel:
         most = max(longest, rows - int(lengths.sum()))
         for kind, trained in _growing_rotations(config):
             if most > trained and (most != longest or int(lengths.min()) != longest):
-                rule = f"rotations of kind {kind!r} are of the longest sequence where it is over {trained}"
+                rule = (
+                    f"rotations of kind {kind!r} are of the longest sequence where it is "
+                    f"over {trained}"
+                )
                 self.refuse(rule, f"keep trajectories and padding below {trained}, or {ONE_EACH}")
 
     def _check_kernels(self, device: torch.device) -> None:
@@ -235,7 +255,9 @@ class PackedModel:
             self.refuse(rule, f"{ONE_EACH}; or install {' and '.join(packages)} for a GPU")
 
     def _check_version(self, rule: str) -> None:
-        """Raise where a rule holds of the versions of transformers before the one that was checked."""
+        """Raise where a rule holds of the versions of transformers before the one that
+        was checked.
+        """
         if tuple(int(part) for part in version("transformers").split(".")[:2]) < _CHECKED:
             self.refuse(rule, f"install transformers {'.'.join(map(str, _CHECKED))}")
 
@@ -298,7 +320,9 @@ def _flash_inputs(micro: Pack) -> dict[str, Any]:
 
 
 def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
-    """Return the arguments of a model, or of an attention by its name, where prefixes may be shared."""
+    """Return the arguments of a model, or of an attention by its name, where prefixes may be
+    shared.
+    """
     attention = model
     positions = micro.position_ids
     dtype = torch.float32
@@ -325,7 +349,9 @@ def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
 
 
 def _growing_rotations(config: Any) -> list[tuple[str, int]]:
-    """Return the rotary embeddings that depend on the longest sequence: kind, and from which length on."""
+    """Return the rotary embeddings that depend on the longest sequence: kind, and from which length
+    on.
+    """
     growing = []
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for part in [given, *(value for value in given.values() if isinstance(value, dict))]:

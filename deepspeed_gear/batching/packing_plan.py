@@ -18,8 +18,9 @@ from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, MOST_PACK_WIDTH, MOST
 
 @dataclass(frozen=True)
 class PackBudget:
-    """What a pack may hold; a trajectory of l tokens costs linear * l + quadratic * l * l, in any unit: with
-    the hidden size h of a transformer, 6 h and 1 are in proportion to the operations of its layers.
+    """What a pack may hold; a trajectory of l tokens costs linear * l + quadratic * l * l, in any
+    unit: with the hidden size h of a transformer, 6 h and 1 are in proportion to the operations of
+    its layers.
     """
 
     tokens: int  #: N of a micro batch is at most this, padding included
@@ -51,7 +52,9 @@ class PackBudget:
 
 
 class Prefixes(NamedTuple):
-    """Prefixes that trajectories share with an earlier one, their leader: it alone has places for them."""
+    """Prefixes that trajectories share with an earlier one, their leader: it alone has places for
+    them.
+    """
 
     steps: np.ndarray  #: that a trajectory shares; 0 if it is its own leader. [n], int64
     leader: np.ndarray  #: [n], int64
@@ -61,7 +64,9 @@ class Prefixes(NamedTuple):
         return Prefixes(self.steps[which], np.searchsorted(which, self.leader[which]))
 
     def bundled(self, lengths: np.ndarray, size: int, most: int) -> Prefixes:
-        """Divide those of one leader into bundles, of `size` trajectories and `most` places at most."""
+        """Divide those of one leader into bundles, of `size` trajectories and `most` places at
+        most.
+        """
         leader = np.arange(len(lengths))
         latest = dict[int, tuple[int, int, int]]()
         given = zip(self.leader.tolist(), self.steps.tolist(), lengths.tolist(), strict=True)
@@ -87,7 +92,9 @@ class PackingPlan:
     rank: np.ndarray  #: rank of each trajectory, in [0, width). [n], int64
 
     def packs(self, rank: int) -> list[np.ndarray]:
-        """Return the trajectories of each micro batch of a rank, ascending: K arrays, [n], int64."""
+        """Return the trajectories of each micro batch of a rank, ascending: K arrays,
+        [n], int64.
+        """
         own = np.nonzero(self.rank == rank)[0]
         micro = self.micro[own]
         ends = np.cumsum(np.bincount(micro, minlength=self.num_micro)).tolist()
@@ -98,11 +105,12 @@ class PackingPlan:
 def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) -> PackingPlan:
     """Plan the packs of a batch: a pure function, so every rank computes the same plan.
 
-    The number K of micro batches of a rank is the smallest that is found: the smallest that the tokens need,
-    unless the trajectories are too long to fill the packs. It is never more than where the longest trajectory
-    first goes into the emptiest pack, nor where every pack gets one a round. What the costliest rank of each
-    micro step costs, summed, is kept close to the mean over the ranks, and so are the costs of ranks over all
-    micro steps. No pack is empty if n >= K * width; K is 0 if n is 0.
+    The number K of micro batches of a rank is the smallest that is found: the smallest that the
+    tokens need, unless the trajectories are too long to fill the packs. It is never more than where
+    the longest trajectory first goes into the emptiest pack, nor where every pack gets one a round.
+    What the costliest rank of each micro step costs, summed, is kept close to the mean over the
+    ranks, and so are the costs of ranks over all micro steps. No pack is empty if n >= K * width; K
+    is 0 if n is 0.
 
     Args:
         lengths: Of the trajectories, in tokens. [n], int64.
@@ -143,7 +151,9 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
 
 
 class PlannedPacks:
-    """The packs of all replicas (ranks that train on different samples): rows and costs of each. Pure."""
+    """The packs of all replicas (ranks that train on different samples): rows and costs of each.
+    Pure.
+    """
 
     def __init__(
         self,
@@ -153,7 +163,8 @@ class PlannedPacks:
         ops: Ops,
         prefixes: Prefixes | None = None,
     ) -> None:
-        (linear, quadratic), most = pack.cost, pack.max_trajectories or MOST_PACK_TOKENS
+        (linear, quadratic) = pack.cost
+        most = pack.max_trajectories or MOST_PACK_TOKENS
         budget = PackBudget(pack.room, linear, quadratic, pack.pad.multiple, most)
         width = pack.plan_width or replicas
         self.prefixes = prefixes
@@ -169,7 +180,8 @@ class PlannedPacks:
             plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
             plan = replace(plan, micro=plan.micro[bundle], rank=plan.rank[bundle])
         self.plan = plan
-        #: Packs of a replica in each micro step: with a plan for more ranks it trains several in turn.
+        #: Packs of a replica in each micro step: with a plan for more ranks it trains several in
+        #: turn.
         self.per_rank = width // replicas
         size = plan.num_micro * width
         shape = (plan.num_micro, width)
@@ -192,8 +204,8 @@ class PlannedPacks:
     def extend(self, longest: Sequence[Sequence[int]], pack: PackConfig) -> None:
         """Add packs without trajectories at the end, for as many micro steps as any plan has.
 
-        `longest` has the largest N of each micro step, of the plan of each rank: of another node another one.
-        With packs padded to the step, they are as long as there.
+        `longest` has the largest N of each micro step, of the plan of each rank: of another node
+        another one. With packs padded to the step, they are as long as there.
         """
         most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
         missing = len(most) - self.plan.num_micro
@@ -205,7 +217,9 @@ class PlannedPacks:
             self.rows = np.broadcast_to(most[:, None], self.rows.shape)
 
     def sort(self) -> np.ndarray:
-        """Renumber the trajectories by rank and micro step, so that packs are ranges; return their order."""
+        """Renumber the trajectories by rank and micro step, so that packs are ranges; return their
+        order.
+        """
         plan = self.plan
         packs = plan.rank * plan.num_micro + plan.micro
         least = np.min_scalar_type(plan.width * plan.num_micro)  # of 16 bits: sorted by radix

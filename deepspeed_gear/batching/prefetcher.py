@@ -15,8 +15,8 @@ _CHECK_S = 0.05
 class Prefetcher(Generic[T]):
     """Calls a function with 0, 1, ... in a daemon thread; at most `depth` results wait for `get`.
 
-    An error of it ends the thread, and is raised by the `get` that would have returned its result; the next
-    one tries again. One thread begins, gets and stops.
+    An error of it ends the thread, and is raised by the `get` that would have returned its result;
+    the next one tries again. One thread begins, gets and stops.
     """
 
     def __init__(self, depth: int) -> None:
@@ -29,7 +29,9 @@ class Prefetcher(Generic[T]):
         self._thread: threading.Thread | None = None  # the latest; None: there was none yet
 
     def begin(self, produce: Callable[[int], T]) -> None:
-        """Drop what was prepared; later results are `produce(0)`, `produce(1)`, ... The next `get` starts."""
+        """Drop what was prepared; later results are `produce(0)`, `produce(1)`, ... The next `get`
+        starts.
+        """
         self.end()
         self._produce = produce
 
@@ -85,7 +87,9 @@ class Prefetcher(Generic[T]):
         return None if self._results.empty() else self._results.get_nowait()
 
     def stop(self) -> None:
-        """End the thread until `get` has returned what waits: its rows may be free, to make it again."""
+        """End the thread until `get` has returned what waits: its rows may be free, to make it
+        again.
+        """
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

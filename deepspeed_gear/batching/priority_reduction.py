@@ -11,8 +11,9 @@ from deepspeed_gear.errors import ShapeError
 
 
 def masks_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return which steps of [B, T] count: the given mask, else the steps that learn by the batch's masks (of
-    which there is one, or they must not differ), else all. ShapeError if the mask has another shape.
+    """Return which steps of [B, T] count: the given mask, else the steps that learn by the batch's
+    masks (of which there is one, or they must not differ), else all. ShapeError if the mask has
+    another shape.
     """
     if mask is not None:
         if mask.shape != values.shape:
@@ -43,11 +44,14 @@ def refuse_empty(sample: int) -> NoReturn:
 def reduce_steps(
     values: torch.Tensor, mask: torch.Tensor, how: str, eta: float, is_checked: bool = True
 ) -> torch.Tensor:
-    """Reduce priorities, [B, T], over the steps that count to [B], of their dtype, at least float32.
+    """Reduce priorities, [B, T], over the steps that count to [B], of their dtype, at least
+    float32.
 
-    A sample without such steps is a ShapeError where it `is_checked`, which waits for the device; else NaN.
+    A sample without such steps is a ShapeError where it `is_checked`, which waits for the device;
+    else NaN.
 
-    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
+    ICLR
         2019, section 2.3: "mix" is p = eta * max_i d_i + (1 - eta) * mean(d).
     """
     if values.dtype in (torch.float16, torch.bfloat16):

@@ -16,7 +16,8 @@ from deepspeed_gear.ops.records import Resolution
 class TableRecords(NamedTuple):
     """The trajectories of a rollout batch that lie in one table."""
 
-    #: Of at most as many steps as a pack has room for; of trajectories of other nodes without slot and rows.
+    #: Of at most as many steps as a pack has room for; of trajectories of other nodes without slot
+    #: and rows.
     resolutions: torch.Tensor  # [n, 8], int64, contiguous
     weights: torch.Tensor  # PER weights. [n], float32
     origins: (
@@ -81,8 +82,8 @@ class RolloutRecords:
 
 
 def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:
-    """Return the number of each trajectory's item, from 0. Trajectories of one item are neighbours, of equal
-    sample numbers and, where there are several, of one table. [n] -> [n], int64.
+    """Return the number of each trajectory's item, from 0. Trajectories of one item are neighbours,
+    of equal sample numbers and, where there are several, of one table. [n] -> [n], int64.
     """
     is_first = np.ones(len(sample_numbers), bool)
     is_first[1:] = sample_numbers[1:] != sample_numbers[:-1]

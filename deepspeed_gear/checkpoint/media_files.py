@@ -1,7 +1,9 @@
-"""Media of a checkpoint: pages of what the trajectories of a store name, in segments, linked if unchanged.
+"""Media of a checkpoint: pages of what the trajectories of a store name, in segments, linked if
+unchanged.
 
-A save has the words of all pages of the store, those that are not saved being 0, and by segment of pages the
-bytes of the saved ones. A load adds the items that its trajectories name, from whichever shard has them.
+A save has the words of all pages of the store, those that are not saved being 0, and by segment of
+pages the bytes of the saved ones. A load adds the items that its trajectories name, from whichever
+shard has them.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _MOST_BYTES = 64 << 20  # of items that are added at once
 def saved(
     media: MediaPages,
 ) -> tuple[np.ndarray, dict[str, Any], Callable[[str], list[np.ndarray]]]:
-    """Return the words of a store's pages, their description for the manifest, and a function that returns
-    the bytes of a segment, in runs of pages. Requires the lock.
+    """Return the words of a store's pages, their description for the manifest, and a function that
+    returns the bytes of a segment, in runs of pages. Requires the lock.
     """
     heads = media.find(media.needed(with_arrivals=False))
     heads = heads[heads >= 0]
@@ -41,7 +43,8 @@ def saved(
     order = np.zeros(len(media.words), np.int64)
     owner[heads] = heads
     for place, pages in enumerate(chain(media.words, heads)):
-        order[pages], following = place, media.words[pages, MediaPage.NEXT]
+        order[pages] = place
+        following = media.words[pages, MediaPage.NEXT]
         owner[following[following > 0] - 1] = owner[pages[following > 0]]
     used = np.flatnonzero(owner >= 0)
     words = np.zeros_like(media.words)
@@ -121,7 +124,9 @@ class SavedMedia:
                 self._open(shard, page)
 
     def _open(self, shard: int, page: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the pages of a segment, and their bytes in a file, which is checked once."""
+        """Return the numbers of the pages of a segment, and their bytes in a file, which is checked
+        once.
+        """
         segment = page // save_folders.entry(
             self._manifests[shard][KIND], "pages", int, self._at, 1
         )
@@ -135,8 +140,8 @@ class SavedMedia:
         return self._opened[shard, segment]
 
     def restore(self, release: Callable[[], bool]) -> None:
-        """Add the items, before the slots of their trajectories are committed; `release` frees slots that are
-        in their way. Requires the lock.
+        """Add the items, before the slots of their trajectories are committed; `release` frees
+        slots that are in their way. Requires the lock.
         """
         self._media.arrivals[:] = 0
         items = dict[int, MediaItem]()
@@ -160,7 +165,9 @@ class SavedMedia:
 
 
 def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:
-    """Return the numbers in the rows of trajectories, whose first rows count file after file. [n], int64."""
+    """Return the numbers in the rows of trajectories, whose first rows count file after file. [n],
+    int64.
+    """
     rows = np.concatenate([np.zeros(0, np.int64), *files])
     named = np.flatnonzero(rows)
     return np.unique(rows[named[inside(named, records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]])

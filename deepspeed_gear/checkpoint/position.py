@@ -26,11 +26,11 @@ Position = dict[str, dict[str, int]]  # by sampled table
 class LoaderPosition:
     """How far the batches of a rank are."""
 
-    # After the last global batch whose micro batches were all used, or of a rollout batch after the last
-    # selection of which no item is left.
+    # After the last global batch whose micro batches were all used, or of a rollout batch after the
+    # last selection of which no item is left.
     at: Position
-    # The rollout batch after it: which items are consumed, and the steps done of the batch that is trained;
-    # JSON-able. None: there is none, or it begins with a selection.
+    # The rollout batch after it: which items are consumed, and the steps done of the batch that is
+    # trained; JSON-able. None: there is none, or it begins with a selection.
     rollout: Mapping[str, Any] | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -50,7 +50,9 @@ def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
 
 
 def of(state: Mapping[str, Any], tables: Iterable[str] | None = None) -> Position:
-    """Return the position of some tables in a state, None: of all; CheckpointError: one is not whole."""
+    """Return the position of some tables in a state, None: of all; CheckpointError: one is not
+    whole.
+    """
     train = entry(state, "train", dict, AT)
     found = Position()
     for table in train if tables is None else tables:
@@ -78,8 +80,8 @@ def state_of(
 ) -> dict[str, Any]:
     """Return the state of a position for a checkpoint: JSON-able, equal on all ranks.
 
-    `passes` are the passes over each split that have begun; `save` is the id and the manifests of its save;
-    `rollout` the batch after it whose training is under way.
+    `passes` are the passes over each split that have begun; `save` is the id and the manifests of
+    its save; `rollout` the batch after it whose training is under way.
     """
     return {
         **({} if rollout is None else {"rollout": dict(rollout)}),
@@ -127,9 +129,9 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
 def describe(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a state of a Replay or a DeviceReplay says to a reader; JSON-able.
 
-    `train`: by sampled table the used `global_batches` and `samples`; where it walks epochs, also the number
-    of the `epoch`, its `epoch_items`, and how many were used, `epoch_samples`. `passes`: begun, by split.
-    `data`: fingerprint of each data set.
+    `train`: by sampled table the used `global_batches` and `samples`; where it walks epochs, also
+    the number of the `epoch`, its `epoch_items`, and how many were used, `epoch_samples`. `passes`:
+    begun, by split. `data`: fingerprint of each data set.
     """
     train: dict[str, dict[str, int]] = {}
     for table, words in of(state).items():

@@ -1,7 +1,7 @@
 """Reshard: merge the saved shards of a table, and divide it into shards for other nodes. Pure.
 
-A merged table lists its trajectories in stored order, shard by shard. Priority updates and samples of
-selections refer to a trajectory by its position in this list.
+A merged table lists its trajectories in stored order, shard by shard. Priority updates and samples
+of selections refer to a trajectory by its position in this list.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class SavedShard:
         return max((len(content["queued"]) for content in self.streams.values()), default=0)
 
     def positions_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions of trajectories, -1 for those that are not stored. [n] -> [n], int64."""
+        """Return the positions of trajectories, -1 for those that are not stored. [n] -> [n],
+        int64.
+        """
         if self.slots is None:
             return np.where((ids >= 0) & (ids < self.num_slots), ids, -1)
         return committed_at(self.slots, ids)
@@ -78,7 +80,9 @@ class SavedShard:
 
 @dataclass(frozen=True)
 class ShardDivision:
-    """Division of a table into shards: the shard of each trajectory, and its position there. [n], int64."""
+    """Division of a table into shards: the shard of each trajectory, and its position there. [n],
+    int64.
+    """
 
     owner: np.ndarray
     local: np.ndarray  # keeps the order of the table
@@ -98,7 +102,9 @@ class ShardDivision:
 
 
 def merge(shards: Sequence[SavedShard]) -> SavedShard:
-    """Merge the shards of a table: rows come shard after shard; priority updates by id have slot -1."""
+    """Merge the shards of a table: rows come shard after shard; priority updates by id have slot
+    -1.
+    """
     before = _before([shard.num_slots for shard in shards])
     streams = {
         name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
@@ -183,7 +189,8 @@ def _merge_stream(
         counts = np.sum([content["counts"] for content in contents], axis=0)
         highest = [int(content["counts"][UpdateCount.HIGHEST_PRIORITY]) for content in contents]
         counts[UpdateCount.HIGHEST_PRIORITY] = max(highest)
-        whole["counts"], whole["alpha"] = counts, contents[0]["alpha"]
+        whole["counts"] = counts
+        whole["alpha"] = contents[0]["alpha"]
         log = np.concatenate([content["log"] for content in contents])
         shard = log[:, PriorityUpdate.SLOT] >> SHARD_BITS
         slot = log[:, PriorityUpdate.SLOT] & ANY_SLOT
@@ -238,9 +245,10 @@ def divide(
 ) -> ShardDivision:
     """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
 
-    `room` is the slots and rows of each shard; `by_rows`: the stored order is by rows, as where items are
-    steps. Parts hold whole groups (`numbers`: of each trajectory, [n], int64) in the order of their leaders,
-    which have the masses, so the order of items stays; incomplete groups come last.
+    `room` is the slots and rows of each shard; `by_rows`: the stored order is by rows, as where
+    items are steps. Parts hold whole groups (`numbers`: of each trajectory, [n], int64) in the
+    order of their leaders, which have the masses, so the order of items stays; incomplete groups
+    come last.
     """
     records = whole.slots
     assert records is not None
@@ -283,7 +291,9 @@ def divide(
 
 
 def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGroups:
-    """Return the groups of a shard; those that were complete and are not held any more count in the first."""
+    """Return the groups of a shard; those that were complete and are not held any more count in the
+    first.
+    """
     assert whole.groups is not None
     records = whole.groups.records
     every = whole.groups.counts
@@ -302,7 +312,9 @@ def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGr
 
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the indices of trajectories' rows in an array of all trajectories' rows. [m], int64."""
+    """Return the indices of trajectories' rows in an array of all trajectories' rows.
+    [m], int64.
+    """
     before = _before(records[:, Slot.NUM_ROWS].tolist())
     rows = records[chosen, Slot.NUM_ROWS]
     inside = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
@@ -321,7 +333,9 @@ def part_of(
     index: int,
     items: np.ndarray | slice | None,
 ) -> Content:
-    """Return a shard's content of a stream, with slots 0 to m - 1; `items`: its rows where they are steps."""
+    """Return a shard's content of a stream, with slots 0 to m - 1; `items`: its rows where they are
+    steps.
+    """
     content = whole.streams[name]
     chosen = division.chosen(index)
     part = {key: content[key][chosen] for key in PER_SLOT if key in content}
@@ -341,7 +355,8 @@ def part_of(
         part["counts"] = (
             content["counts"].copy() if index == 0 else np.zeros_like(content["counts"])
         )
-        part["counts"][UpdateCount.HIGHEST_PRIORITY], part["alpha"] = highest, content["alpha"]
+        part["counts"][UpdateCount.HIGHEST_PRIORITY] = highest
+        part["alpha"] = content["alpha"]
         # The priority updates of the shard's own trajectories: those of one item stay in order.
         log = content["log"].copy()
         by_id = log[:, PriorityUpdate.SLOT] < 0

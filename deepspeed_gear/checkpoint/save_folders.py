@@ -1,16 +1,19 @@
-"""Save folders: a save is written next to the earlier one, exchanged atomically, and found by its save id.
+"""Save folders: a save is written next to the earlier one, exchanged atomically, and found by its
+save id.
 
-A save has a random id, which is in the manifests of its tables and in its state (the position). The state
-also holds the SHA-256 of each manifest, and a manifest that of each of its files. Per table a folder holds
+A save has a random id, which is in the manifests of its tables and in its state (the position). The
+state also holds the SHA-256 of each manifest, and a manifest that of each of its files. Per table a
+folder holds
 
     <table>/            the newest save
-    <table>.partial/    a save that is being written; between two system calls also the one before the newest
+    <table>.partial/    a save that is being written; for a moment also the one before the newest
     <table>.old/        the save before the newest, until the next one begins
     <table>.older/      only if a process saves into a folder from which it has not loaded
 
-and `position.json`, the state of the newest save. A program that stores states elsewhere does so after the
-save has returned, so its state on disk may name the save before the newest: `find` returns the folder of the
-save that the state names. docs/design/0007-checkpoints.md has the kill points.
+and `position.json`, the state of the newest save. A program that stores states elsewhere does so
+after the save has returned, so its state on disk may name the save before the newest: `find`
+returns the folder of the save that the state names. docs/design/0007-checkpoints.md has the kill
+points.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ State = Mapping[str, Any]
 
 
 def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: int = 0) -> T:
-    """Return an entry of a state or a manifest; `of` is its name in the error of a missing or odd one."""
+    """Return an entry of a state or a manifest; `of` is its name in the error of a missing or odd
+    one.
+    """
     value = mapping.get(name) if isinstance(mapping, Mapping) else None
     is_one = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
     if is_one and isinstance(value, int) and not least <= value < _MOST_COUNT:
@@ -85,7 +90,9 @@ def save_of(state: State) -> Mapping[str, Any]:
 
 
 def compare(states: Sequence[State]) -> None:
-    """Raise unless all ranks have the same state; an interrupted save may leave their files different."""
+    """Raise unless all ranks have the same state; an interrupted save may leave their files
+    different.
+    """
     for rank, state in enumerate(states):
         if state != states[0]:
             rule = "must be the same on all ranks"
@@ -110,10 +117,11 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
-    """Create empty `.partial` folders, and remove saves that no state can name. One process, for all.
+    """Create empty `.partial` folders, and remove saves that no state can name. One process, for
+    all.
 
-    `kept` is the state of the latest save here that this run has loaded or made, which is never removed;
-    None: there is none, and the newest two are kept.
+    `kept` is the state of the latest save here that this run has loaded or made, which is never
+    removed; None: there is none, and the newest two are kept.
     """
     make(folder)
     keep: dict[str, Path | None] = dict.fromkeys(tables)
@@ -147,7 +155,9 @@ def partial_of(folder: Path, table: str) -> Path:
 
 
 def complete(part: Path, manifest: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    """Write the manifest of a part's files, fsync all, return its SHA-256; `digests` are known checksums."""
+    """Write the manifest of a part's files, fsync all, return its SHA-256; `digests` are known
+    checksums.
+    """
     files = {path.name: digests.get(path.name) or sha256(path) for path in sorted(part.iterdir())}
     content = json.dumps({**manifest, "files": files}, indent=1).encode()
     (part / MANIFEST).write_bytes(content)
@@ -159,7 +169,9 @@ def complete(part: Path, manifest: Mapping[str, Any], digests: Mapping[str, str]
 
 
 def publish(folder: Path, tables: Sequence[str]) -> None:
-    """Rename complete saves to their names; the ones before them become `.old`. Called by one process."""
+    """Rename complete saves to their names; the ones before them become `.old`. Called by one
+    process.
+    """
     for table in tables:
         final, old, partial, older = _versions(folder, table)
         sync(partial)
@@ -188,7 +200,9 @@ def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that has its earlier content or all of the new one at any time, on the disk too."""
+    """Write a file that has its earlier content or all of the new one at any time, on
+    the disk too.
+    """
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     sync(partial)
@@ -207,10 +221,11 @@ def write_save(
 ) -> dict[str, Any]:
     """Write a save: the tables, then the state that names it. Collective.
 
-    `write` writes this rank's files of the save with an id, and returns the SHA-256 of their manifests: by
-    table, and by path in its folder. `state_of`, collective, makes the state of them. One rank `is_first`:
-    it begins and publishes for all. Returns the state, equal on all ranks; a file that cannot be written is a
-    CheckpointError on every rank, as its own error or as a PeerError.
+    `write` writes this rank's files of the save with an id, and returns the SHA-256 of their
+    manifests: by table, and by path in its folder. `state_of`, collective, makes the state of them.
+    One rank `is_first`: it begins and publishes for all. Returns the state, equal on all ranks; a
+    file that cannot be written is a CheckpointError on every rank, as its own error or as a
+    PeerError.
     """
 
     def agree(action: Callable[[], T]) -> T:
@@ -240,11 +255,14 @@ def write_save(
 
 
 def check_shared(folder: Path, save_id: str) -> None:
-    """Raise CheckpointError unless this is the folder in which rank 0 has begun a save: each rank that writes
-    into the save calls it before it does.
+    """Raise CheckpointError unless this is the folder in which rank 0 has begun a save: each rank
+    that writes into the save calls it before it does.
     """
     if not _token_of(folder, save_id).exists():
-        rule = "must be one folder that all nodes share: rank 0 has begun a save in it, which is not there on"
+        rule = (
+            "must be one folder that all nodes share: rank 0 has begun a save in it, which "
+            "is not there on"
+        )
         remedy = f"{_SHARED}; the save before this one stays loadable"
         raise CheckpointError(str(folder), f"{rule} host {socket.gethostname()}", None, remedy)
 
@@ -278,8 +296,8 @@ def is_replaced(folder: Path, state: State) -> bool:
 
 
 def while_renamed(folder: Path, read: Callable[[], T]) -> T:
-    """Return what `read` returns; it is tried again where a save of another process has renamed folders of
-    tables meanwhile, whose names are then those of other saves.
+    """Return what `read` returns; it is tried again where a save of another process has renamed
+    folders of tables meanwhile, whose names are then those of other saves.
     """
     for _ in range(_MOST_RENAMES):
         before = _changed_at(folder)
@@ -303,7 +321,10 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
         remedy = "use the tables of the run that saved it"
         raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
     if not folder.is_dir():
-        rule = f"must be a folder that every rank can read; there is none on host {socket.gethostname()}"
+        rule = (
+            f"must be a folder that every rank can read; there is none on host "
+            f"{socket.gethostname()}"
+        )
         remedy = f"look at the path; over several nodes {_SHARED}, or copy the folder to each"
         raise CheckpointError(str(folder), rule, None, remedy)
     problems: list[CheckpointError] = []
@@ -341,7 +362,9 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
 
 
 def _changed_at(folder: Path) -> int:
-    """Return when a name in a folder was last changed, as by a save that another process publishes."""
+    """Return when a name in a folder was last changed, as by a save that another
+    process publishes.
+    """
     with contextlib.suppress(OSError):
         return folder.stat().st_mtime_ns
     return 0
@@ -365,7 +388,9 @@ def table_in(folder: Path) -> str:
 
 
 def open_checked(path: Path, digest: str | None) -> BinaryIO:
-    """Open a file that has the SHA-256 of its manifest; a save that replaces it meanwhile changes nothing."""
+    """Open a file that has the SHA-256 of its manifest; a save that replaces it meanwhile changes
+    nothing.
+    """
     changed = CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
     try:
         file = path.open("rb")
@@ -429,7 +454,9 @@ def _versions(folder: Path, table: str) -> tuple[Path, ...]:
 
 
 def manifests_in(folder: Path) -> list[Path]:
-    """Return the manifest of a table's folder, or those of its shards; [] if it holds no table any more."""
+    """Return the manifest of a table's folder, or those of its shards; [] if it holds no table any
+    more.
+    """
     own = folder / MANIFEST
     with contextlib.suppress(OSError):
         return [own] if own.is_file() else sorted(folder.glob(f"shard-*/{MANIFEST}"))
@@ -442,14 +469,18 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FolderLocks:
-    """Locks, in rank 0, of the latest 64 folders that this run has saved into, until closed. Main thread."""
+    """Locks, in rank 0, of the latest 64 folders that this run has saved into, until closed. Main
+    thread.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
         self.release = weakref.finalize(self, _release_all, self._held)
 
     def acquire(self, folder: Path) -> None:
-        """Hold the lock of a folder, which exists; raise CheckpointError if another run holds it."""
+        """Hold the lock of a folder, which exists; raise CheckpointError if another run
+        holds it.
+        """
         known = self._held.pop(folder, None)
         if known is not None and not _is_file(
             known, folder / FILE
@@ -477,7 +508,10 @@ def _locked(folder: Path) -> int:
                 return fd
             if not is_own:
                 owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-                remedy = "give each run a folder of its own, or end that one; any number may load from it"
+                remedy = (
+                    "give each run a folder of its own, or end that one; any number may "
+                    "load from it"
+                )
                 raise CheckpointError(
                     str(folder), "must be saved into by one run at a time", owner, remedy
                 )

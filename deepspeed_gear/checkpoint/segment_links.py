@@ -1,9 +1,11 @@
-"""Links to the segments of an earlier save, which are checked first: no new save may get a damaged file.
+"""Links to the segments of an earlier save, which are checked first: no new save may get a damaged
+file.
 
-A link shares the bytes of its file, so damage to one save is damage to all saves that link it. The process
-that saves has recorded size, time of modification and SHA-256 of each file that it has written. Before the
-next save it reads those files again whose size or time differ, and some of the others in turn, as a disk may
-change bits without changing either. What is damaged is not linked: its rows are written anew.
+A link shares the bytes of its file, so damage to one save is damage to all saves that link it. The
+process that saves has recorded size, time of modification and SHA-256 of each file that it has
+written. Before the next save it reads those files again whose size or time differ, and some of the
+others in turn, as a disk may change bits without changing either. What is damaged is not linked:
+its rows are written anew.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 
 from deepspeed_gear.context import LOG
 
-# Of the bytes of a table's segments, a save reads this part again, or so many bytes if they are more.
+# Of the bytes of a table's segments, a save reads this part again, or so many bytes if they are
+# more.
 _PARTS = 64
 _LEAST_CHECKED_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
@@ -57,19 +60,21 @@ Written = Mapping[str, WrittenFile]
 
 
 class SegmentLinks:
-    """The files of one table, or its shard, that a save links to those of the save before. Main thread."""
+    """The files of one table, or its shard, that a save links to those of the save before. Main
+    thread.
+    """
 
     def __init__(self, before: Path | None, written: Written) -> None:
-        """`before` is the folder of the table or shard in the save before, None: there is none; `written` are
-        the files that this process has recorded of it.
+        """`before` is the folder of the table or shard in the save before, None: there is none;
+        `written` are the files that this process has recorded of it.
         """
         self.before = before
         self._known = {} if before is None else dict(written)
         self._new: dict[str, WrittenFile] = {}
 
     def check(self) -> None:
-        """Read the files again whose turn it is or which have changed; those that are damaged are not linked,
-        and named in a warning. Needs no lock of the table.
+        """Read the files again whose turn it is or which have changed; those that are damaged are
+        not linked, and named in a warning. Needs no lock of the table.
         """
         before = self.before
         if before is None:
@@ -89,8 +94,10 @@ class SegmentLinks:
             first = min(damaged)
             more = f" and {len(damaged) - 1} more of its files" if len(damaged) > 1 else ""
             LOG.warning(
-                "gear: %s%s must be as saved: %s; this save writes their rows anew from the store, but"
-                " earlier saves that have such a file, or a link to it, cannot be loaded: look at the disk",
+                "gear: %s%s must be as saved: %s; this save writes their rows anew from the "
+                "store, but"
+                " earlier saves that have such a file, or a link to it, cannot be loaded: look "
+                "at the disk",
                 before / first,
                 more,
                 damaged[first],
@@ -131,7 +138,9 @@ class SegmentLinks:
         return linked
 
     def record(self, folder: Path, digests: Mapping[str, str]) -> None:
-        """Record the files that were written into a folder, complete on the disk, by their SHA-256."""
+        """Record the files that were written into a folder, complete on the disk, by
+        their SHA-256.
+        """
         for name, digest in digests.items():
             if name not in self._new:
                 self._new[name] = WrittenFile(*_stamp(folder / name), digest)
@@ -148,7 +157,9 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _digest_on_disk(path: Path) -> str:
-    """Return the SHA-256 of a file as the disk has it: its cached pages, all of them written, are dropped."""
+    """Return the SHA-256 of a file as the disk has it: its cached pages, all of them written, are
+    dropped.
+    """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,15 +1,16 @@
 """Table files: the content of tables, as checksummed files of a checkpoint.
 
-A folder per table: the rows and slots of its trajectories in stored order, unless they are a data set's, and
-of each stream the masses or priorities of its latest selection, the changes that wait for the next one, and
-the unused selections. So a loaded run continues with the same batches as the saved one, also with prefetched
-selections and within an epoch.
+A folder per table: the rows and slots of its trajectories in stored order, unless they are a data
+set's, and of each stream the masses or priorities of its latest selection, the changes that wait
+for the next one, and the unused selections. So a loaded run continues with the same batches as the
+saved one, also with prefetched selections and within an epoch.
 
-Rows are saved in segments: the trajectories that begin in one part of the store's rows. A segment whose
-trajectories are those of the latest save is linked to its files, so a save costs what has changed.
+Rows are saved in segments: the trajectories that begin in one part of the store's rows. A segment
+whose trajectories are those of the latest save is linked to its files, so a save costs what has
+changed.
 
-The folder of a table that is spread over nodes has a folder per shard, shard-0 to shard-<S - 1>, each like
-that of a table in one store. Shards are loaded into any number of nodes (`reshard.py`).
+The folder of a table that is spread over nodes has a folder per shard, shard-0 to shard-<S - 1>,
+each like that of a table in one store. Shards are loaded into any number of nodes (`reshard.py`).
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def save_table(
 ) -> dict[str, str]:
     """Write the content of a store, a table or its shard, and of its streams; requires the lock.
 
-    Unchanged segments are linked by `links`, which records those of this save. `batches` are the used global
-    batches of the training stream. Returns the SHA-256 of the manifest, by its path in `part`.
+    Unchanged segments are linked by `links`, which records those of this save. `batches` are the
+    used global batches of the training stream. Returns the SHA-256 of the manifest, by its path in
+    `part`.
     """
     spec = table.spec
     shard = table.spec.shard
@@ -126,14 +128,18 @@ def save_table(
 
 
 def folder_of(table: Table, part: Path) -> Path:
-    """Return the folder of a store in a table's folder: its own where the table is spread over nodes."""
+    """Return the folder of a store in a table's folder: its own where the table is spread over
+    nodes.
+    """
     return part if table.spec.shard is None else part / f"shard-{table.spec.shard.index}"
 
 
 def _save_rows(
     table: Table, slots: np.ndarray, folder: Path, links: SegmentLinks
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Write slots, groups, rows and media; return their part of the manifest, and the SHA-256 of files."""
+    """Write slots, groups, rows and media; return their part of the manifest, and the SHA-256 of
+    files.
+    """
     records = table.slots[slots]
     retention = table.views["retention"][slots]
     skipped = ~np.isin(records[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
@@ -160,7 +166,8 @@ def _save_rows(
         files.append((file_of(column.name), column, [table.columns[column.name][slots]]))
     order = reshard.in_rows(records)
     order = order[records[order, Slot.NUM_ROWS] > 0]
-    # What a trajectory's rows follow from: its id, how far it has grown, and which late columns are filled.
+    # What a trajectory's rows follow from: its id, how far it has grown, and which late columns are
+    # filled.
     ordered = records[order]
     kept = retention[order][:, [SlotRetention.PRESENT, SlotRetention.OPEN]]
     words = np.column_stack([ordered[:, [Slot.ID, Slot.NUM_STEPS, Slot.NUM_ROWS]], kept])
@@ -221,7 +228,9 @@ def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
 
 
 def _runs(extents: np.ndarray) -> list[list[int]]:
-    """Return first and end of rows without gaps: for extents [[0, 2], [2, 3], [9, 1]], [[0, 5], [9, 10]]."""
+    """Return first and end of rows without gaps: for extents [[0, 2], [2, 3], [9, 1]], [[0, 5], [9,
+    10]].
+    """
     starts = extents[:, 0]
     ends = extents.sum(1)
     begins = np.append(True, starts[1:] != ends[:-1])
@@ -230,7 +239,9 @@ def _runs(extents: np.ndarray) -> list[list[int]]:
 
 
 def _write_array(path: Path, column: Column, parts: list[np.ndarray]) -> str:
-    """Write parts as one NumPy file, hashed block by block while they are cached; return its SHA-256."""
+    """Write parts as one NumPy file, hashed block by block while they are cached; return its
+    SHA-256.
+    """
     digest = hashlib.sha256()
     header = io.BytesIO()
     described = np.lib.format.dtype_to_descr(column.numpy_dtype)
@@ -258,15 +269,17 @@ class SavedTable:
     manifests: list[dict[str, Any]]
     shards: list[reshard.SavedShard]
     whole: reshard.SavedShard
-    # Of each folder its columns by name, segment after segment, mapped by `open_rows`: a save that replaces
-    # the files meanwhile changes nothing.
+    # Of each folder its columns by name, segment after segment, mapped by `open_rows`: a save that
+    # replaces the files meanwhile changes nothing.
     columns: list[dict[str, list[np.ndarray]]] = field(default_factory=list)
 
 
 def read_table(
     folder: Path, schema: Schema | None = None, save_id: str | None = None
 ) -> SavedTable:
-    """Read a table of a checkpoint except its rows, and check its files; None: of any schema or save."""
+    """Read a table of a checkpoint except its rows, and check its files; None: of any schema or
+    save.
+    """
     folders, manifests = find_shards(folder, save_id)
     shards = []
     for one, manifest in zip(folders, manifests, strict=True):
@@ -299,7 +312,8 @@ def read_table(
 def find_shards(
     folder: Path, save_id: str | None = None
 ) -> tuple[list[Path], list[dict[str, Any]]]:
-    """Return the folders of a table's shards, or its own where it was in one store, and their manifests.
+    """Return the folders of a table's shards, or its own where it was in one store, and their
+    manifests.
 
     These must be of one table and save; None: any save.
     """
@@ -348,7 +362,9 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
 def open_rows(
     found: SavedTable, division: reshard.ShardDivision | None = None, index: int = 0
 ) -> None:
-    """Check and map the files of a table's rows; of a division, those with rows of this run's shard."""
+    """Check and map the files of a table's rows; of a division, those with rows of this run's
+    shard.
+    """
     before = 0
     for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
         owner = None if division is None else division.owner[before : before + shard.num_slots]
@@ -396,7 +412,8 @@ def load_rows(
     division: reshard.ShardDivision,
     media: media_files.SavedMedia | None = None,
 ) -> np.ndarray:
-    """Replace slots, rows and media of a table with room for them, after `open_rows`; requires the lock.
+    """Replace slots, rows and media of a table with room for them, after `open_rows`; requires the
+    lock.
 
     Returns the slots of the trajectories, besides retired groups of a kept store.
     """
@@ -460,7 +477,9 @@ def load_rows(
 
 
 def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
-    """Raise CheckpointError unless a saved ledger is of the data set of prompts, and fits into this one."""
+    """Raise CheckpointError unless a saved ledger is of the data set of prompts, and fits into this
+    one.
+    """
     at = str(found.folders[0])
     saved = found.whole.prompts
     given = found.manifests[0].get("prompts")
@@ -468,7 +487,11 @@ def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
         rule = f"must hold the ledger of the prompts of {spec.data} ({spec.fingerprint})"
         raise CheckpointError(at, rule, given, "use the data set that it was saved with")
     if len(saved["prompt_entries"]) > spec.num_entries:
-        rule = f"must have at most {spec.num_entries} prompts under way: (max_lag + 1) * groups of a batch"
+        rule = (
+            f"must have at most {spec.num_entries} prompts under way: (max_lag + 1) * "
+            f"groups "
+            f"of a batch"
+        )
         remedy = "load with the prompts.max_lag and the size of a batch of its run"
         raise CheckpointError(at, rule, len(saved["prompt_entries"]), remedy)
     if (most := saved["prompt_kept"].shape[1]) > spec.keep_bytes:
@@ -481,7 +504,8 @@ def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
     """Copy extents from files, each of which holds whole ones; rows are numbered file after file.
 
-    An extent is target row, row in the files, and number of rows, by row in the files. [n, 3], int64.
+    An extent is target row, row in the files, and number of rows, by row in the files. [n, 3],
+    int64.
     """
     after = np.cumsum([len(file) for file in files])
     of_file = np.searchsorted(after, extents[:, 1], side="right")
@@ -525,7 +549,9 @@ class TableLoader:
             self._room = self._of_nodes(mine)
 
     def _of_nodes(self, mine: T) -> list[T]:
-        """Return what the leader of each node's shards gives, in the order of shards. Collective."""
+        """Return what the leader of each node's shards gives, in the order of shards.
+        Collective.
+        """
         placement = self._plan.placement
         nodes = self._plan.topology.nodes
         of_ranks = self._plan.exchange.gather(mine if self._plan.leads_shard else None)
@@ -546,10 +572,11 @@ class TableLoader:
         save_folders.while_renamed(folder, read)
 
     def _read(self, name: str, table: Table, folder: Path, save_id: str, data: str) -> None:
-        """Read and check a table; `data` is the fingerprint of its data set when it was saved, if it has one.
+        """Read and check a table; `data` is the fingerprint of its data set when it was saved, if
+        it has one.
 
-        Trajectories that the data set has got since then come last on every node, and get their first masses
-        from `StreamState.restore`.
+        Trajectories that the data set has got since then come last on every node, and get their
+        first masses from `StreamState.restore`.
         """
         dataset = table.spec.dataset
         schema = table.spec.schema if dataset is None else None  # it may have got a column
@@ -703,8 +730,8 @@ _SUFFIX = ".npz"
 def write_rollout(
     folder: Path, save_id: str, columns: Mapping[str, torch.Tensor], kept: save_folders.State | None
 ) -> dict[str, str] | None:
-    """Write columns beside the tables, and remove those of earlier saves than the one that is kept, if it is
-    known. Returns the file's name and checksum for the state; None: there are no columns.
+    """Write columns beside the tables, and remove those of earlier saves than the one that is kept,
+    if it is known. Returns the file's name and checksum for the state; None: there are no columns.
     """
     known = ((kept or {}).get("rollout") or {}).get("columns") or {}
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):

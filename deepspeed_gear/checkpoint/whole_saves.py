@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 def name_others(exchange: ControlPlane, load: Callable[[], T], others: Callable[[], str]) -> T:
-    """Load; where that fails because a file is missing or damaged, each rank's error names other saves.
+    """Load; where that fails because a file is missing or damaged, each rank's error names other
+    saves.
 
     Collective, as `load` is. `others` describes what can be loaded instead; it is called on rank 0.
     """
@@ -72,7 +73,9 @@ def whole_in(folder: Path) -> list[str]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether all files of a folder's newest save are as they were saved. Cost: reads all of them."""
+    """Return whether all files of a folder's newest save are as they were saved. Cost: reads all of
+    them.
+    """
     with contextlib.suppress(CheckpointError):
         state = save_folders.read_position(folder)
         save = save_folders.save_of(state)
@@ -83,7 +86,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def _whole_ids(folder: Path) -> set[str]:
-    """Return the id of the save whose table a folder holds, if each file of it is as it was saved."""
+    """Return the id of the save whose table a folder holds, if each file of it is as it
+    was saved.
+    """
     ids = set[str]()
     counts = set[int]()
     manifests = save_folders.manifests_in(folder)

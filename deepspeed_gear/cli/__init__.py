@@ -11,7 +11,9 @@ Options = Mapping[str, str | tuple[str, dict[str, Any]]]
 
 
 def add_options(parser: ArgumentParser, options: Options) -> None:
-    """Declare "DEST", "--timeout S" or "--quiet", each with its help or arguments of `add_argument`."""
+    """Declare "DEST", "--timeout S" or "--quiet", each with its help or arguments of
+    `add_argument`.
+    """
     for form, given in options.items():
         text, more = (given, {}) if isinstance(given, str) else given
         name, _, metavar = form.partition(" ")

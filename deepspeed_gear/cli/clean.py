@@ -1,9 +1,9 @@
-"""`gear clean`: remove from /dev/shm what no process of this user is attached to: stores of runs that have
-ended, and the deepspeed_allreduce_buffer files that DeepSpeed's CPU communication leaves.
+"""`gear clean`: remove from /dev/shm what no process of this user is attached to: stores of runs
+that have ended, and the deepspeed_allreduce_buffer files that DeepSpeed's CPU communication leaves.
 
 That (`csrc/cpu/comm/shm.cpp`) makes a buffer of 66 MiB for each rank, named
-`deepspeed_allreduce_buffer_UID_ADDRESS_PORT_RANK`, and never removes it. A rank maps the buffers of all
-ranks from `init_distributed` to its end.
+`deepspeed_allreduce_buffer_UID_ADDRESS_PORT_RANK`, and never removes it. A rank maps the buffers of
+all ranks from `init_distributed` to its end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _TIMEOUT_S = 120.0  # of a host
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove stores and buffers that no process is attached to; never those of a running process."""
+    """Remove stores and buffers that no process is attached to; never those of a
+    running process.
+    """
     if args.hostfile is not None:
         return _run_on_hosts(args)
     removed = remove_garbage(args.prefix, args.kept)

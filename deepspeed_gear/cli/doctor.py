@@ -1,6 +1,6 @@
-"""`gear doctor`: show devices, driver, shared memory and limits of this machine, and check them, versions and
-native op; with --hostfile of all its hosts, over ssh, and whether each two of them reach each other. The exit
-status is 1 if there is a problem.
+"""`gear doctor`: show devices, driver, shared memory and limits of this machine, and check them,
+versions and native op; with --hostfile of all its hosts, over ssh, and whether each two of them
+reach each other. The exit status is 1 if there is a problem.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_answer(host: str, stdout: str) -> dict[str, Any]:
-    """Return a host's report, found in its standard output among that of its shell and libraries."""
+    """Return a host's report, found in its standard output among that of its shell and
+    libraries.
+    """
     line = next((line for line in stdout.splitlines() if line.startswith(_MARK)), None)
     if line is None:
         rule = "must have a deepspeed_gear with gear doctor"
@@ -116,7 +118,9 @@ def read_answer(host: str, stdout: str) -> dict[str, Any]:
 
 
 def examine(data: str | None = None) -> dict[str, Any]:
-    """Return the facts of this machine and of a data set's folder, JSON-able. Loads or builds the op."""
+    """Return the facts of this machine and of a data set's folder, JSON-able. Loads or builds the
+    op.
+    """
     import torch
 
     from deepspeed_gear import __version__
@@ -193,16 +197,19 @@ def examine(data: str | None = None) -> dict[str, Any]:
 
 
 def driver_version(text: str) -> str:
-    """Return the version of "... Kernel Module for x86_64  580.65.06  Release"; "" where there is none."""
+    """Return the version of "... Kernel Module for x86_64  580.65.06  Release"; "" where there is
+    none.
+    """
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
     return match[1] if match else ""
 
 
 def may_lock_any_amount(status: str, uid_map: str) -> bool:
-    """Return whether a process may lock memory beyond its limit, by two files of its folder in /proc.
+    """Return whether a process may lock memory beyond its limit, by two files of its folder in
+    /proc.
 
-    It has CAP_IPC_LOCK, as by `capabilities: {add: [IPC_LOCK]}` of a pod that runs as root; inside a user
-    namespace the capability has no effect.
+    It has CAP_IPC_LOCK, as by `capabilities: {add: [IPC_LOCK]}` of a pod that runs as root; inside
+    a user namespace the capability has no effect.
     """
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     is_outermost = uid_map.split() == ["0", "0", "4294967295"]
@@ -210,7 +217,9 @@ def may_lock_any_amount(status: str, uid_map: str) -> bool:
 
 
 def summary(facts: Facts) -> dict[str, str]:
-    """Return devices, driver, memory and limits of a machine, as lines of `gear doctor`: name -> text."""
+    """Return devices, driver, memory and limits of a machine, as lines of `gear doctor`: name ->
+    text.
+    """
     gpus = [f"{len(same)} x {same[0]}" for same in grouped(facts["gpus"], str)]
     devices = ", ".join(gpus) or f"none ({facts['no_device']})"
     shm_free = show_bytes(facts["shm_free_bytes"])
@@ -224,7 +233,8 @@ def summary(facts: Facts) -> dict[str, str]:
     if not facts["not_registered"]:
         registration = f"all of {shm} may be registered, up to gear.transfer.register_bytes"
     return {
-        "devices": f"{devices}; driver {facts['driver'] or 'none'}; torch {facts['versions']['torch']}",
+        "devices": f"{devices}; driver {facts['driver'] or 'none'}; torch "
+        f"{facts['versions']['torch']}",
         "shared memory": f"{shm_free} of {shm} free in {SHM}; available memory {memory}",
         "limits": f"open files {open_files}; locked memory {locked}; CPUs {facts['cpus']}",
         "registration": registration,
@@ -234,7 +244,9 @@ def summary(facts: Facts) -> dict[str, str]:
 def problems_of(
     reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None
 ) -> list[GearError]:
-    """Return the problems of examined machines, alone and compared; `slots`: ranks by host of a hostfile."""
+    """Return the problems of examined machines, alone and compared; `slots`: ranks by host of a
+    hostfile.
+    """
     alone = (
         _alone(host, of, (slots or {}).get(host, 0), len(reports) > 1)
         for host, of in reports.items()

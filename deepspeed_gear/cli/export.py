@@ -1,5 +1,5 @@
-"""`gear export`: write the trajectories of a data set, of a checkpoint's table or of a running process's
-table. `gear ingest` reads them back bit for bit.
+"""`gear export`: write the trajectories of a data set, of a checkpoint's table or of a running
+process's table. `gear ingest` reads them back bit for bit.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def _stored(
 ) -> tuple[Schema, Iterator[dict[str, Any]]]:
     """Return the trajectories of a table in the order of their ids, and their schema.
 
-    Left out with a note: those that grow or lack late columns, and of a living table (`slots`) those evicted
-    meanwhile, by their slots before and after the copy. Each array of `files` holds whole trajectories.
+    Left out with a note: those that grow or lack late columns, and of a living table (`slots`)
+    those evicted meanwhile, by their slots before and after the copy. Each array of `files` holds
+    whole trajectories.
     """
     if schema.role("media") is not None:
         raise DataError(

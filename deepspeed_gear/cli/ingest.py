@@ -47,17 +47,20 @@ OPTIONS: Options = {
     ),
     "--episode-id COLUMN": "column of a table of steps that tells its episodes apart",
     "--group-scope SCOPE": (
-        "what group numbers that several files have mean: other groups (file) or the same ones (all)"
+        "what group numbers that several files have mean: other groups (file) or the same ones "
+        "(all)"
     ),
     "--allow-nan": "allow NaN and infinities, and record it",
-    "--split-by-flags": "divide episodes after each step with an end flag, which is refused inside otherwise",
+    "--split-by-flags": "divide episodes after each step with an end flag, which is refused "
+    "inside otherwise",
     "--max-expansion N": (_EXPANSION, {"type": float, "default": 100.0}),
     "--allow-pickle": (
         "read pickles, of which only arrays and builtins are made",
         {"default": None},
     ),
     "--episode-length N": (
-        "time limit of the environment, of a source without flags of it: an episode ends after N steps",
+        "time limit of the environment, of a source without flags of it: an episode ends after "
+        "N steps",
         {"type": int},
     ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",

@@ -104,21 +104,26 @@ def run(args: argparse.Namespace) -> int:
     if split != dataset.split:
         share = f"{split[_HELD_OUT]:.0%} of the trajectories are held out"
         print(
-            f"note: {share}, for which each start computes statistics: gear ingest --split stores them"
+            f"note: {share}, for which each start computes statistics: gear ingest --split "
+            f"stores them"
         )
     elif held_out is None:
         print("note: no trajectory can be held out, and nothing is evaluated")
     if args.hostfile is not None:
         print(
-            "note: DeepSpeed does not send this shell's variables to the hosts: those without a GPU need "
-            "DS_ACCELERATOR=cpu and OMP_NUM_THREADS=1 in a file .deepspeed_env, here or in your home"
+            "note: DeepSpeed does not send this shell's variables to the hosts: those without a "
+            "GPU need "
+            "DS_ACCELERATOR=cpu and OMP_NUM_THREADS=1 in a file .deepspeed_env, here or in your "
+            "home"
         )
     print(f"train with: {shlex.join([*launch, str(args.out / SCRIPT_FILE)])}")
     return 0
 
 
 def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
-    """Return the split of the config, and its part that is evaluated: None where all parts are empty."""
+    """Return the split of the config, and its part that is evaluated: None where all parts are
+    empty.
+    """
     ids = np.arange(dataset.num_trajectories_of_whole)
     candidates = [dataset.split]
     if not dataset.split and dataset.part is None:  # a part has no statistics of another split
@@ -132,7 +137,9 @@ def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
 
 
 def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
-    """Return a ds_config whose `gear` section fits a data set; any number of ranks keeps its whole batch."""
+    """Return a ds_config whose `gear` section fits a data set; any number of ranks keeps its whole
+    batch.
+    """
     fields: dict[str, dict[str, Any]] = {}
     window = {"offset": 0, "length": _length(dataset)}
 
@@ -208,7 +215,9 @@ def make_script(dataset: Dataset, launch: str) -> str:
 
 
 def _columns(dataset: Dataset, role: str) -> list[Column]:
-    """Return the step columns of a role; the observations after a step are no inputs of a policy."""
+    """Return the step columns of a role; the observations after a step are no inputs of
+    a policy.
+    """
     found = [
         c for c in dataset.schema.step_columns if c.role == role and not c.name.startswith("next_")
     ]
@@ -229,7 +238,9 @@ def _field(column: Column) -> str:
 
 
 def _num_classes(dataset: Dataset, column: Column) -> int:
-    """Return how many values a discrete action has, 0 for continuous ones and for integers below 0."""
+    """Return how many values a discrete action has, 0 for continuous ones and for
+    integers below 0.
+    """
     if column.is_floating:
         return 0
     values = dataset.columns[column.name]

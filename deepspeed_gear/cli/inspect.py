@@ -1,5 +1,6 @@
-"""`gear inspect`: show trajectories, steps, returns, columns, bytes and statistics of a data set; or the
-position of a checkpoint and what its tables hold; or also what the tables of running processes draw from.
+"""`gear inspect`: show trajectories, steps, returns, columns, bytes and statistics of a data set;
+or the position of a checkpoint and what its tables hold; or also what the tables of running
+processes draw from.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def distribution(values: NDArray[Any]) -> dict[str, float | None]:
-    """Describe one value per trajectory: least, quantiles, most, mean and deviation; None without values."""
+    """Describe one value per trajectory: least, quantiles, most, mean and deviation; None without
+    values.
+    """
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
@@ -110,7 +113,8 @@ def _contents(
 ) -> dict[str, Any]:
     """Return what a table holds. `train` describes its training stream; empty: it is not sampled.
 
-    `lengths` are steps, [n], int64; `more`: `groups` (`TableGroups.statistics`), `prompts` (`stored_books`).
+    `lengths` are steps, [n], int64; `more`: `groups` (`TableGroups.statistics`), `prompts`
+    (`stored_books`).
     """
     return {
         "table": table,
@@ -183,8 +187,8 @@ def drawing(
 ) -> dict[str, Any]:
     """Describe the items that can be drawn.
 
-    The tree draws by `masses` of items or their trajectories, [n], float64, above 0; `priorities` are of the
-    items, [n], float32; `draws` how often each was drawn, if counted, [m], int32.
+    The tree draws by `masses` of items or their trajectories, [n], float64, above 0; `priorities`
+    are of the items, [n], float32; `draws` how often each was drawn, if counted, [m], int32.
     """
     total = float(masses.sum())
     falling = np.sort(masses)[::-1]
@@ -218,8 +222,8 @@ def drawing(
 def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:
     """Return the folders of a checkpoint's position, None without one, and of its saved tables.
 
-    The folder is that of an engine's checkpoints, of which the latest tag is taken; or of a tag, its gear
-    folder or a table.
+    The folder is that of an engine's checkpoints, of which the latest tag is taken; or of a tag,
+    its gear folder or a table.
     """
     latest = folder / _LATEST
     if latest.is_file():
@@ -265,7 +269,9 @@ def of_saved(folder: Path) -> dict[str, Any]:
 
 
 def returns_of(dataset: Dataset) -> NDArray[Any] | None:
-    """Return the return of each trajectory: stored, or the sum of its rewards; None without either."""
+    """Return the return of each trajectory: stored, or the sum of its rewards; None
+    without either.
+    """
     stored = dataset.schema.role("return")
     reward = dataset.schema.role("reward")
     if stored is not None:
@@ -277,7 +283,9 @@ def returns_of(dataset: Dataset) -> NDArray[Any] | None:
 
 
 def summarize(dataset: Dataset) -> dict[str, Any]:
-    """Return what `gear inspect --json` prints; JSON-able. Cost: reads extents, and returns or rewards."""
+    """Return what `gear inspect --json` prints; JSON-able. Cost: reads extents, and returns or
+    rewards.
+    """
     returns = returns_of(dataset)
     part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
     shares = {"train": 1.0 - sum(dataset.split.values()), **dict(sorted(dataset.split.items()))}
@@ -316,7 +324,9 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
 
 
 def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
-    """Describe a column by one mean, std, min and max over all its elements; None without finite values."""
+    """Describe a column by one mean, std, min and max over all its elements; None without finite
+    values.
+    """
     if statistics is None or not np.isfinite(statistics.mean).any():
         return dict.fromkeys(("mean", "std", "min", "max"))
     known = np.isfinite(statistics.mean)
@@ -361,12 +371,17 @@ def dataset_lines(summary: dict[str, Any]) -> list[str]:
         overall = map(_number, c["overall"].values())
         rows.append([name, c["dtype"], shape, c["rows"], show_bytes(c["bytes"]), *overall])
     whole = "" if summary["part"] is None else " of the whole"
-    note = f"Statistics of columns: training split{whole}, over all elements of a row (--json has each)."
+    note = (
+        f"Statistics of columns: training split{whole}, over all elements of a row (--json "
+        f"has each)."
+    )
     return [*lines, "", *grid_of(heads, rows, num_left=4), "", note]
 
 
 def _source(source: dict[str, Any]) -> str:
-    """Describe a source in one line; only ingest's own formats record all of name, format and episodes."""
+    """Describe a source in one line; only ingest's own formats record all of name, format and
+    episodes.
+    """
     if "name" not in source:
         return json.dumps(source)
     known = [str(source["format"])] if "format" in source else []
@@ -399,7 +414,9 @@ def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
 
 
 def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Return the position (None: there is none) and the tables in these folders, JSON-able and as lines."""
+    """Return the position (None: there is none) and the tables in these folders, JSON-able and as
+    lines.
+    """
     lines: list[str] = []
     known = None
     if folder is not None:
@@ -451,19 +468,31 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         lines.append(
             "  groups        {complete} complete, {incomplete} incomplete".format(**groups)
         )
-        ever = "{rejected} groups rejected, {oversized} too large, {evicted_unsampled} evicted unsampled"
+        ever = (
+            "{rejected} groups rejected, {oversized} too large, {evicted_unsampled} evicted "
+            "unsampled"
+        )
         lines.append("  left out      " + ever.format(**groups))
-        ever = "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, {surplus} surplus"
+        ever = (
+            "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, "
+            "{surplus} surplus"
+        )
         lines.append("  trajectories  " + ever.format(**groups))
     if summary["prompts"] is not None:
         dropped = summary["prompts"]["dropped"].items()
         now = "  prompts       {issued:,} issued: {trained:,} trained, {training:,} in training, "
-        now += "{waiting:,} complete, {leased:,} leased, {returned:,} returned, {incomplete:,} incomplete"
+        now += (
+            "{waiting:,} complete, {leased:,} leased, {returned:,} returned, {incomplete:,} "
+            "incomplete"
+        )
         reasons = "".join(f"; {count:,} dropped: {reason}" for reason, count in dropped)
         lines.append(now.format(**summary["prompts"]) + reasons)
         for epoch, books in summary["prompts"]["epochs"].items():
             now = "    epoch {at:<8}{issued:,} issued: {drawn:,} drawn, {waiting:,} complete"
-            now += ", {leased:,} leased, {returned:,} returned, {incomplete:,} incomplete, {left:,} dropped"
+            now += (
+                ", {leased:,} leased, {returned:,} returned, {incomplete:,} incomplete, "
+                "{left:,} dropped"
+            )
             lines.append(now.format(at=epoch, left=sum(books["dropped"].values()), **books))
     if "drawable" not in summary:
         return lines

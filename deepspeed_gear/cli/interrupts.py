@@ -15,7 +15,8 @@ _AGAIN_S = 0.02
 
 @contextmanager
 def repeated_interrupts() -> Iterator[None]:
-    """Send SIGINT again while Python ignores its KeyboardInterrupt, without the traceback that it prints.
+    """Send SIGINT again while Python ignores its KeyboardInterrupt, without the traceback that it
+    prints.
 
     It is ignored in callbacks of weak references and in finalizers, such as those of h5py's files.
     """
@@ -40,7 +41,9 @@ def repeated_interrupts() -> Iterator[None]:
 
 
 def identity(path: str | None) -> tuple[int, ...] | None:
-    """Return what tells a file or folder from another one at its place; None where there is none."""
+    """Return what tells a file or folder from another one at its place; None where
+    there is none.
+    """
     try:
         status = os.stat(path or "")
     except OSError:

@@ -47,7 +47,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return the exit status: 2 for an error that names its remedy, 130 after Ctrl-C."""
+    """Run a subcommand; return the exit status: 2 for an error that names its remedy, 130 after
+    Ctrl-C.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if (
         os.getcwd() not in sys.path
@@ -90,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gear: interrupted{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (`gear inspect | head`) has exited; avoids a second error when Python flushes at exit.
+        # The reader (`gear inspect | head`) has exited; avoids a second error when Python flushes
+        # at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

@@ -1,7 +1,7 @@
-"""`gear preview`: show what the ranks of a run get: fields, shapes, bytes and padding; the rows that travel
-between nodes; and the digests of the first global batches, which a run with gear.verify_every writes to its
-log. Ranks and nodes that are equal share a line. Of packed batches: sizes of batches, packs and tables, and
-with lengths their packs. One process, no GPU.
+"""`gear preview`: show what the ranks of a run get: fields, shapes, bytes and padding; the rows
+that travel between nodes; and the digests of the first global batches, which a run with
+gear.verify_every writes to its log. Ranks and nodes that are equal share a line. Of packed batches:
+sizes of batches, packs and tables, and with lengths their packs. One process, no GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ OPTIONS: Options = {
     },
     "--nodes N": ("nodes, with equally many ranks", {"type": _count, "default": 1}),
     "--batches N": ("global batches to draw", {"type": _count, "default": 3}),
-    "--lengths FILE": "with gear.pack: plan the packs of trajectories of these lengths: one a line, or .npy",
+    "--lengths FILE": "with gear.pack: plan the packs of trajectories of these lengths: one a "
+    "line, or .npy",
     "--json": "print JSON, of each rank and each two nodes",
 }
 

@@ -1,4 +1,6 @@
-"""`gear report`: show the report of `ds_report`, with GEAR's ops among them and what they are built with."""
+"""`gear report`: show the report of `ds_report`, with GEAR's ops among them and what they are built
+with.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ OPTIONS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; the status is 0 unless `--load` was asked for and the CPU op cannot be loaded."""
+    """Print the report; the status is 0 unless `--load` was asked for and the CPU op cannot be
+    loaded.
+    """
     register()
-    # op_report compares one accelerator name for all ops, which is empty where DeepSpeed was installed
-    # without prebuilt ops. With the name it prints [YES] for a prebuilt op of GEAR, and the same for others.
+    # op_report compares one accelerator name for all ops, which is empty where DeepSpeed was
+    # installed without prebuilt ops. With the name it prints [YES] for a prebuilt op of GEAR, and
+    # the same for others.
     before = env_report.accelerator_name
     env_report.accelerator_name = before or get_accelerator()._name
     try:

@@ -1,6 +1,6 @@
-"""`gear serve`: add what remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker) send to a
-table of this node's store. It is one of its writers, waits for the run to begin, and ends with it or with
-SIGTERM.
+"""`gear serve`: add what remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker) send
+to a table of this node's store. It is one of its writers, waits for the run to begin, and ends with
+it or with SIGTERM.
 """
 
 from __future__ import annotations

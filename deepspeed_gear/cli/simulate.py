@@ -1,9 +1,9 @@
-"""`gear simulate`: predict throughput, lag, dropped work and the bias of lengths of a run with rollout
-workers, for the config's rule of order and slow groups and the others. The members of a prompt are generated
-at once.
+"""`gear simulate`: predict throughput, lag, dropped work and the bias of lengths of a run with
+rollout workers, for the config's rule of order and slow groups and the others. The members of a
+prompt are generated at once.
 
-Simulates the run of a table with prompts: its ledger (`store/prompt_ledger.py`) admits, orders and drops, and
-only time, lengths and trajectories are made up.
+Simulates the run of a table with prompts: its ledger (`store/prompt_ledger.py`) admits, orders and
+drops, and only time, lengths and trajectories are made up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ Lengths = Callable[[int], np.ndarray]  # of the responses to a prompt, by its nu
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed of a run: seconds a generated and a trained token; workers, and the prompts of each."""
+    """The speed of a run: seconds a generated and a trained token; workers, and the prompts of
+    each.
+    """
 
     latency_s: float
     train_s: float
@@ -115,7 +117,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
-    """Return the prompts of a config's table, without their data set, and the members of a group."""
+    """Return the prompts of a config's table, without their data set, and the members
+    of a group.
+    """
     for name, table in config.resolved_tables.items():
         if (
             table.prompts is not None
@@ -135,7 +139,9 @@ def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
 
 
 def lengths_of(given: str, seed: int, size: int) -> Lengths:
-    """Return the lengths of responses by prompt: drawn from a file's, or from a log-normal distribution."""
+    """Return the lengths of responses by prompt: drawn from a file's, or from a log-normal
+    distribution.
+    """
     if not given.startswith("lognormal:"):
         known = read_lengths(Path(given))
         return functools.cache(
@@ -157,7 +163,9 @@ def lengths_of(given: str, seed: int, size: int) -> Lengths:
 
 
 class Scene:
-    """A ledger, and as much of a store as it reads: a slot for each group, one rank, and a clock."""
+    """A ledger, and as much of a store as it reads: a slot for each group, one rank,
+    and a clock.
+    """
 
     def __init__(self, spec: PromptSpec) -> None:
         self.now = 0.0
@@ -210,7 +218,9 @@ class Scene:
 
 
 def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Prediction:
-    """Return what a rule leads to in so many rollout batches. Workers renew their leases in time."""
+    """Return what a rule leads to in so many rollout batches. Workers renew their
+    leases in time.
+    """
     scene = Scene(replace(spec, lease_s=1e9))
     places = free = pace.workers * pace.concurrency
     events: list[tuple[float, int, LeaseRecord | None]] = []  # ends; None: of a batch's training

@@ -1,5 +1,5 @@
-"""`gear split`: divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per
-node that consumes. Each is read like any data set; copy part i to node i.
+"""`gear split`: divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on,
+one per node that consumes. Each is read like any data set; copy part i to node i.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hosts of a hostfile, programs on them over ssh, and whether they reach each other.
 
 Like gloo, the check of connections uses TCP and ports that the kernel chooses. `python -m
-deepspeed_gear.cli.ssh_hosts serve TOKEN` listens and prints its port; `... ask TOKEN HOST:PORT ...` connects
-to each and prints as JSON why a connection failed.
+deepspeed_gear.cli.ssh_hosts serve TOKEN` listens and prints its port; `... ask TOKEN HOST:PORT ...`
+connects to each and prints as JSON why a connection failed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from typing import TypeVar
 
 from deepspeed_gear.errors import ConfigError, GearError, PeerError
 
-# No prompt for a password or for trust in a key, since a launcher could not answer; a lost link ends it.
+# No prompt for a password or for trust in a key, since a launcher could not answer; a lost link
+# ends it.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
-# Variables that the launch script exports as well, so that the probe has the environment of the ranks.
+# Variables that the launch script exports as well, so that the probe has the environment of the
+# ranks.
 FORWARDED = (
     "DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR "
     "PATH LD_LIBRARY_PATH CUDA_HOME CXX"
@@ -69,7 +71,8 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subprocess.Popen[str]:
     """Start this interpreter on a host, in this folder and with these settings.
 
-    It ends after `timeout_s` even if the connection is lost; the caller ends what it no longer needs.
+    It ends after `timeout_s` even if the connection is lost; the caller ends what it no longer
+    needs.
     """
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     settings = [
@@ -102,7 +105,9 @@ def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:
 def on_each(
     hosts: Collection[str], act: Callable[[str], T]
 ) -> tuple[dict[str, T], list[GearError]]:
-    """Call a function for all hosts at once; return its results, and the errors of the other hosts."""
+    """Call a function for all hosts at once; return its results, and the errors of the
+    other hosts.
+    """
 
     def attempt(host: str) -> T | GearError:
         try:
@@ -135,8 +140,8 @@ def failed(host: str, stderr: str) -> PeerError:
 def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
     """Connect each two hosts, both ways; return an error for each that fails.
 
-    Every host listens, and connects to the others by their names in the hostfile. Cost: two ssh sessions a
-    host, all at once.
+    Every host listens, and connects to the others by their names in the hostfile. Cost: two ssh
+    sessions a host, all at once.
     """
     token = secrets.token_hex(8)
     with ExitStack() as servers:
@@ -160,7 +165,11 @@ def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
                 f"{to.rpartition('@')[2]}:{port}": to for to, port in ports.items() if to != host
             }
             answer = run_on(host, [*_MODULE, "ask", token, *others], timeout_s)
-            remedy = "open the ports between the hosts; let both resolve its name to an address they reach"
+            remedy = (
+                "open the ports between the hosts; let both resolve its name to an "
+                "address "
+                "they reach"
+            )
             found: list[GearError] = []
             for address, why in json.loads(answer.splitlines()[-1]).items():
                 rule = f"must be reached from host {host} on TCP port {address.rpartition(':')[2]}"
@@ -172,7 +181,9 @@ def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
 
 
 def serve(token: str, idle_s: float = _IDLE_S) -> None:
-    """Listen, print the port, and answer each connection with the token; end after `idle_s` without one."""
+    """Listen, print the port, and answer each connection with the token; end after `idle_s` without
+    one.
+    """
     with socket.create_server(("", 0)) as listener:
         listener.settimeout(idle_s)
         print(listener.getsockname()[1], flush=True)

@@ -23,7 +23,8 @@ from deepspeed_gear.errors import ConfigError
 def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
     """Check the JSON object under `"gear"`; return the frozen config, defaults filled in.
 
-    A GearConfig is returned as it is. ConfigError where an option is unknown, wrong, or contradicts another.
+    A GearConfig is returned as it is. ConfigError where an option is unknown, wrong, or contradicts
+    another.
     """
     if isinstance(section, GearConfig):
         return section

@@ -46,7 +46,9 @@ class Part:
     options: BaseModel
 
     def leave_out(self, names: str, when: str, remedy: str = "") -> None:
-        """Options, separated by spaces, must have their defaults where `when` holds, the end of the rule."""
+        """Options, separated by spaces, must have their defaults where `when` holds, the end of the
+        rule.
+        """
         for name in names.split():
             value, default = self._value_and_default(name)
             if value != default:
@@ -63,13 +65,17 @@ class Part:
             self.refuse(name, f"must be {' or '.join(map(json.dumps, values))} {when}", remedy)
 
     def at_most(self, name: str, limit: int | None, rule: str, remedy: str = "") -> None:
-        """An option must be null or at most `limit`, which the end of the rule shows; null is no limit."""
+        """An option must be null or at most `limit`, which the end of the rule shows; null is no
+        limit.
+        """
         value = self._value_and_default(name)[0]
         if value is not None and limit is not None and value > limit:
             self.refuse(name, f"must be at most {rule} ({limit})", remedy)
 
     def refuse(self, name: str, rule: str, remedy: str = "") -> NoReturn:
-        """An option must have another value than it has. A value that is itself a part is not shown."""
+        """An option must have another value than it has. A value that is itself a part is not
+        shown.
+        """
         value = self._value_and_default(name)[0]
         if isinstance(value, dict) and any(
             isinstance(inner, BaseModel) for inner in value.values()
@@ -133,12 +139,18 @@ def check_options(config: GearOptions) -> None:
         remedy = "n-step returns are sums of the rewards for the goal that was pursued"
         part.leave_out("hindsight", "together with gear.n_step", remedy)
     if config.exchange == "device":
-        remedy = "collectives of a device belong to the main thread, at one place among those of training"
+        remedy = (
+            "collectives of a device belong to the main thread, at one place among those "
+            "of training"
+        )
         part.admit("prefetch", [0], 'where gear.exchange is "device"', remedy)
     micro = config.micro_batch_size or 1
     steps = config.gradient_accumulation_steps
     if config.batch_size is not None and config.batch_size % (micro * steps):
-        rule = f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {steps})"
+        rule = (
+            f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} "
+            f"* {steps})"
+        )
         part.refuse("batch_size", rule, "it is their product times the number of ranks")
     if config.on_device:
         names = "hindsight prefetch verify_every count_draws pipeline transfer"
@@ -157,7 +169,8 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
     sampled = name in config.sampled_tables
     if table.data is not None:
         part.leave_out(
-            "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age version "
+            "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age "
+            "version "
             "rate_limiter capacity_trajectories max_length num_envs schema media",
             f"together with {part.at}.data",
             "drop one",
@@ -215,7 +228,10 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     part.leave_out("writers max_age version rate_limiter media", "for a table on devices", _ON_HOST)
     n = 1 if config.n_step is None else config.n_step.n
     if table.max_length == 1 and n > 1:
-        remedy = f"set it to {n} or more and add pieces of that many steps, or single steps of environments "
+        remedy = (
+            f"set it to {n} or more and add pieces of that many steps, or single steps of "
+            f"environments "
+        )
         remedy += "(num_envs, add_steps_); or set gear.n_step.n to 1"
         rule = f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory"
         part.refuse("max_length", rule, remedy)
@@ -231,7 +247,10 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
         part.refuse("capacity_steps", rule, "raise it, or lower max_length")
     least = table.num_envs * (longest + 1)
     if table.capacity_trajectories is not None and table.capacity_trajectories < least:
-        rule = f"must be at least {least}: other environments may begin as many while one trajectory is open"
+        rule = (
+            f"must be at least {least}: other environments may begin as many while one "
+            f"trajectory is open"
+        )
         part.refuse("capacity_trajectories", rule, "leave it out")
 
 
@@ -264,7 +283,10 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
     share = config.share_of(name)
     groups = 0.0 if size is None or share is None else share * size.size
     if config.pack is None or table.group is None or config.sampler_of(name).kind != "fifo":
-        rule = 'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
+        rule = (
+            'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with '
+            "gear.pack"
+        )
         part.refuse(
             "prompts", rule, "prompts are trained in the order of their leases, in packed batches"
         )
@@ -339,7 +361,10 @@ def _check_sampler(config: GearOptions) -> None:
         )
         for name, share in config.sampler.shares.items():
             if not isinstance(share, (int, float)):
-                rule = "must be a number for tables on devices: a captured step has fixed numbers of samples"
+                rule = (
+                    "must be a number for tables on devices: a captured step has fixed "
+                    "numbers of samples"
+                )
                 raise ConfigError(f"gear.sampler.shares.{name}", rule, share, _ON_HOST)
     if not sampler.on_device:
         rule = "must be one of uniform, length, prioritized, top_k for a table on devices"
@@ -429,12 +454,19 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
             and (table.max_length or 2**62) > pack.room
         ):
             rule = f"must be at most {pack.room}, what gear.pack.tokens leaves for a trajectory"
-            remedy = 'give it, so that longer ones are refused when they are added, or "too_long": "truncate"'
+            remedy = (
+                "give it, so that longer ones are refused when they are added, or "
+                '"too_long": "truncate"'
+            )
             table_part.refuse("max_length", rule, remedy)
     if (config.batch is None) == (config.rollout is None):
         given = None if config.batch is None else "both"
         rule = "or gear.rollout, one of them, must be given with gear.pack"
-        remedy = '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps over one batch'
+        remedy = (
+            '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps '
+            "over "
+            "one batch"
+        )
         raise ConfigError("gear.batch", rule, given, remedy)
     size = config.rollout_size
     assert size is not None
@@ -476,7 +508,9 @@ def _check_names(config: GearOptions) -> None:
 
 
 def check_field_names(names: list[str], n_step: bool) -> None:
-    """Reject fields whose names mean something else in a batch, or have no nested form (`a` and `a.b`)."""
+    """Reject fields whose names mean something else in a batch, or have no nested form (`a` and
+    `a.b`).
+    """
     for name in names:
         at = dotted("gear", "fields", name)
         remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
@@ -506,7 +540,10 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
             rule = f"must be less than the steps up to the end of field {name} ({steps})"
             part.refuse("burn_in", rule, "lengthen the field")
     if config.item_sampler.anchors != "fits":
-        remedy = 'else a sample may have no step that learns: lower the offsets, or use "anchors": "fits"'
+        remedy = (
+            "else a sample may have no step that learns: lower the offsets, or use "
+            '"anchors": "fits"'
+        )
         part.at_most(
             "burn_in", max(0, -first), "the steps of the windows in front of the anchor", remedy
         )
@@ -519,7 +556,9 @@ def refuse_split(at: str, split: object) -> None:
 
 
 def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
-    """Reject data sets with trajectories that no pack can hold: the longest of each has `longest` steps."""
+    """Reject data sets with trajectories that no pack can hold: the longest of each has `longest`
+    steps.
+    """
     if config.pack is None or config.pack.too_long == "truncate":
         return
     for name in config.sampled_tables:

@@ -1,6 +1,7 @@
 """Descriptions of the values that an option admits: for the option reference, and for errors.
 
-`translate` makes of pydantic's errors one line that names the option, the rule, the value and the remedy.
+`translate` makes of pydantic's errors one line that names the option, the rule, the value and the
+remedy.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def as_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def kind_of(model: type[BaseModel]) -> str | None:
-    """Return the value of `kind` that stands for a member of a union of models; None without that option."""
+    """Return the value of `kind` that stands for a member of a union of models; None without that
+    option.
+    """
     if "kind" not in model.model_fields:
         return None
     admitted = get_args(model.model_fields["kind"].annotation)
@@ -132,7 +135,9 @@ SYNONYMS = {
 
 
 def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
-    """Follow a pydantic location; members that name a branch of a union are not part of the option's name."""
+    """Follow a pydantic location; members that name a branch of a union are not part of the
+    option's name.
+    """
     annotation: Any = model
     metadata: tuple[Any, ...] = ()
     path: list[Any] = []
@@ -222,7 +227,9 @@ def _short(value: Any) -> Any:
 
 
 def _hint(value: Any, admitted: str) -> str:
-    """Return the remedy of a string: the admitted one that it resembles, or the number that it quotes."""
+    """Return the remedy of a string: the admitted one that it resembles, or the number that it
+    quotes.
+    """
     if not isinstance(value, str):
         return ""
     try:
@@ -242,7 +249,8 @@ def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
     for entry in entries:
         one = _one(model, entry)
         found.setdefault(one.name, one)
-    # An error of a union's branch that fits but for one option is more useful than one of other branches.
+    # An error of a union's branch that fits but for one option is more useful than one of other
+    # branches.
     whole = {
         name for name in found if any(other.startswith((f"{name}.", f"{name}[")) for other in found)
     }

@@ -31,7 +31,9 @@ def load(config: Any) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError where a key is given twice, of which one would be ignored."""
+    """Return an object of JSON; ValueError where a key is given twice, of which one would be
+    ignored.
+    """
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
         raise ValueError(f"{twice[0]!r} is given twice in one object")
     return dict(pairs)
@@ -40,8 +42,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read(config: Any) -> tuple[Any, dict[str, Any]]:
     """Return the gear section of a config, and the batch sizes of the ds_config around it.
 
-    A config is a ds_config with a section `gear`, or the section alone, as `load` takes it. What is no
-    mapping is returned as it is.
+    A config is a ds_config with a section `gear`, or the section alone, as `load` takes it. What is
+    no mapping is returned as it is.
     """
     config = load(config)
     if not isinstance(config, Mapping):
@@ -57,8 +59,8 @@ def read(config: Any) -> tuple[Any, dict[str, Any]]:
 def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) -> tuple[int, int]:
     """Return the samples of a micro batch, and the micro batches of a rank in a global batch.
 
-    `given` are those of `SIZES` that a ds_config around the section has; without any, its own options count.
-    ConfigError where they do not agree for the replicas.
+    `given` are those of `SIZES` that a ds_config around the section has; without any, its own
+    options count. ConfigError where they do not agree for the replicas.
     """
     names = SIZES
     if not given:

@@ -1,4 +1,6 @@
-"""The fields of a batch with all defaults filled in, checked against the schema that they are read from."""
+"""The fields of a batch with all defaults filled in, checked against the schema that they are read
+from.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,9 @@ DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 DERIVED |= dict.fromkeys(ESTIMATED, "float32")
 OF_EPISODES = ("return_to_go", "timestep")  # derived, unless the table has a column of the role
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
-MASK, LEARNS = (
-    "mask.",
-    "learns.",
-)  # before the name of a field: its mask, and which of its steps learn
+# before the name of a field: its mask, and which of its steps learn
+MASK = "mask."
+LEARNS = "learns."
 _ONE_NUMBER = "must name a column with one number per trajectory"
 _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
 
@@ -49,13 +50,15 @@ class ResolvedField:
     normalize: str | None = None
     scale: float = 1.0
     dtype: str = "float32"  # in the batch, or "engine"; of an opaque column its own
-    # No options. Where ranks share a window: its first step that is gathered, and how many (None: all).
+    # No options. Where ranks share a window: its first step that is gathered, and how many (None:
+    # all).
     part_first: int = 0
     part_length: int | None = None
     mask_only: bool = False  # for pipeline stages: the mask is made, the column is not read
     hindsight: Column | None = None  # that a relabelled sample takes the row of a drawn step from
-    #: Of an advantage or a value target: windows gathered for it alone in the order of `advantages_`: reward,
-    #: value, next_value, terminated, truncated, log_prob and behaviour_log_prob; None: there is none.
+    #: Of an advantage or a value target: windows gathered for it alone in the order of
+    #: `advantages_`: reward, value, next_value, terminated, truncated, log_prob and
+    #: behaviour_log_prob; None: there is none.
     inputs: tuple[ResolvedField | None, ...] = ()
     factors: tuple[float, ...] = ()  # gamma, lambda, rho_bar, c_bar
 
@@ -68,7 +71,8 @@ class ResolvedField:
     def first(self) -> int:
         """Offset without the steps of the n-step return.
 
-        The state after k steps is row k after the anchor's of the states, and row k - 1 of the next states.
+        The state after k steps is row k after the anchor's of the states, and row k - 1 of the next
+        states.
         """
         if self.offset != "n_step":
             return self.offset
@@ -111,14 +115,15 @@ def read_fields(fields: Sequence[ResolvedField]) -> list[ResolvedField]:
 def check_against(
     config: GearOptions, schemas: Mapping[str, Schema], statistics: Collection[str] | None = None
 ) -> list[ResolvedField]:
-    """Check a config against the columns of its tables; ConfigError where one is missing or does not suit.
+    """Check a config against the columns of its tables; ConfigError where one is missing or does
+    not suit.
 
     Args:
-        statistics: Columns of the sampled table that have statistics; None for all, but where rows are added
-            without late ones.
+        statistics: Columns of the sampled table that have statistics; None for all, but where rows
+            are added without late ones.
     Returns:
-        The fields of a batch in the order of the config, or of the schema where the config names none; then
-        without opaque columns.
+        The fields of a batch in the order of the config, or of the schema where the config names
+        none; then without opaque columns.
     """
     for name in config.resolved_tables:
         if name not in schemas:
@@ -285,7 +290,10 @@ def _fields(
         if not field.follows or stored is None or config.item_sampler.anchors == "fits":
             continue
         if stored.rows == "T" and not stored.is_next_observation:
-            rule = 'must have a row after the last step with offset "n_step": padding would be bootstrapped'
+            rule = (
+                'must have a row after the last step with offset "n_step": padding would be '
+                "bootstrapped"
+            )
             remedy = "store the observations in T+1 rows, or the next ones in a column of the role "
             remedy += 'next_observation; or leave out the last n steps by "anchors": "fits"'
             raise ConfigError(f"{at}.column", f"{rule} from", f"{stored.name} of T rows", remedy)
@@ -393,7 +401,9 @@ def _resolve(
 def _inputs(
     options: AdvantageConfig, schema: Schema, offset: int, length: int
 ) -> tuple[ResolvedField | None, ...]:
-    """Return what a window's advantages are estimated from; ConfigError where a column is missing."""
+    """Return what a window's advantages are estimated from; ConfigError where a column
+    is missing.
+    """
 
     def window(name: str, column: Column | None, later: int = 0) -> ResolvedField | None:
         if column is None:
@@ -417,7 +427,10 @@ def _inputs(
         rule = (
             "must be given where value has T rows, and only there: the next one bootstraps windows"
         )
-        remedy = "store the values in T+1 rows, or those of the next observations in a column of their own"
+        remedy = (
+            "store the values in T+1 rows, or those of the next observations in a column "
+            "of their own"
+        )
         raise ConfigError("gear.advantage.next_value", rule, options.next_value, remedy)
     after = window("next_value", value, 1) if following is None else window("next_value", following)
     inputs = [window("reward", schema.role("reward")), window("value", value), after]
@@ -520,14 +533,19 @@ def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Colum
     if column is None:
         raise ConfigError(part.at, "must be a stored column to be a goal", None, GOAL_EXAMPLE)
     if (achieved.dtype, achieved.shape) != (column.dtype, column.shape):
-        rule = f"must have dtype and shape of column {column.name} ({column.dtype}{list(column.shape)})"
+        rule = (
+            f"must have dtype and shape of column {column.name} "
+            f"({column.dtype}{list(column.shape)})"
+        )
         value = f"{achieved.name}: {achieved.dtype}{list(achieved.shape)}"
         raise ConfigError(f"{part.at}.hindsight", rule, value)
     return achieved
 
 
 def _check_goals(fields: Sequence[ResolvedField]) -> None:
-    """Reject achieved goals of different rows, and fields that sum the rewards of the pursued goal."""
+    """Reject achieved goals of different rows, and fields that sum the rewards of the
+    pursued goal.
+    """
     columns = [(field, field.hindsight) for field in fields if field.hindsight is not None]
     _, first = columns[0]
     for field, achieved in columns:
@@ -544,12 +562,16 @@ def _check_goals(fields: Sequence[ResolvedField]) -> None:
 
 
 def first_step(fields: Sequence[ResolvedField]) -> int:
-    """Return the first step of a sample's sequence relative to its anchor: that of the earliest window."""
+    """Return the first step of a sample's sequence relative to its anchor: that of the earliest
+    window.
+    """
     return min(int(field.offset or 0) for field in fields if field.length is not None)
 
 
 def reward_field(fields: Sequence[ResolvedField]) -> ResolvedField:
-    """Return the one field whose values a program's reward replaces; raise ConfigError otherwise."""
+    """Return the one field whose values a program's reward replaces; raise ConfigError
+    otherwise.
+    """
     found = [
         field for field in fields if field.column is not None and field.column.role == "reward"
     ]

@@ -1,4 +1,5 @@
-"""The `gear` section of ds_config.json: its options, checked against each other, and compared with others.
+"""The `gear` section of ds_config.json: its options, checked against each other, and compared with
+others.
 
 Configs are compared between the ranks of a run, and between a checkpoint and the run that loads it.
 """
@@ -19,7 +20,8 @@ from deepspeed_gear.errors import differences
 _OF_THE_NODE = ("recipe", "backend", "data", "threads", "transfer", "timeout_s", "metrics")
 # How a global batch is divided and when it is made; the samples in it stay the same.
 _OF_THE_RUN = (
-    "prefetch batch_size micro_batch_size gradient_accumulation_steps pack batch rollout loss pipeline "
+    "prefetch batch_size micro_batch_size gradient_accumulation_steps pack batch rollout loss "
+    "pipeline "
     "verify_every count_draws exchange shared_memory"
 ).split()
 
@@ -41,15 +43,17 @@ class GearConfig(GearOptions):
 
     @property
     def resume_digest(self) -> str:
-        """SHA-256 of what decides the samples of a global batch, hex: equal where a checkpoint fits."""
+        """SHA-256 of what decides the samples of a global batch, hex: equal where a checkpoint
+        fits.
+        """
         return _sha256(batch_options(self))
 
 
 def shared_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that all ranks must agree on.
 
-    Where the data lie and how they are loaded is left out: each node may have its own copy, and the data
-    set's fingerprint shows whether the copies are the same.
+    Where the data lie and how they are loaded is left out: each node may have its own copy, and the
+    data set's fingerprint shows whether the copies are the same.
     """
     section = {name: value for name, value in config.to_json().items() if name not in _OF_THE_NODE}
     tables = config.resolved_tables.items()

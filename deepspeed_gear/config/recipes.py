@@ -33,8 +33,9 @@ RECIPES = ("grpo",)
 
 
 def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a section with the options of its `recipe` where it gives none, and without the recipe. Every
-    reader of a section calls this first; a section without a recipe is returned as it is.
+    """Return a section with the options of its `recipe` where it gives none, and without the
+    recipe. Every reader of a section calls this first; a section without a recipe is returned as it
+    is.
 
     The table has room for the groups that may wait and those in training, of the longest responses.
     """
@@ -72,7 +73,9 @@ def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return given options over those of a base: objects merge, and null removes, as in RFC 7386."""
+    """Return given options over those of a base: objects merge, and null removes, as in
+    RFC 7386.
+    """
     merged = {
         name: _merged(value, {}) if isinstance(value, dict) else value
         for name, value in base.items()

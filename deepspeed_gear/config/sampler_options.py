@@ -1,4 +1,5 @@
-"""The config of the samplers: how the samples of a global batch are selected. One model for each kind.
+"""The config of the samplers: how the samples of a global batch are selected. One model for each
+kind.
 
 The class that samples for a kind is in sampling/samplers.
 """
@@ -53,15 +54,18 @@ class SamplerOptions(t.GearModel):
         Literal["all", "fits", "start", "end"] | EveryConfig,
         t.Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
     ] = "all"
-    """Steps at which windows may stand: "all"; "fits", where every window lies inside the trajectory;
-    "start", the first step; "end", the last one; or every k-th step. A trajectory without one is never
-    drawn."""
+    """Steps at which windows may stand: "all"; "fits", where every window lies inside the
+    trajectory; "start", the first step; "end", the last one; or every k-th step. A trajectory
+    without one is never drawn.
+    """
     where: dict[t.Name, WhereConfig] = Field(default={})
     """Conditions on per-trajectory columns. Trajectories that fail one are never drawn."""
 
     @property
     def columns(self) -> dict[str, str]:
-        """The per-trajectory columns of numbers that the sampler reads, by the option that names each."""
+        """The per-trajectory columns of numbers that the sampler reads, by the option that names
+        each.
+        """
         return {}
 
 
@@ -69,8 +73,9 @@ class DrawingOptions(SamplerOptions):
     """Options of samplers with random draws."""
 
     stratified: t.Flag = False
-    """Draw sample j of a global batch of B from the j-th of B equal parts of the total mass: the same
-    probabilities with less variance, no longer independent."""
+    """Draw sample j of a global batch of B from the j-th of B equal parts of the total mass: the
+    same probabilities with less variance, no longer independent.
+    """
 
 
 class UniformSampler(DrawingOptions):
@@ -100,8 +105,9 @@ class WeightedSampler(DrawingOptions):
 
     kind: Annotated[Literal["weighted"], _NAMES]
     weight: t.Name
-    """The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is a step,
-    every step of a trajectory has the trajectory's weight."""
+    """The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is
+    a step, every step of a trajectory has the trajectory's weight.
+    """
 
     @property
     def columns(self) -> dict[str, str]:
@@ -109,14 +115,17 @@ class WeightedSampler(DrawingOptions):
 
 
 class CustomSampler(DrawingOptions):
-    """A user's class that gives each trajectory an integer mass; samples are drawn from these masses."""
+    """A user's class that gives each trajectory an integer mass; samples are drawn from these
+    masses.
+    """
 
     kind: Annotated[Literal["custom"], _NAMES]
     masses: Annotated[t.Text, t.Words('"module:Class"')]
-    """"module:Class", importable on every rank. Its instances are called with ids [n], numbers of steps [n]
-    and a function that gives the values of a per-trajectory column [n], as NumPy arrays; they return masses
-    [n], integers in [0, 2^40], a pure function of these. Where the unit is a step, every step of a trajectory
-    has its mass."""
+    """"module:Class", importable on every rank. Its instances are called with ids [n], numbers of
+    steps [n] and a function that gives the values of a per-trajectory column [n], as NumPy arrays;
+    they return masses [n], integers in [0, 2^40], a pure function of these. Where the unit is a
+    step, every step of a trajectory has its mass.
+    """
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
 
@@ -127,8 +136,9 @@ class PriorityOptions(t.GearModel):
     initial: t.Positive | None = None
     """Priority of new items. null: the highest reported, as of the latest batch; 1 at first."""
     reduce: Literal["max", "mean", "mix"] = "mix"
-    """How priorities of shape [B, T] become [B], over the steps of the mask: the highest, the mean, or "mix":
-    eta * max + (1 - eta) * mean (Kapturowski et al. 2019, R2D2)."""
+    """How priorities of shape [B, T] become [B], over the steps of the mask: the highest, the mean,
+    or "mix": eta * max + (1 - eta) * mean (Kapturowski et al. 2019, R2D2).
+    """
     eta: t.Gamma = 0.9
     """Part of the maximum where `reduce` is "mix"."""
 
@@ -142,22 +152,28 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
     alpha: Schedule = 0.6
     """Exponent of the priorities: 0 is uniform. A number or a schedule."""
     alpha_every: t.Count = 1000
-    """Global batches between updates of a scheduled alpha; each computes all masses again from the stored
-    priorities."""
+    """Global batches between updates of a scheduled alpha; each computes all masses again from the
+    stored priorities.
+    """
     beta: Schedule = 0.4
-    """Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a table on
-    devices a function takes and returns a tensor [], float64."""
+    """Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a
+    table on devices a function takes and returns a tensor [], float64.
+    """
     decay: Annotated[t.Number, Ge(1)] | None = None
     """Global batches in which a priority falls by the factor e: a new item's is `initial` times
-    exp(-age / decay), a reported one likewise, where age is counted in global batches since the item could
-    first be drawn. null: priorities do not decay."""
+    exp(-age / decay), a reported one likewise, where age is counted in global batches since the
+    item could first be drawn. null: priorities do not decay.
+    """
     normalize: Literal["batch", "table"] | None = "batch"
-    """What divides the importance weights: the largest one of the global batch, the largest one that any item
-    of the table would have, or nothing (null)."""
+    """What divides the importance weights: the largest one of the global batch, the largest one
+    that any item of the table would have, or nothing (null).
+    """
 
 
 class TopKSampler(SamplerOptions, PriorityOptions):
-    """The items of highest priority, each once in a global batch; of equal ones those with the lowest id."""
+    """The items of highest priority, each once in a global batch; of equal ones those with the
+    lowest id.
+    """
 
     has_priorities: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
@@ -169,8 +185,9 @@ class EpochSampler(SamplerOptions):
 
     kind: Annotated[Literal["epoch"], _NAMES]
     tail: Literal["wrap", "drop"] = "wrap"
-    """Where an epoch ends inside a global batch: "wrap" continues with the next epoch, "drop" leaves the last
-    items out and begins the next epoch with the next batch."""
+    """Where an epoch ends inside a global batch: "wrap" continues with the next epoch, "drop"
+    leaves the last items out and begins the next epoch with the next batch.
+    """
 
 
 class FifoSampler(SamplerOptions):
@@ -186,7 +203,9 @@ class LifoSampler(SamplerOptions):
 
 
 class WithinConfig(t.GearModel):
-    """A per-trajectory column that grows with time, and how far a value may lie below the largest one."""
+    """A per-trajectory column that grows with time, and how far a value may lie below the largest
+    one.
+    """
 
     column: t.Name
     """The column: a policy version, or a time of collection."""
@@ -199,8 +218,9 @@ class RecentSampler(DrawingOptions):
 
     kind: Annotated[Literal["recent"], _NAMES]
     newest: t.Count | None = None
-    """Items in the window: trajectories, or steps, of which those of the trajectory in which the window
-    begins are all admitted."""
+    """Items in the window: trajectories, or steps, of which those of the trajectory in which the
+    window begins are all admitted.
+    """
     within: WithinConfig | None = None
     """A limit of age or policy version."""
 
@@ -226,7 +246,9 @@ class ExternalSampler(DrawingOptions):
 
     @property
     def made_options(self) -> Any:
-        """The instance of the class's `Options` made from `options`; ConfigError where there is none."""
+        """The instance of the class's `Options` made from `options`; ConfigError where there is
+        none.
+        """
         model = getattr(imported(self.kind, "gear.sampler.kind"), "Options", None)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             rule = "must name a class with a pydantic model `Options`"
@@ -269,8 +291,10 @@ class MixtureSampler(t.GearModel):
 
     kind: Annotated[Literal["mixture"], _NAMES]
     shares: Annotated[dict[t.Name, Schedule], MinLen(1)]
-    """Part of a global batch by table, numbers or schedules; at any time they sum to 1. What rounding to
-    whole samples leaves is carried to the next batches, so each table has its share within one."""
+    """Part of a global batch by table, numbers or schedules; at any time they sum to 1. What
+    rounding to whole samples leaves is carried to the next batches, so each table has its share
+    within one.
+    """
     of: Annotated[ItemSampler, Discriminator(_kind_of)] = UniformSampler()
     """How the samples of each table are selected."""
     by_table: dict[t.Name, Annotated[ItemSampler, Discriminator(_kind_of)]] = Field(default={})

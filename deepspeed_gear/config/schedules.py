@@ -24,7 +24,9 @@ def _is_share(value: Any) -> bool:
 
 
 def _check(value: Any) -> Any:
-    """Accept what `value_at` can evaluate. Every value lies in [0, 1], as alpha, beta and shares do."""
+    """Accept what `value_at` can evaluate. Every value lies in [0, 1], as alpha, beta and shares
+    do.
+    """
     if _is_share(value) or callable(value):
         return value
     match value:
@@ -48,7 +50,9 @@ Schedule = Annotated[Any, BeforeValidator(_check), PlainSerializer(_to_json), Wo
 
 
 def value_at(schedule: Any, step: int, name: str) -> float:
-    """Return the value of a schedule at global batch `step`, from 0 on; `name` is the option, for errors."""
+    """Return the value of a schedule at global batch `step`, from 0 on; `name` is the option, for
+    errors.
+    """
     value = schedule
     if (function := function_of(schedule, name)) is not None:
         value = function(step)
@@ -70,7 +74,8 @@ def function_of(schedule: Any, name: str) -> Callable[..., Any] | None:
 
 
 def imported(path: str | Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Import and return the attribute that "module:attribute" names; a function is returned as it is.
+    """Import and return the attribute that "module:attribute" names; a function is returned as it
+    is.
 
     `name` is the option, for the error.
     """

@@ -31,8 +31,8 @@ class Words:
 class GearModel(BaseModel):
     """A frozen part of the section, with the options of a DeepSpeedConfigModel.
 
-    It is none itself: its constructor drops every option whose value is "auto" and takes a key `strict` for
-    itself, and its import takes DeepSpeed's.
+    It is none itself: its constructor drops every option whose value is "auto" and takes a key
+    `strict` for itself, and its import takes DeepSpeed's.
     """
 
     model_config = ConfigDict(
@@ -73,7 +73,8 @@ def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
 def conflict(
     rule: str, remedy: str = "", option: str = "", value: Any = None
 ) -> PydanticCustomError:
-    """Return the error of a model whose options contradict one another, or of one of them, `option`.
+    """Return the error of a model whose options contradict one another, or of one of them,
+    `option`.
 
     `describe_options.translate` puts the model's name in place of "{at}" in the rule.
     """

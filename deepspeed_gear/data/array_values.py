@@ -11,10 +11,11 @@ _TEXT_KINDS = "SU"
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return `np.asarray(value)`; for lists with texts anywhere an array of objects, one for each element.
+    """Return `np.asarray(value)`; for lists with texts anywhere an array of objects, one for each
+    element.
 
-    NumPy makes 3 GiB of 20,000 letters and one text of 40,000 characters. An array of texts becomes one of
-    objects too: joined with another, it would take the length of the longest text of both.
+    NumPy makes 3 GiB of 20,000 letters and one text of 40,000 characters. An array of texts becomes
+    one of objects too: joined with another, it would take the length of the longest text of both.
     """
     if not holds_text(value):
         return np.asarray(value)

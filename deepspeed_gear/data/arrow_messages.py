@@ -1,7 +1,8 @@
-"""Messages of Arrow's IPC format: what a record batch takes in memory, read before anything is decompressed.
+"""Messages of Arrow's IPC format: what a record batch takes in memory, read before anything is
+decompressed.
 
-pyarrow decompresses a body to the sizes that the body itself states, without a limit, and does not show the
-compression of a message.
+pyarrow decompresses a body to the sizes that the body itself states, without a limit, and does not
+show the compression of a message.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ _PREFIX = struct.Struct("<q")  # before each compressed buffer: its decompressed
 
 
 def decompressed_bytes(message: Any) -> int | None:
-    """Return the decompressed bytes of a verified pyarrow.ipc.Message's buffers; None: not compressed."""
+    """Return the decompressed bytes of a verified pyarrow.ipc.Message's buffers; None: not
+    compressed.
+    """
     view = memoryview(message.metadata)
 
     def number(form: str, at: int) -> int:

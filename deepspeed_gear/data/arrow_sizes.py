@@ -1,8 +1,8 @@
 """Sizes of Arrow arrays as NumPy arrays or Python objects, counted before anything is converted.
 
-Arrow's layouts repeat values without taking bytes for them: a dictionary and a list view refer to one value
-any number of times, and nulls, runs and lists of no width have a length only. Their conversion takes memory
-for each of them.
+Arrow's layouts repeat values without taking bytes for them: a dictionary and a list view refer to
+one value any number of times, and nulls, runs and lists of no width have a length only. Their
+conversion takes memory for each of them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ _LIST_BYTES = 120  # of a list, or of a view of an array
 _TUPLE_BYTES = 64  # of a key and a value
 _MAPPING_BYTES = 200
 _KEY_BYTES = 48
-# Of each element: one for all, or one for each. Floats, as sums of untrusted lengths overflow integers.
+# Of each element: one for all, or one for each. Floats, as sums of untrusted lengths overflow
+# integers.
 Costs: TypeAlias = "float | NDArray[np.float64]"
 
 
 class ArrowSizes:
     """Counts the bytes of converted arrays.
 
-    The arrays need not be valid, but for `validate()` without `full`: what their buffers hold is not trusted.
+    The arrays need not be valid, but for `validate()` without `full`: what their buffers hold is
+    not trusted.
     """
 
     def __init__(self, check: Callable[[int], None]) -> None:
-        """`check` raises if a number of bytes is too large; counting itself takes at most as many."""
+        """`check` raises if a number of bytes is too large; counting itself takes at
+        most as many.
+        """
         self._check = check
 
     def column_bytes(self, arrow: Any, array: Any, are_objects: bool = False) -> int:
@@ -42,7 +46,8 @@ class ArrowSizes:
         Args:
             arrow: The module pyarrow.
             array: The column.
-            are_objects: Numbers become Python objects too, as they do below structs, and beside nulls.
+            are_objects: Numbers become Python objects too, as they do below structs, and beside
+                nulls.
         """
         costs = self._costs(arrow, array, are_objects)
         num_bytes = int(costs.sum() if isinstance(costs, np.ndarray) else costs * len(array))
@@ -99,12 +104,16 @@ class ArrowSizes:
         return _costs_of_values(types, array)
 
     def _check_least(self, costs: Costs, length: int) -> None:
-        """Check as many values as there are, at least, before each of them has a cost of its own."""
+        """Check as many values as there are, at least, before each of them has a cost
+        of its own.
+        """
         least = costs.min(initial=np.inf) if isinstance(costs, np.ndarray) else costs
         self._check(int(least * length) if np.isfinite(least) else 0)
 
     def _costs_of_runs(self, arrow: Any, array: Any) -> Costs:
-        """Return the costs of values that are repeated up to the element after each run's last one."""
+        """Return the costs of values that are repeated up to the element after each
+        run's last one.
+        """
         costs = self._costs(arrow, array.values, True)
         self._check_least(costs, len(array))
         places = np.arange(len(array), dtype=np.int64) + array.offset
@@ -152,7 +161,9 @@ def _taken(costs: Costs, places: NDArray[Any]) -> Costs:
 
 
 def _spans(array: Any) -> tuple[int, int, NDArray[np.int64]]:
-    """Return the first element of a column of lists, that after the last one, and the length of each list."""
+    """Return the first element of a column of lists, that after the last one, and the length of
+    each list.
+    """
     offsets = np.asarray(array.offsets).astype(np.int64)
     low, high = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
     return max(0, low), max(0, low, high), np.diff(offsets)

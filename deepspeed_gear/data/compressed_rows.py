@@ -1,4 +1,6 @@
-"""Compressed columns of a data set: each row is a zstd frame of its own, which is decoded when it is read."""
+"""Compressed columns of a data set: each row is a zstd frame of its own, which is decoded when it
+is read.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def files_of(column: Column) -> tuple[str, str]:
 
 
 def zstandard_for(name: str, column: Column) -> Any:
-    """Import zstandard; raise DataError without it, or for scalars and single rows, which selection reads."""
+    """Import zstandard; raise DataError without it, or for scalars and single rows, which selection
+    reads.
+    """
     name = f"{name}: column {column.name}"
     if column.rows == "1" or not column.shape:
         rule = "must have rows of several values, one a step, to be compressed"
@@ -48,10 +52,12 @@ def zstandard_for(name: str, column: Column) -> Any:
 
 
 class CompressedRows:
-    """The rows of a compressed column: an index, a slice or an array of indices decodes the rows it names.
+    """The rows of a compressed column: an index, a slice or an array of indices decodes the rows it
+    names.
 
-    `frames` is the dictionary and the frames of all rows, [bytes], uint8; `offsets` where each frame begins,
-    and the end of the last, [rows + 1], int64. Threads may share it: each has a decompressor.
+    `frames` is the dictionary and the frames of all rows, [bytes], uint8; `offsets` where each
+    frame begins, and the end of the last, [rows + 1], int64. Threads may share it: each has a
+    decompressor.
     """
 
     def __init__(
@@ -72,8 +78,8 @@ class CompressedRows:
             rule = f"must begin with a dictionary of at most {DICTIONARY_BYTES} bytes"
             raise DataError(name, rule, first, REMAKE)
         self.dictionary = bytes(self._blob[:first])
-        # Frames of rows of one size have equal headers, which hold that size: comparing them shows before a
-        # row is decoded that it takes no more memory than it must.
+        # Frames of rows of one size have equal headers, which hold that size: comparing them shows
+        # before a row is decoded that it takes no more memory than it must.
         with DataError.on(name, "must hold zstd frames", self._zstd.ZstdError, remedy=REMAKE):
             head = self._zstd.frame_header_size(self._blob[first:end])
             size = self._zstd.frame_content_size(self._blob[first:end])
@@ -84,10 +90,11 @@ class CompressedRows:
         self._header = self._frames[first : first + head].copy()
 
     def decode(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Write the bytes of rows, each in [0, len), one after the other; a DataError names a damaged row.
+        """Write the bytes of rows, each in [0, len), one after the other; a DataError names a
+        damaged row.
 
-        Cost: a call of zstd and a copy for each row. `multi_decompress_to_buffer`, one call for all, returns
-        buffers of the compressed size, and joining them takes longer.
+        Cost: a call of zstd and a copy for each row. `multi_decompress_to_buffer`, one call for
+        all, returns buffers of the compressed size, and joining them takes longer.
         """
         begins = self._offsets[rows]
         ends = self._offsets[rows + 1]
@@ -148,8 +155,8 @@ class CompressedRows:
 def compress(folder: Path, column: Column) -> dict[str, FileRecord]:
     """Replace a column's file in a folder by those of its frames; return their records by name.
 
-    The dictionary is trained on rows of equal distance; too few rows make none. The same rows make the same
-    bytes. Cost: zstd's at level 3, about 2 us per KiB; memory for a few MiB of rows.
+    The dictionary is trained on rows of equal distance; too few rows make none. The same rows make
+    the same bytes. Cost: zstd's at level 3, about 2 us per KiB; memory for a few MiB of rows.
     """
     zstd = zstandard_for("compress", column)
     plain = folder / column_file(column)

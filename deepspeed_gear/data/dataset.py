@@ -1,4 +1,6 @@
-"""The on-disk data set: a folder of NumPy files, mapped read-only in place and watched for changes."""
+"""The on-disk data set: a folder of NumPy files, mapped read-only in place and watched
+for changes.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,18 @@ _REMEDY = (
 class Dataset(MapDataset[dict[str, Any]]):
     """A data set on disk: read-only and memory-mapped, so it may be larger than memory.
 
-    It is a map-style data set of PyTorch: item i is trajectory i, as tensors. `trajectory` and `columns` are
-    NumPy's views of the same bytes. It is pickled as its path and fingerprint, and opened again.
+    It is a map-style data set of PyTorch: item i is trajectory i, as tensors. `trajectory` and
+    `columns` are NumPy's views of the same bytes. It is pickled as its path and fingerprint, and
+    opened again.
 
-    Safe to share between threads; each process opens its own, and the pages are shared by the kernel.
+    Safe to share between threads; each process opens its own, and the pages are shared by the
+    kernel.
 
     Attributes:
         path: The folder.
         schema: The columns.
-        fingerprint: Identity of schema, extents and column bytes (and of a part's place), SHA-256 in hex.
+        fingerprint: Identity of schema, extents and column bytes (and of a part's place), SHA-256
+            in hex.
         part: Which part of a whole it is; None for a whole.
         first_id: Id of its first trajectory: 0 for a whole.
         num_trajectories_of_whole: Trajectories of the whole that it is, or is a part of.
@@ -67,8 +72,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         compressed: Those of them of which an index or a slice decodes rows.
         statistics: By column, over the training split only, of the whole; opaque columns have none.
         files: The mapped files, to detect changes of them.
-        versions: Trajectories of the whole by fingerprint: of each data set that it has grown from, the
-            oldest first, and of itself. Each is the first trajectories of the next.
+        versions: Trajectories of the whole by fingerprint: of each data set that it has grown from,
+            the oldest first, and of itself. Each is the first trajectories of the next.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -123,11 +128,12 @@ class Dataset(MapDataset[dict[str, Any]]):
     def open(cls, path: str | Path) -> Dataset:
         """Open a data set and check it without reading it all.
 
-        Checked are the manifest, header and size of every file, the first and last 64 KiB of every column,
-        and the whole of the extents and statistics; `verify` checks every byte.
+        Checked are the manifest, header and size of every file, the first and last 64 KiB of every
+        column, and the whole of the extents and statistics; `verify` checks every byte.
 
         Raises:
-            DataError: The folder or a file of it is missing, truncated, foreign or changed; names it.
+            DataError: The folder or a file of it is missing, truncated, foreign or changed; names
+                it.
         Cost: 16 bytes per trajectory and 128 KiB per column read, for data of any size.
         """
         path = arguments.folder("path", path)
@@ -156,12 +162,13 @@ class Dataset(MapDataset[dict[str, Any]]):
         """Write a data set of what a program has.
 
         Args:
-            iterable: Mappings by column, one a trajectory, a step or a conversation, as the rows of a table
-                (docs/how-to/formats.md); or a pandas frame, a data set of Hugging Face's `datasets`, or one
-                of Minari. An iterator is read into memory first, unless there is a schema.
+            iterable: Mappings by column, one a trajectory, a step or a conversation, as the rows of
+                a table (docs/how-to/formats.md); or a pandas frame, a data set of Hugging Face's
+                `datasets`, or one of Minari. An iterator is read into memory first, unless there is
+                a schema.
             dest: The folder to make.
-            schema: The columns of the mappings, one a trajectory, as `DatasetWriter.add` takes them. By
-                default they are found by a pass over the rows.
+            schema: The columns of the mappings, one a trajectory, as `DatasetWriter.add` takes
+                them. By default they are found by a pass over the rows.
             **options: Of `ingest` and `open_rows`.
         Raises:
             DataError: A row does not fit, or `dest` cannot be written; `dest` is not made.
@@ -176,7 +183,9 @@ class Dataset(MapDataset[dict[str, Any]]):
         return self._records[name]
 
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Map an array file after checks of its size, probe and header. Cost: at most 128 KiB read."""
+        """Map an array file after checks of its size, probe and header. Cost: at most
+        128 KiB read.
+        """
         path = self.path / name
         self.files.record(path)
         dataset_files.check_file(path, self._record(name))
@@ -205,7 +214,8 @@ class Dataset(MapDataset[dict[str, Any]]):
     def read_at_random(self) -> None:
         """Have the kernel read only the pages that are asked for, and none ahead of them.
 
-        For data that do not fit into memory: what was read ahead would be dropped before it is used.
+        For data that do not fit into memory: what was read ahead would be dropped before it is
+        used.
         """
         self._is_random = True
         self.files.advise(mmap.MADV_RANDOM)
@@ -229,12 +239,16 @@ class Dataset(MapDataset[dict[str, Any]]):
         Args:
             split: Share of each held-out part by name, as in `gear.data.split`.
         Raises:
-            DataError: No trajectory is left for training, or this is a part: statistics are of the whole,
-                which is not available.
+            DataError: No trajectory is left for training, or this is a part: statistics are of the
+                whole, which is not available.
         Cost: one pass over the data.
         """
         if self.part is not None:
-            remedy = f"use the split {self.split} that it was ingested with, or ingest with the other one "
+            remedy = (
+                f"use the split {self.split} that it was ingested with, or ingest with "
+                f"the "
+                f"other one "
+            )
             remedy += "and run gear split again"
             rule = "must be a whole data set to compute the statistics of another split"
             raise DataError(str(self.path), rule, str(self.part), remedy)
@@ -277,7 +291,9 @@ class Dataset(MapDataset[dict[str, Any]]):
         return self.num_rows if i == len(self) else int(self.first_rows[i])
 
     def digest_of(self, column: Column) -> str:
-        """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is recorded."""
+        """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is
+        recorded.
+        """
         return (
             self._digests.get(column.name)
             or self._records[dataset_files.column_file(column)].sha256
@@ -289,8 +305,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         Args:
             i: Its ordinal in the folder: the trajectory's id, less `first_id`.
         Returns:
-            By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape]; views of the
-            maps. Opaque values and compressed rows are decoded.
+            By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape]; views
+            of the maps. Opaque values and compressed rows are decoded.
         Raises:
             DataError: There is no such trajectory.
         """
@@ -309,7 +325,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         return result
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Return copies of one trajectory's columns as tensors of their dtypes; opaque values decoded.
+        """Return copies of one trajectory's columns as tensors of their dtypes; opaque values
+        decoded.
 
         Args:
             i: As of `trajectory`; negative from the end.
@@ -371,7 +388,9 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
 
 
 class IngestRows(Protocol):
-    """Writes a data set of a program's rows, as `ingest_rows` of `data/ingest`, which imports `Dataset`."""
+    """Writes a data set of a program's rows, as `ingest_rows` of `data/ingest`, which imports
+    `Dataset`.
+    """
 
     def __call__(
         self, rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
@@ -382,7 +401,9 @@ _ingest_rows: IngestRows
 
 
 def register_ingest(ingest_rows: IngestRows) -> None:
-    """Register what `Dataset.from_iterable` calls; `data/__init__.py` does when the package is imported."""
+    """Register what `Dataset.from_iterable` calls; `data/__init__.py` does when the package is
+    imported.
+    """
     global _ingest_rows
     _ingest_rows = ingest_rows
 
@@ -390,10 +411,11 @@ def register_ingest(ingest_rows: IngestRows) -> None:
 class MappedFiles:
     """Identities of a folder's files as they were before they were mapped, and their maps.
 
-    A change of a file shows in its map or not, and a truncated file ends the process with SIGBUS, so a file
-    whose device, inode, size or modification time has changed is a DataError that names it and what has
-    changed. Where the folder as a whole is another one, as after `gear ingest --append`, the mapped files are
-    checked through descriptors: they exist as long as they are mapped. Any thread may check.
+    A change of a file shows in its map or not, and a truncated file ends the process with SIGBUS,
+    so a file whose device, inode, size or modification time has changed is a DataError that names
+    it and what has changed. Where the folder as a whole is another one, as after `gear ingest
+    --append`, the mapped files are checked through descriptors: they exist as long as they are
+    mapped. Any thread may check.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -441,17 +463,21 @@ class MappedFiles:
                 _compare(path, known, self._opened[path])
 
     def check_at_times(self) -> None:
-        """Call `check`, unless it was called within the last `CHECK_EVERY_S` seconds: that takes 0.1 us."""
+        """Call `check`, unless it was called within the last `CHECK_EVERY_S` seconds: that takes
+        0.1 us.
+        """
         now = time.monotonic()
         if now - self._checked_at >= CHECK_EVERY_S:
             self._checked_at = now
             self.check()
 
     def guard(self, native: ModuleType) -> None:
-        """Install the SIGBUS handler that prints the file's name if an access to one of the maps fails.
+        """Install the SIGBUS handler that prints the file's name if an access to one of the maps
+        fails.
 
-        The handler writes one line to standard error and passes the signal on to the one that was installed
-        before (faulthandler's, or the default action). A map that is closed is removed automatically.
+        The handler writes one line to standard error and passes the signal on to the one that was
+        installed before (faulthandler's, or the default action). A map that is closed is removed
+        automatically.
         """
         for path, array in self._maps.items():
             memory = array._mmap  # type: ignore[attr-defined]

@@ -71,7 +71,9 @@ class DatasetPart:
 
     @classmethod
     def from_json(cls, name: str, entry: Any, num_trajectories: int) -> DatasetPart:
-        """Read the entry of a part that itself holds `num_trajectories`; a DataError if they do not agree."""
+        """Read the entry of a part that itself holds `num_trajectories`; a DataError if they do not
+        agree.
+        """
         kinds = {f.name: str if f.name == "whole" else int for f in fields(cls) if f.name != "end"}
         if not isinstance(entry, dict) or set(entry) != set(kinds):
             raise DataError(name, f"must record {', '.join(kinds)}", entry, _REMAKE_PARTS)
@@ -136,7 +138,9 @@ def probe_digest(path: Path) -> str:
 
 
 class ArrayFile:
-    """A NumPy file that grows at its end; its header is completed when it is finished. Not thread-safe."""
+    """A NumPy file that grows at its end; its header is completed when it is finished. Not
+    thread-safe.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self.path = path
@@ -205,10 +209,11 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 
 def fingerprint_of(manifest: Mapping[str, Any]) -> str:
-    """Return the identity of schema, extents and column bytes, and of a part's place, SHA-256 in hex.
+    """Return the identity of schema, extents and column bytes, and of a part's place, SHA-256 in
+    hex.
 
-    Statistics, split and the description of the source do not belong to it: they may differ for the same
-    data; nor does compression, as `compressed` has the digest of a column's rows by its name.
+    Statistics, split and the description of the source do not belong to it: they may differ for the
+    same data; nor does compression, as `compressed` has the digest of a column's rows by its name.
     """
     kept = "format", "schema", "num_trajectories", "num_rows", "part"
     identity = {name: manifest[name] for name in kept if name in manifest}

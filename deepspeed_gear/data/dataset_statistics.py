@@ -34,7 +34,8 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class ColumnStatistics:
-    """Statistics of one column, per element of its row; of images per channel, and `shape` has 1 for H and W.
+    """Statistics of one column, per element of its row; of images per channel, and `shape` has 1
+    for H and W.
 
     Arrays are [*shape], NaN where an element has no finite value or float64 overflows.
     """
@@ -61,7 +62,9 @@ class ColumnStatistics:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], column: Column) -> ColumnStatistics:
-        """Reverse `to_json`; a KeyError or ValueError if a statistic is missing or of another shape."""
+        """Reverse `to_json`; a KeyError or ValueError if a statistic is missing or of another
+        shape.
+        """
 
         def array(values: Any) -> Float64:
             found = np.array(values, dtype=np.float64)
@@ -84,7 +87,9 @@ class ColumnStatistics:
 
 
 def statistics_shape(column: Column) -> tuple[int, ...]:
-    """Return the shape of statistics: of images (uint8, [..., H, W, C] or [..., C, H, W]) 1 for H and W."""
+    """Return the shape of statistics: of images (uint8, [..., H, W, C] or [..., C, H, W]) 1 for H
+    and W.
+    """
     if column.dtype != "uint8" or len(column.shape) < 3 or column.num_elements <= _LEAST_IMAGE:
         return column.shape
     *rest, first, _, last = column.shape  # the channels are the smaller end
@@ -97,9 +102,11 @@ def _as_float64(array: NDArray[Any], column: Column) -> Float64:
 
 
 def sample_positions(num_rows: int, num_sampled: int) -> Int64:
-    """Return which of `num_rows` rows a sample takes: a fixed pseudo-random one of each of equal strata.
+    """Return which of `num_rows` rows a sample takes: a fixed pseudo-random one of each of equal
+    strata.
 
-    All rows if there are no more than `num_sampled`. [min(num_rows, num_sampled)], int64, strictly rising.
+    All rows if there are no more than `num_sampled`. [min(num_rows, num_sampled)], int64, strictly
+    rising.
     """
     if num_rows <= num_sampled:
         return np.arange(num_rows, dtype=np.int64)
@@ -128,7 +135,9 @@ def _quantiles(sample: NDArray[Any], column: Column) -> dict[str, Float64]:
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """The rows of a data set that statistics cover, by first row and steps of each trajectory. [n]."""
+    """The rows of a data set that statistics cover, by first row and steps of each
+    trajectory. [n].
+    """
 
     first_rows: Int64
     lengths: Int64
@@ -168,11 +177,13 @@ def _blocks(values: NDArray[Any], column: Column, rows: KeptRows) -> Iterator[ND
 
 @np.errstate(over="ignore", invalid="ignore")
 def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
-    """Compute the statistics of one stored column over the real rows of the trajectories that count.
+    """Compute the statistics of one stored column over the real rows of the trajectories that
+    count.
 
-    Cost: one pass over the column; at most `MAX_SAMPLE_BYTES` and a few blocks of memory. Quantiles are
-        exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed sample
-        of that size.
+    Cost: one pass over the column; at most `MAX_SAMPLE_BYTES` and a few blocks of memory. Quantiles
+    are
+        exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed
+        sample of that size.
     """
     if statistics_shape(column) != column.shape:
         return _image_statistics(values, column, rows)
@@ -211,8 +222,9 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
 def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str, ColumnStatistics]:
     """Return what columns are normalised with, by name; without quantiles.
 
-    An element with fewer than two finite values is left as it is: mean 0, deviation 1. So is the deviation of
-    one that is constant, or whose spread float64 does not hold beside its mean: it may vary later.
+    An element with fewer than two finite values is left as it is: mean 0, deviation 1. So is the
+    deviation of one that is constant, or whose spread float64 does not hold beside its mean: it may
+    vary later.
     """
     count = moments[Moment.COUNT]
     mean = moments[Moment.FIRST] + moments[Moment.MEAN]
@@ -236,7 +248,9 @@ def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str,
 
 
 def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
-    """Compute the statistics of images per channel: exact, from the numbers of pixels of each value."""
+    """Compute the statistics of images per channel: exact, from the numbers of pixels of each
+    value.
+    """
     shape = statistics_shape(column)
     channels = np.arange(math.prod(shape)).reshape(shape)
     bins = np.zeros(256 * math.prod(shape), np.int64)
@@ -283,7 +297,9 @@ def compute_statistics(
     lengths: Int64,
     split: Mapping[str, float],
 ) -> dict[str, ColumnStatistics]:
-    """Compute the statistics of all columns but opaque ones over the training split, in one pass."""
+    """Compute the statistics of all columns but opaque ones over the training split, in
+    one pass.
+    """
     split = check_split(split)
     keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == 0
     if not keep.any():

@@ -49,10 +49,11 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 class DatasetWriter:
     """Write a data set by streaming: no more than one trajectory is held in memory.
 
-    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in exchange for a
-    DEST that is replaced or appended to. A writer that is killed leaves a DEST.partial that the next one to
-    the same place replaces; one that fails removes it. As a context manager it closes at the end of the block
-    and discards on an exception. Not thread-safe; a lock excludes a second writer.
+    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in
+    exchange for a DEST that is replaced or appended to. A writer that is killed leaves a
+    DEST.partial that the next one to the same place replaces; one that fails removes it. As a
+    context manager it closes at the end of the block and discards on an exception. Not thread-safe;
+    a lock excludes a second writer.
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class DatasetWriter:
 
         Args:
             dest: The folder to make.
-            split: Share of each held-out part by name; the statistics are those of the rest. None: no part,
-                or the parts of the data set that is appended to.
+            split: Share of each held-out part by name; the statistics are those of the rest. None:
+                no part, or the parts of the data set that is appended to.
             overwrite: Replace a data set that is there; anything else is never replaced.
-            append: Begin with the trajectories of the data set at `dest`, and take its place. It must have
-                this schema; a column `SOURCE` that it lacks is 0 in them.
-            source: A JSON-able description of the source of the data; its `sources` are listed after those
-                that are appended to.
-            compress: Columns to store as a zstd frame a row: of several values, one row a step. None: no
-                column, or those of the data set that is appended to.
+            append: Begin with the trajectories of the data set at `dest`, and take its place. It
+                must have this schema; a column `SOURCE` that it lacks is 0 in them.
+            source: A JSON-able description of the source of the data; its `sources` are listed
+                after those that are appended to.
+            compress: Columns to store as a zstd frame a row: of several values, one row a step.
+                None: no column, or those of the data set that is appended to.
         Raises:
             ConfigError: The split is malformed.
             SchemaError: There is no such column to compress.
@@ -160,17 +161,17 @@ class DatasetWriter:
 
         Args:
             trajectory: An array, tensor or nested list for every column of the schema: [T, *shape],
-                [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for all. Columns
-                with dots in their names may come nested, as in `Replay.add`.
+                [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for
+                all. Columns with dots in their names may come nested, as in `Replay.add`.
             name: Its name in errors; "trajectory <id>" unless given.
             split_by_flags: As `Replay.add`.
             final: As `Replay.add`.
         Returns:
             The ordinal of the trajectory in the data set; with `split_by_flags` those of the parts.
         Raises:
-            DataError: A column is missing, unknown, of another shape or length, holds what its dtype cannot
-                hold, NaN or an infinity without `allow_nan`, or an end flag before the last step; nothing is
-                written.
+            DataError: A column is missing, unknown, of another shape or length, holds what its
+                dtype cannot hold, NaN or an infinity without `allow_nan`, or an end flag before the
+                last step; nothing is written.
         """
         if self._closed:
             raise DataError(
@@ -195,7 +196,9 @@ class DatasetWriter:
         return len(self._lengths) - 1
 
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
-        """Make this a part of a data set by copying its rows, which are added to the digests of columns."""
+        """Make this a part of a data set by copying its rows, which are added to the digests of
+        columns.
+        """
         self._part = part
         self._statistics = dataset_files.read_json(whole.path / STATS_FILE)
         self._grown_from = {
@@ -229,7 +232,9 @@ class DatasetWriter:
         self.num_sources_before = len(before["sources"])
 
     def _copy(self, whole: Dataset, begin: int, stop: int, digests: Mapping[str, Any]) -> None:
-        """Copy trajectories [begin, stop) of a data set, which are added to the digests of columns."""
+        """Copy trajectories [begin, stop) of a data set, which are added to the digests
+        of columns.
+        """
         first = whole.row_of(begin)
         end = whole.row_of(stop)
         for column in whole.schema:
@@ -346,9 +351,11 @@ def check_destination(
 
 
 class PartialFolder:
-    """The folder DEST.partial, locked by this process, in which something is made that becomes DEST.
+    """The folder DEST.partial, locked by this process, in which something is made that becomes
+    DEST.
 
-    `made` is its place there. A process that is killed leaves it; the next one to the same DEST empties it.
+    `made` is its place there. A process that is killed leaves it; the next one to the same DEST
+    empties it.
     """
 
     def __init__(self, dest: Path) -> None:
@@ -383,9 +390,9 @@ class PartialFolder:
     def publish(self) -> None:
         """Move what was made to DEST, in exchange for an old one, which `discard` then removes.
 
-        A process that is killed leaves the old one or the new one at DEST, also where the machine fails.
-        Only where the file system cannot exchange names of folders is there a moment without either: the
-        next writer to DEST then moves the old one back.
+        A process that is killed leaves the old one or the new one at DEST, also where the machine
+        fails. Only where the file system cannot exchange names of folders is there a moment without
+        either: the next writer to DEST then moves the old one back.
         """
         if not self._dest.is_dir() or not exchange_names(self.made, self._dest):
             if self._dest.is_dir():
@@ -427,11 +434,13 @@ def writing(dest: Path) -> Iterator[None]:
 def write_parts(
     dataset: Dataset, folder: str | Path, bounds: NDArray[np.int64], overwrite: bool = False
 ) -> list[Dataset]:
-    """Write every part of a data set to FOLDER/part-0, ...; `overwrite` replaces parts, nothing else.
+    """Write every part of a data set to FOLDER/part-0, ...; `overwrite` replaces parts, nothing
+    else.
 
-    FOLDER is there when all parts are complete, and all bytes read are those written when the data set was
-    made; after a failure, all is as before. `bounds` are first trajectories of parts, and the number of all,
-    [count + 1], int64, strictly growing. Cost: all bytes read and written once, a few MiB at a time.
+    FOLDER is there when all parts are complete, and all bytes read are those written when the data
+    set was made; after a failure, all is as before. `bounds` are first trajectories of parts, and
+    the number of all, [count + 1], int64, strictly growing. Cost: all bytes read and written once,
+    a few MiB at a time.
     """
     folder = Path(os.path.abspath(folder))
     if dataset.part is not None:

@@ -1,6 +1,7 @@
 """Export: trajectories written in formats of other programs, one writer class a format.
 
-Parquet, JSON lines and npz carry the schema under `SCHEMA_KEY`, so that `gear ingest` reads the same bits.
+Parquet, JSON lines and npz carry the schema under `SCHEMA_KEY`, so that `gear ingest` reads the
+same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _ELSE = "use --format parquet, or leave it out with --columns"
 
 
 class TrajectoryFile(ABC):
-    """A file or folder that trajectories are written to, one after the other; memory for a few of them."""
+    """A file or folder that trajectories are written to, one after the other; memory for a few of
+    them.
+    """
 
     format: ClassVar[str]  # for `--format`
     reader: ClassVar[type[Reader] | None] = (
@@ -52,7 +55,9 @@ class TrajectoryFile(ABC):
     )
 
     def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
-        """Start a file of the columns of `schema`; `stated` is what it states of them (`written_schema`)."""
+        """Start a file of the columns of `schema`; `stated` is what it states of them
+        (`written_schema`).
+        """
         self.path = path
         self.schema = schema
         self.stated = stated
@@ -80,7 +85,8 @@ class TrajectoryFile(ABC):
 class _Hdf5Disk(io.FileIO):
     """The file below an HDF5 file; what the disk refuses is kept, and raised by `check`.
 
-    HDF5 itself must see no failure: where it cannot flush, it ends the process with a segmentation fault.
+    HDF5 itself must see no failure: where it cannot flush, it ends the process with a segmentation
+    fault.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +117,9 @@ class _Hdf5Disk(io.FileIO):
 
 
 class MinariFile(TrajectoryFile):
-    """A Minari data set of one HDF5 file, without an environment; spaces are those of the dtypes."""
+    """A Minari data set of one HDF5 file, without an environment; spaces are those of
+    the dtypes.
+    """
 
     format = "minari"
     reader = MinariReader
@@ -132,7 +140,9 @@ class MinariFile(TrajectoryFile):
         self._actions = (0, 0)
 
     def _key(self, column: Column) -> list[str]:
-        """Return the path of a column's array; raise DataError if it would be read as another column."""
+        """Return the path of a column's array; raise DataError if it would be read as another
+        column.
+        """
         head, *parts = column.name.split(".")
         if (
             column.name in ("episode_id", "seed")
@@ -269,7 +279,9 @@ class ParquetFile(TrajectoryFile):
 
 
 class JsonlFolder(TrajectoryFile):
-    """A folder with JSON lines, a trajectory each, and the schema; floats as Python's repr: exact."""
+    """A folder with JSON lines, a trajectory each, and the schema; floats as Python's
+    repr: exact.
+    """
 
     format = "jsonl"
     reader = ExportedReader
@@ -308,7 +320,9 @@ class JsonlFolder(TrajectoryFile):
 
 
 class NpzFile(TrajectoryFile):
-    """An npz file with an array per column, the trajectories one after the other, and their lengths."""
+    """An npz file with an array per column, the trajectories one after the other, and their
+    lengths.
+    """
 
     format = "npz"
 
@@ -364,9 +378,9 @@ def export(
 ) -> int:
     """Write trajectories in another format; return their number.
 
-    Everything goes to DEST.partial, and to DEST in one rename when it is on the disk. `return` and `length`
-    are left out where ingest derives them again; of a data set without them it does not. Memory: a
-    trajectory, of Parquet a row group of 32 MiB.
+    Everything goes to DEST.partial, and to DEST in one rename when it is on the disk. `return` and
+    `length` are left out where ingest derives them again; of a data set without them it does not.
+    Memory: a trajectory, of Parquet a row group of 32 MiB.
 
     Args:
         trajectories: As `Dataset.trajectory` returns them, with the columns of `schema`.
@@ -376,8 +390,8 @@ def export(
         overwrite: Replace a file, or a folder of the same format.
         derives: Ingest is to derive `return` and `length` anyway, as for a table, which has none.
     Raises:
-        DataError: A column or a value cannot be held exactly by the format, or `dest` exists or cannot be
-            written; nothing is made.
+        DataError: A column or a value cannot be held exactly by the format, or `dest` exists or
+            cannot be written; nothing is made.
     """
     dest = Path(os.path.abspath(arguments.folder("dest", dest)))
     if format not in FORMATS:

@@ -1,4 +1,6 @@
-"""Media: rows of their own number, such as the patches of an image, which steps name by their content."""
+"""Media: rows of their own number, such as the patches of an image, which steps name by their
+content.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,18 @@ _WORD = 8  # arrays begin at multiples of so many bytes
 class MediaItem(NamedTuple):
     number: int  # 63 bits of the digest, not 0: what a step of a trajectory holds
     digest: np.ndarray  # SHA-256 of the bytes. [4], int64
-    #: Rows of each column, int64, then the columns' rows in C order, each padded to words. [bytes], uint8.
+    #: Rows of each column, int64, then the columns' rows in C order, each padded to words. [bytes],
+    #: uint8.
     content: np.ndarray
 
 
 class Media:
     """What a trajectory names at one step, such as an image: rows of the table's media columns.
 
-    `{"image": {17: Media(pixel_values=patches, image_grid_thw=[[1, 14, 14]])}}` in place of a column of the
-    role media: the token at step 17 stands for the image. A store keeps equal content once. One object may be
-    in many trajectories; it is encoded once, so its arrays must not change after that.
+    `{"image": {17: Media(pixel_values=patches, image_grid_thw=[[1, 14, 14]])}}` in place of a
+    column of the role media: the token at step 17 stands for the image. A store keeps equal content
+    once. One object may be in many trajectories; it is encoded once, so its arrays must not change
+    after that.
 
     Args:
         **columns: Column -> [rows, *shape], any number of rows; those that are left out have none.
@@ -41,7 +45,8 @@ class Media:
         self._encoded: dict[tuple[Column, ...], MediaItem] = {}
 
     def __repr__(self) -> str:
-        return f"Media({', '.join(f'{name}: {list(np.shape(rows))}' for name, rows in self.columns.items())})"
+        shapes = (f"{name}: {list(np.shape(rows))}" for name, rows in self.columns.items())
+        return f"Media({', '.join(shapes)})"
 
     def __eq__(self, other: object) -> bool:
         """Whether both have equal columns, rows and values."""
@@ -53,7 +58,9 @@ class Media:
         return all(torch.equal(own, rows) for own, rows in pairs)
 
     def item(self, name: str, columns: tuple[Column, ...]) -> MediaItem:
-        """Return its content as the media columns of a table store it; DataError: it does not fit them."""
+        """Return its content as the media columns of a table store it; DataError: it does not fit
+        them.
+        """
         if columns not in self._encoded:
             known = {column.name: column for column in columns}
             for odd in sorted(self.columns.keys() - known.keys()):
@@ -88,7 +95,8 @@ class MediaSpec:
     def take(
         self, name: str, schema: Schema, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
     ) -> dict[str, Any]:
-        """Return a flat trajectory with numbers in place of its media, whose items are added to `items`.
+        """Return a flat trajectory with numbers in place of its media, whose items are added to
+        `items`.
 
         Raises:
             DataError: A step or item does not fit.
@@ -128,7 +136,9 @@ class MediaSpec:
         return np.concatenate([np.zeros(0, np.uint8), *(part for both in parts for part in both)])
 
     def received(self, name: str, sent: np.ndarray) -> Iterator[MediaItem]:
-        """Yield the items of `send`, whose numbers are computed anew; DataError: a length does not fit."""
+        """Yield the items of `send`, whose numbers are computed anew; DataError: a length does not
+        fit.
+        """
         at = 0
         while at < len(sent):
             length = int(sent[at : at + _WORD].view(np.int64)[0]) if at + _WORD <= len(sent) else -1

@@ -1,4 +1,6 @@
-"""Nested columns: mappings and tuples of values, such as gymnasium's observations, by dotted column names."""
+"""Nested columns: mappings and tuples of values, such as gymnasium's observations, by dotted column
+names.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,17 @@ from deepspeed_gear.errors import DataError
 def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str, Any]:
     """Return nested columns by their dotted names: `Batch.tree` reversed.
 
-    A value under a name that is no column is divided if it is a mapping, a tuple (parts `0`, `1`, ...), or a
-    list or array of such objects, one a row, or None for a row without one: `{"observation": {"a": x, "b":
-    (y, z)}}` is `observation.a`, `observation.b.0` and `observation.b.1`. Values of columns stay as they are,
-    and so do values that cannot be divided.
+    A value under a name that is no column is divided if it is a mapping, a tuple (parts `0`, `1`,
+    ...), or a list or array of such objects, one a row, or None for a row without one:
+    `{"observation": {"a": x, "b": (y, z)}}` is `observation.a`, `observation.b.0` and
+    `observation.b.1`. Values of columns stay as they are, and so do values that cannot be divided.
 
     Args:
         name: Of what is given, for error texts.
         names: Names of the columns; `given` itself is returned if it has no others.
     Raises:
-        DataError: A key is no string, a column is given twice, or a row lacks a part that the first one has.
+        DataError: A key is no string, a column is given twice, or a row lacks a part that the first
+            one has.
     """
     if isinstance(given, dict) and given.keys() <= names:
         return given
@@ -52,7 +55,9 @@ def _divide(
 
 
 def _parts(where: str, value: Any) -> Mapping[Any, Any]:
-    """Return the parts of a value, by key or index; nothing if it has none. `where` names it in errors."""
+    """Return the parts of a value, by key or index; nothing if it has none. `where` names it in
+    errors.
+    """
     if isinstance(value, tuple):
         return {str(index): part for index, part in enumerate(value)}
     if isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object):

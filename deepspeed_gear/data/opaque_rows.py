@@ -1,8 +1,9 @@
 """Opaque values: byte strings and JSON, as rows of fixed size.
 
-A row is [4 + max_bytes], uint8: the length of the content as a little-endian integer of 4 bytes, the
-content, and zeros. The content of JSON is its UTF-8 text with sorted keys and without spaces, so equal values
-are equal bytes. A row of zeros, as a late column has before it is filled, is b"", and None of a JSON column.
+A row is [4 + max_bytes], uint8: the length of the content as a little-endian integer of 4 bytes,
+the content, and zeros. The content of JSON is its UTF-8 text with sorted keys and without spaces,
+so equal values are equal bytes. A row of zeros, as a late column has before it is filled, is b"",
+and None of a JSON column.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
     """Return a value as a row.
 
     Args:
-        value: Of a bytes column: bytes, bytearray, memoryview, or a str, which is stored as UTF-8. Of a JSON
-            column: None, bool, int, finite float, str, and lists and dicts (with strings as keys) of these;
-            tuples are stored as lists. Or a row, as other parts of the package pass it on.
+        value: Of a bytes column: bytes, bytearray, memoryview, or a str, which is stored as UTF-8.
+            Of a JSON column: None, bool, int, finite float, str, and lists and dicts (with strings
+            as keys) of these; tuples are stored as lists. Or a row, as other parts of the package
+            pass it on.
         name: Of the column and its table, for error texts.
     """
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape == column.shape:
@@ -44,7 +46,9 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
 
 
 def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndarray:
-    """Return a list, tuple or array of `num_rows` values as rows. [num_rows, 4 + max_bytes], uint8."""
+    """Return a list, tuple or array of `num_rows` values as rows. [num_rows, 4 +
+    max_bytes], uint8.
+    """
     is_sequence = isinstance(value, (list, tuple)) or (
         isinstance(value, np.ndarray) and value.ndim > 0
     )
@@ -58,7 +62,9 @@ def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndar
 
 
 def decode(row: np.ndarray, column: Column, name: str) -> Any:
-    """Return the value of a row: bytes, or the JSON value; a DataError if it is no row of this column."""
+    """Return the value of a row: bytes, or the JSON value; a DataError if it is no row of this
+    column.
+    """
     length = int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little")
     if length > column.max_bytes:
         rule = f"must hold a value of at most max_bytes = {column.max_bytes} bytes"

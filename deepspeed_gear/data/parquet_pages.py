@@ -1,7 +1,8 @@
-"""Pages of Parquet files: what their values take in memory, read from the headers before anything is decoded.
+"""Pages of Parquet files: what their values take in memory, read from the headers before anything
+is decoded.
 
-The footer's own counts are not what pyarrow reads by, a dictionary's value is repeated for a bit or less, and
-so are whole lists. Headers are structs in Thrift's compact protocol.
+The footer's own counts are not what pyarrow reads by, a dictionary's value is repeated for a bit or
+less, and so are whole lists. Headers are structs in Thrift's compact protocol.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def column_pages(
         content: The whole file.
         chunk: pyarrow's metadata of it.
         width: Bytes of a value, as `value_width` returns them.
-        enough: A dictionary's longest value is looked for only if its column could be larger than this.
+        enough: A dictionary's longest value is looked for only if its column could be larger than
+            this.
     Raises:
         ValueError: A header is malformed.
     """
@@ -134,7 +136,9 @@ def _longest(arrow: Any, compression: str, page: _Page) -> int:
 
 
 def _struct(content: memoryview, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the integers and structs of a struct by the number of their field, and where it ends."""
+    """Return the integers and structs of a struct by the number of their field, and
+    where it ends.
+    """
     fields: dict[int, Any] = {}
     number = 0
     for _ in range(_MOST_FIELDS):

@@ -1,11 +1,14 @@
-"""Moments of columns' elements: of the rows of a data set, and running, of all that a table has ever got.
+"""Moments of columns' elements: of the rows of a data set, and running, of all that a table has
+ever got.
 
-They are arrays of float64, `[Moment.NUM_WORDS, elements]`, of the normalised columns one after the other. The
-store keeps running ones (ops/csrc/store/moments.h); all ranks compute with the copy that a selection has.
-Merged are means and squared deviations, so no difference of large sums is ever taken, and these are of
-distances from an element's first value: those of time stamps would lose the bits that differ.
+They are arrays of float64, `[Moment.NUM_WORDS, elements]`, of the normalised columns one after the
+other. The store keeps running ones (ops/csrc/store/moments.h); all ranks compute with the copy that
+a selection has. Merged are means and squared deviations, so no difference of large sums is ever
+taken, and these are of distances from an element's first value: those of time stamps would lose the
+bits that differ.
 
-Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances",
     1979, equation 1.5b.
 """
 
@@ -23,7 +26,9 @@ Float64 = NDArray[np.float64]
 
 
 class Moment:
-    """Arrays of running moments; elements without a finite value are zero. Header: store/moments.h."""
+    """Arrays of running moments; elements without a finite value are zero. Header:
+    store/moments.h.
+    """
 
     COUNT: Final = 0  # finite values
     FIRST: Final = 1  # the first one, from which distances are taken

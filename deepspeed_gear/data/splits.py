@@ -1,7 +1,7 @@
 """Assignment of trajectories to splits: a fixed keyed hash of the id.
 
-The key does not depend on the training seed, so the training split, and the statistics over it, are the
-same for every seed, rank and run.
+The key does not depend on the training seed, so the training split, and the statistics over it, are
+the same for every seed, rank and run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _PURPOSE = np.array([[RandomPurpose.SPLIT]], np.uint64)
 
 
 def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
-    """Return the splits of ids, [n], int64 -> [n], uint8: 0 for training, i for the i-th sorted name."""
+    """Return the splits of ids, [n], int64 -> [n], uint8: 0 for training, i for the i-th sorted
+    name.
+    """
     if not split:
         return np.zeros(len(ids), np.uint8)
     high, low, *_ = philox(SPLIT_KEY, np.asarray(ids, np.int64).view(np.uint64), 0, _PURPOSE)

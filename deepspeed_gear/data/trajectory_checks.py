@@ -30,7 +30,8 @@ def check_trajectory(
     may_end_inside: bool = False,
     late_remedy: str = "",
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Return the columns (flat) of a trajectory as arrays of the stored dtypes, and its number of steps.
+    """Return the columns (flat) of a trajectory as arrays of the stored dtypes, and its number of
+    steps.
 
     Missing late ones are zeros, or with a `late_remedy` an error. NaN and infinities are left to
     `check_finite`, or to the native module.
@@ -65,8 +66,8 @@ def check_trajectory(
 def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> int:
     """Return the number of steps of a trajectory's arrays.
 
-    It is that of most columns; on a tie that of the columns of T rows, because a program more often omits the
-    last observation of the T+1 columns.
+    It is that of most columns; on a tie that of the columns of T rows, because a program more often
+    omits the last observation of the T+1 columns.
     """
     given = [column for column in schema if column.rows != "1" and column.name in arrays]
     steps = [len(arrays[column.name]) - int(column.rows == "T+1") for column in given]
@@ -91,7 +92,9 @@ def no_values(column: Column, num_steps: int) -> np.ndarray:
 
 
 def as_stored(value: Any, column: Column, table: str, num_rows: int | None = None) -> np.ndarray:
-    """Return a value, or an opaque column's list, in the stored dtype; `num_rows` overrides `column.rows`."""
+    """Return a value, or an opaque column's list, in the stored dtype; `num_rows` overrides
+    `column.rows`.
+    """
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
     if isinstance(value, np.number) and column.dtype in _PLAIN:
@@ -139,8 +142,9 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
 def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) -> np.ndarray:
     """Convert real numbers to a column's stored dtype. Costs nothing where the array has it.
 
-    Every integer, bool and whole number that an integer or bool column can hold is kept exactly; floating
-    columns round. Other values are a DataError, and finite ones that would become infinite.
+    Every integer, bool and whole number that an integer or bool column can hold is kept exactly;
+    floating columns round. Other values are a DataError, and finite ones that would become
+    infinite.
     """
     if array.dtype == column.numpy_dtype and column.dtype != "bfloat16":
         return array
@@ -177,7 +181,9 @@ def check_finite(
     arrays: Mapping[str, np.ndarray],
     place: Callable[[int], str] = "step {}".format,
 ) -> None:
-    """Reject NaN and infinities where the schema allows none; `place` describes a row by its number."""
+    """Reject NaN and infinities where the schema allows none; `place` describes a row by its
+    number.
+    """
     for column in columns:
         array = arrays.get(column.name)
         if array is None or not column.must_be_finite:
@@ -192,7 +198,9 @@ def check_finite(
 
 
 def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:
-    """Return a column's stored values as numbers: bfloat16, which is stored as uint16, as float32."""
+    """Return a column's stored values as numbers: bfloat16, which is stored as uint16,
+    as float32.
+    """
     array = np.asarray(values)
     if column.dtype != "bfloat16":
         return array
@@ -208,23 +216,27 @@ def split_episodes(
 ) -> list[dict[str, Any]]:
     """Divide rows of several episodes, as a rollout with resets inside, at their end flags.
 
-    Returns-to-go, windows and n-step returns run to the end of a trajectory, and would cross a flag inside.
+    Returns-to-go, windows and n-step returns run to the end of a trajectory, and would cross a flag
+    inside.
 
-    A column of T+1 rows has the first state of the next episode after an inner end, not the last one of its
-    own. The last state of a part is that of `final`. Without it, a part that ends with `terminated` repeats
-    the state before its last step, which fills the place and is never bootstrapped from.
+    A column of T+1 rows has the first state of the next episode after an inner end, not the last
+    one of its own. The last state of a part is that of `final`. Without it, a part that ends with
+    `terminated` repeats the state before its last step, which fills the place and is never
+    bootstrapped from.
 
     Args:
-        trajectory: Its columns, flat or nested. Parts share columns of one value per trajectory; those of the
-            roles return and length become the sum of a part's rewards and its number of steps.
-        final: Column of T+1 rows -> the state after each step, of which the rows of inner ends are read:
-            [T, *shape], or T objects as gymnasium's `final_obs`; or nested.
+        trajectory: Its columns, flat or nested. Parts share columns of one value per trajectory;
+            those of the roles return and length become the sum of a part's rewards and its number
+            of steps.
+        final: Column of T+1 rows -> the state after each step, of which the rows of inner ends are
+            read: [T, *shape], or T objects as gymnasium's `final_obs`; or nested.
         max_length: Steps of the longest part.
     Returns:
         The parts in order, each as a trajectory; columns of steps in the stored form.
     Raises:
-        DataError: The rows do not fit the schema, a part is too long, or a part ends inside with `truncated`
-            alone, and `final` does not have its last state: its value would be bootstrapped from.
+        DataError: The rows do not fit the schema, a part is too long, or a part ends inside with
+            `truncated` alone, and `final` does not have its last state: its value would be
+            bootstrapped from.
     """
     given = flatten(f"{name}: trajectory", trajectory, frozenset(schema.names))
     if not schema.end_columns:
@@ -271,7 +283,9 @@ def _finals(
     last: np.ndarray,
     terminated: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Return the states after the last steps of the parts that end inside. Column -> [len(last), *shape]."""
+    """Return the states after the last steps of the parts that end inside. Column -> [len(last),
+    *shape].
+    """
     known = [column.name for column in states]
     given = flatten(name, final, frozenset(known))
     for odd in sorted(given.keys() - set(known)):
@@ -292,7 +306,10 @@ def _finals(
             )
             finals[column.name] = as_stored(ended, column, name, len(last))
         elif len(truncated):
-            rule = f"must have the state after step {truncated[0]}, where an episode is truncated inside"
+            rule = (
+                f"must have the state after step {truncated[0]}, where an episode is "
+                f"truncated inside"
+            )
             remedy = (
                 f"give final={{{column.name!r}: states after each step}}; those at ends are read"
             )

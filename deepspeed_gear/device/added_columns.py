@@ -1,4 +1,6 @@
-"""Columns that a program adds to a table on a device: checks of shapes and dtypes, and filters of values."""
+"""Columns that a program adds to a table on a device: checks of shapes and dtypes, and filters of
+values.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _check_values(
 def check_trajectories(
     table: RingTable, columns: Columns, lengths: Tensor | None
 ) -> tuple[int, int]:
-    """Raise if trajectories cannot be added, from shapes and dtypes alone; return their number and steps."""
+    """Raise if trajectories cannot be added, from shapes and dtypes alone; return their number and
+    steps.
+    """
     schema = table.schema
     device = table.state.device
     _check_names("columns", columns, schema.names, schema.names)
@@ -77,7 +81,9 @@ def check_trajectories(
 
 
 def without_inner_ends(table: RingTable, columns: Columns, lengths: Tensor, steps: int) -> Tensor:
-    """Return checked lengths, -1 (in host memory: DataError) where an end flag precedes the last step."""
+    """Return checked lengths, -1 (in host memory: DataError) where an end flag precedes the last
+    step.
+    """
     flags = [columns[column.name][:, :-1].bool() for column in table.schema.end_columns]
     if not flags or steps == 1:
         return lengths
@@ -155,8 +161,9 @@ def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
 
 
 class AddFilter:
-    """Which trajectories may be drawn, by all conditions of the sampler; the others are not stored. Waits for
-    nothing. Columns are of a value per trajectory, and not late: it would not be there yet.
+    """Which trajectories may be drawn, by all conditions of the sampler; the others are not stored.
+    Waits for nothing. Columns are of a value per trajectory, and not late: it would not be there
+    yet.
     """
 
     def __init__(
@@ -164,7 +171,8 @@ class AddFilter:
     ) -> None:
         #: The columns that are read.
         self.columns = frozenset(condition.column for condition in conditions)
-        # Of each condition its column, least and largest value, and the values that pass; None: any.
+        # Of each condition its column, least and largest value, and the values that pass; None:
+        # any.
         self._tests: list[tuple[str, float | None, float | None, Tensor | None]] = []
         limits = torch.iinfo(torch.int64)
         for condition in conditions:
@@ -177,8 +185,8 @@ class AddFilter:
                 rule = "must not be late where gear.sampler.where names it, in a table on devices"
                 raise SchemaError(f"column {name}", rule)
             if not dtype.is_floating_point:
-                # A float bound would round large integers: compared are integers, with bounds that int64
-                # holds; no integer is equal to other values, or beyond the bounds.
+                # A float bound would round large integers: compared are integers, with bounds that
+                # int64 holds; no integer is equal to other values, or beyond the bounds.
                 dtype = torch.int64
                 if among is not None:
                     among = tuple(n for n in among if limits.min <= n <= limits.max and n == int(n))

@@ -1,4 +1,6 @@
-"""Checkpoints of a DeviceReplay: its position and content, in memory and in a checkpoint's folder."""
+"""Checkpoints of a DeviceReplay: its position and content, in memory and in a
+checkpoint's folder.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _COUNTED += [
 def position_of(
     plan: Resolved, tables: Tables, save: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the position, as of a Replay: `batches` and `samples` of each table. Waits for the device."""
+    """Return the position, as of a Replay: `batches` and `samples` of each table. Waits for the
+    device.
+    """
     train = position.start(list(tables))
     for name, table in tables.items():
         state = table.state.tolist()
@@ -44,11 +48,14 @@ def position_of(
 
 
 def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
-    """Continue at a position; where it is of another format, config or data set, nothing changes."""
+    """Continue at a position; where it is of another format, config or data set,
+    nothing changes.
+    """
     position.check(state, plan)
     for name, words in position.of(state, tables).items():
         of = tables[name].state
-        of[RingState.BATCH], of[RingState.SAMPLES] = words["batches"], words["samples"]
+        of[RingState.BATCH] = words["batches"]
+        of[RingState.SAMPLES] = words["samples"]
 
 
 def saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
@@ -59,7 +66,9 @@ def saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
 
 
 def restore(plan: Resolved, tables: Tables, content: Any) -> None:
-    """Copy the saved tensors (`saved_names`) of each table into its tensors; if one does not fit, nothing."""
+    """Copy the saved tensors (`saved_names`) of each table into its tensors; if one does not fit,
+    nothing.
+    """
     for name, table in tables.items():
         saved = save_folders.entry(content, name, dict, "the saved content")
         _check_content(table, saved, f"table {name}", saved_names(plan, name, table))
@@ -77,8 +86,9 @@ def restore(plan: Resolved, tables: Tables, content: Any) -> None:
 def save(
     plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State | None
 ) -> dict[str, Any]:
-    """Write each replica's tables into a folder; return the position, which names the save. Collective.
-    `kept` is the state of the save that this replay has loaded or made last there, None if none.
+    """Write each replica's tables into a folder; return the position, which names the save.
+    Collective. `kept` is the state of the save that this replay has loaded or made last there, None
+    if none.
     """
 
     def write(save_id: str) -> dict[str, dict[str, str]]:
@@ -101,10 +111,11 @@ def save(
 
 
 def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
-    """Continue where `save` was called, on any number of replicas; return that save's state. Collective.
+    """Continue where `save` was called, on any number of replicas; return that save's state.
+    Collective.
 
-    On another number the trajectories are dealt anew (`deal`; rank 0 logs what does not fit); of a data set's
-    priorities, replica r gets those of saved replica r modulo their number.
+    On another number the trajectories are dealt anew (`deal`; rank 0 logs what does not fit); of a
+    data set's priorities, replica r gets those of saved replica r modulo their number.
     """
     exchange = plan.exchange
     what = "loading the table on the device"
@@ -134,7 +145,10 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     every = exchange.gather(left_out if _leads(plan) else {})
     for name in tables if plan.topology.rank == 0 else ():
         if count := sum(of_rank.get(name, 0) for of_rank in every):
-            what = f"{count} of the oldest trajectories of {folder} do not fit into {replicas} replicas"
+            what = (
+                f"{count} of the oldest trajectories of {folder} do not fit into {replicas} "
+                f"replicas"
+            )
             remedy = "raise capacity_steps to keep them"
             LOG.warning(f"gear.tables.{name}: {what} and were left out; {remedy}")
     exchange.agree(what, lambda: restore(plan, tables, content))
@@ -159,13 +173,14 @@ def _leads(plan: Resolved) -> bool:
 def deal(
     table: RingTable, saved: Sequence[Content], replica: int, replicas: int
 ) -> tuple[dict[str, Tensor], int]:
-    """Return one replica's content from saved tables of all, by name, in host memory, and how many are left
-    out.
+    """Return one replica's content from saved tables of all, by name, in host memory, and how many
+    are left out.
 
-    Trajectories are dealt in turn, in the order of the global batch at which they were added, then of their
-    ids, then of the saved replicas; those with environments to the environments. They get other ids, above
-    all earlier ones. Open trajectories end. Where a table is too small, its oldest ones are left out, as if
-    all had been added again. CheckpointError if a saved table has other columns or item states.
+    Trajectories are dealt in turn, in the order of the global batch at which they were added, then
+    of their ids, then of the saved replicas; those with environments to the environments. They get
+    other ids, above all earlier ones. Open trajectories end. Where a table is too small, its oldest
+    ones are left out, as if all had been added again. CheckpointError if a saved table has other
+    columns or item states.
     """
     for number, content in enumerate(saved):
         _check_content(table, content, f"shard-{number}", list(table.content))
@@ -175,7 +190,8 @@ def deal(
     shard = np.repeat(np.arange(len(saved)), [len(which) for which in stored])
     places = np.concatenate(stored)
     order = np.lexsort((shard, slots[:, Slot.ID], slots[:, Slot.BORN]))
-    # Of 2 replicas with 3 environments, replica 0 gets the trajectories 0, 1, 2, 6, 7, 8, 12, ... by age.
+    # Of 2 replicas with 3 environments, replica 0 gets the trajectories 0, 1, 2, 6, 7, 8, 12, ...
+    # by age.
     envs = max(table.num_envs, 1)
     dealt = np.arange(len(order)) % (replicas * envs)
     own = dealt // envs == replica
@@ -193,10 +209,8 @@ def deal(
     records[:, Slot.GENERATION] = ids // table.num_slots
     records[:, Slot.ID] = ids
     records[:, Slot.FIRST_ROW] = first_rows
-    new["slots"][:count], new["begins"][:count] = (
-        torch.from_numpy(records),
-        torch.from_numpy(first_rows),
-    )
+    new["slots"][:count] = torch.from_numpy(records)
+    new["begins"][:count] = torch.from_numpy(first_rows)
     if table.num_envs:
         part = table.num_rows // envs
         ends = np.zeros(envs, np.int64)
@@ -212,7 +226,8 @@ def deal(
     copied |= {f"column/{column.name}": column.rows != "1" for column in table.schema}
     for number, source in enumerate(saved):
         to = np.flatnonzero(shard == number)
-        (new_rows, _, owner), (old_rows, _, _) = rows_of(records[to]), rows_of(slots[to])
+        (new_rows, _, owner) = rows_of(records[to])
+        (old_rows, _, _) = rows_of(slots[to])
         of_slots = torch.from_numpy(to), torch.from_numpy(places[to])
         of_rows = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
         for name, by_row in copied.items():
@@ -269,7 +284,9 @@ def _check_content(table: RingTable, content: Content, where: str, wanted: Seque
 
 
 def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which trajectories fit, the newest ones of each part of the rows, and their first rows."""
+    """Return which trajectories fit, the newest ones of each part of the rows, and their first
+    rows.
+    """
     part = table.num_rows // max(table.num_envs, 1)
     kept = np.zeros(len(rows), bool)
     kept[max(0, len(rows) - (table.num_slots - table.num_envs)) :] = True

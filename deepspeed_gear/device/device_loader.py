@@ -1,4 +1,6 @@
-"""Batches from a table on a device, of training and of passes, gathered into fixed tensors; their reports."""
+"""Batches from a table on a device, of training and of passes, gathered into fixed tensors; their
+reports.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
 def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor], None] | None:
-    """Return the broadcast in place from this replica's reporting rank to its others; None: it is one rank.
-    Collective.
+    """Return the broadcast in place from this replica's reporting rank to its others; None: it is
+    one rank. Collective.
 
-    Between GPUs it is NCCL's, queued on the current CUDA stream: the host does not wait, and it can be
-    captured. Ranks that share a GPU, which NCCL refuses, use gloo and host memory.
+    Between GPUs it is NCCL's, queued on the current CUDA stream: the host does not wait, and it can
+    be captured. Ranks that share a GPU, which NCCL refuses, use gloo and host memory.
     """
     topology = plan.topology
     group = plan.group
@@ -64,7 +66,9 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
 
 
 class DeviceLoader:
-    """Fills batches of fixed tensors and takes priority updates, without waiting. Made collectively."""
+    """Fills batches of fixed tensors and takes priority updates, without waiting. Made
+    collectively.
+    """
 
     def __init__(
         self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object
@@ -150,12 +154,16 @@ class DeviceLoader:
         return batch
 
     def begin_anew(self) -> None:
-        """Continue from another state of the table: drop pending micro batches and priority updates."""
+        """Continue from another state of the table: drop pending micro batches and priority
+        updates.
+        """
         self.next_micro = 0
         self._waiting.clear()
 
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
-        """Set the priorities of a micro batch; those of a global batch after its last one. [B], float32."""
+        """Set the priorities of a micro batch; those of a global batch after its last one. [B],
+        float32.
+        """
         if self._broadcast is not None:
             values = (
                 values.clone()
@@ -188,8 +196,9 @@ class DeviceLoader:
 
 
 class DeviceBatch(Batch):
-    """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills. `total` is the total mass of
-    the latest selection; `owner` the replay whose training stream fills it, None for a batch of a pass.
+    """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills. `total` is the
+    total mass of the latest selection; `owner` the replay whose training stream fills it, None for
+    a batch of a pass.
     """
 
     _internal = frozenset(
@@ -224,7 +233,9 @@ class DeviceBatch(Batch):
     def place(
         self, micro: int, first_index: int, index_step: int, source: Tensor | None = None
     ) -> None:
-        """Set the micro batch that it holds, the sample indices in its global batch, and their tables."""
+        """Set the micro batch that it holds, the sample indices in its global batch, and their
+        tables.
+        """
         self.micro = micro
         self._samples.place(first_index, index_step, source)
 
@@ -240,17 +251,20 @@ class DeviceBatch(Batch):
         return batch
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """As of every `Batch`; the result keeps its probabilities when the table is drawn from again."""
+        """As of every `Batch`; the result keeps its probabilities when the table is drawn from
+        again.
+        """
         made = super().map(function)
         made._samples.probability = function(self.probability)
         return made
 
     @property
     def valid(self) -> Tensor:
-        """False where the table had no mass to draw from, or a sample only fills up a pass. [B], bool.
+        """False where the table had no mass to draw from, or a sample only fills up a pass. [B],
+        bool.
 
-        In the training stream it is computed from the records at each access, so that `sample_` need not
-        write it.
+        In the training stream it is computed from the records at each access, so that `sample_`
+        need not write it.
         """
         return self.trajectory_id >= 0 if self._valid is None else self._valid
 
@@ -269,8 +283,8 @@ _RING = 2  # batches of a pass whose tensors are used in turn
 
 
 class DeviceEvaluation:
-    """The passes of a DeviceReplay, in stored order and the same on all ranks. Resolutions are computed once,
-    on the host, and kept on the device: 64 bytes an item of each split that is used.
+    """The passes of a DeviceReplay, in stored order and the same on all ranks. Resolutions are
+    computed once, on the host, and kept on the device: 64 bytes an item of each split that is used.
     """
 
     def __init__(
@@ -291,7 +305,9 @@ class DeviceEvaluation:
         return len(self._resolved(split)[0]) // self._splits[split].batch
 
     def batches(self, split: str) -> Iterator[DeviceBatch]:
-        """Begin a pass; return its batches. The last one may hold samples that only fill it: not `valid`."""
+        """Begin a pass; return its batches. The last one may hold samples that only fill it: not
+        `valid`.
+        """
         records, size = self._resolved(split)
         number = self._begun.get(split, 0)
         self._begun[split] = number + 1
@@ -321,7 +337,9 @@ class DeviceEvaluation:
             yield batch
 
     def _resolved(self, split: str) -> tuple[Tensor, int]:
-        """Return the resolutions of a split's items, with fillers of its last batch; and the item count."""
+        """Return the resolutions of a split's items, with fillers of its last batch; and the item
+        count.
+        """
         if split not in self._splits:
             known = ", ".join((TRAIN, *self._splits))
             raise ConfigError(

@@ -1,4 +1,6 @@
-"""A table on a device with all that samples it, several of them in one batch, and how they are made."""
+"""A table on a device with all that samples it, several of them in one batch, and how they are
+made.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _PROBED = (0, 1, 1000, 10**9)  # global batches at which a function is checked
 
 
 class WeightExponents:
-    """The schedule of beta, on the device: 8 bytes a global batch while linear, none of a function."""
+    """The schedule of beta, on the device: 8 bytes a global batch while linear, none of
+    a function.
+    """
 
     def __init__(self, sampler: SamplerOptions, device: torch.device) -> None:
         beta: Any = sampler.beta if isinstance(sampler, PrioritizedSampler) else None
@@ -71,7 +75,9 @@ class WeightExponents:
         self._values = torch.from_numpy(values).to(device)
 
     def next_(self, state: Tensor) -> Tensor:
-        """Return exponents for `ring_select_`, [n], Q62; `state` counts values clamped to [0, 1]."""
+        """Return exponents for `ring_select_`, [n], Q62; `state` counts values clamped
+        to [0, 1].
+        """
         if self._function is None:
             return self._values
         value = self._function(state[RingState.BATCH].double()).double()
@@ -82,7 +88,9 @@ class WeightExponents:
 
 
 class DeviceTable:
-    """A table with the stream that samples from it. Its methods mutate fixed tensors and wait for nothing."""
+    """A table with the stream that samples from it. Its methods mutate fixed tensors and wait for
+    nothing.
+    """
 
     def __init__(
         self,
@@ -102,7 +110,8 @@ class DeviceTable:
         self.key = spec.key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
-        # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no guard.
+        # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no
+        # guard.
         self.is_filled = self.has_data
         #: Which added trajectories are stored.
         self.filter = AddFilter(
@@ -140,7 +149,9 @@ class DeviceTable:
         self.is_filled = self.has_data or is_filled
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
-        """Draw the next global batch into records, [B, 8], int64, and PER weights, [B], float32, or [0]."""
+        """Draw the next global batch into records, [B, 8], int64, and PER weights, [B], float32, or
+        [0].
+        """
         table = self.table
         ops = self.table.ops
         most = self._most
@@ -163,7 +174,9 @@ class DeviceTable:
             table.remove_(torch.where(times >= most, ids, Resolution.NO_SAMPLE))
 
     def update_(self, records: Tensor, values: Tensor) -> None:
-        """Set the priorities of samples; of equal items the last wins. [B, 8], int64; [B], float32."""
+        """Set the priorities of samples; of equal items the last wins. [B, 8], int64;
+        [B], float32.
+        """
         table = self.table
         items = self.table.items
         known = (table.state, table.sums, table.minima, table.priorities, table.slots)
@@ -173,10 +186,11 @@ class DeviceTable:
 
 
 class TableMixture:
-    """The tables that a global batch is drawn from, in turn, in fixed shares (None: there is one table).
+    """The tables that a global batch is drawn from, in turn, in fixed shares (None: there is one
+    table).
 
-    Every method mutates fixed tensors and waits for nothing. Of the `num_samples` that this rank draws for a
-    global batch, every num_parts-th one belongs to the same micro batch.
+    Every method mutates fixed tensors and waits for nothing. Of the `num_samples` that this rank
+    draws for a global batch, every num_parts-th one belongs to the same micro batch.
     """
 
     def __init__(
@@ -199,8 +213,8 @@ class TableMixture:
                 use += "or leave the table out"
                 remedy = f"a captured step has fixed numbers: {use}"
                 raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
-        # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts, micro batch 0
-        # has the samples 0, 2 | 4, 6 and micro batch 1 has 1 | 3, 5, 7.
+        # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts,
+        # micro batch 0 has the samples 0, 2 | 4, 6 and micro batch 1 has 1 | 3, 5, 7.
         owners = np.repeat(np.arange(len(tables)), self._counts)
         by_part = (owners[part::num_parts] for part in range(num_parts))
         self.sizes = [np.bincount(own, minlength=len(tables)).tolist() for own in by_part]
@@ -229,7 +243,9 @@ class TableMixture:
             each.select_(of_table, own_weights)
 
     def update_(self, records: Tensor, values: Tensor, parts: Sequence[int]) -> None:
-        """Set the priorities of some micro batches' samples, in the order of their sample numbers."""
+        """Set the priorities of some micro batches' samples, in the order of their
+        sample numbers.
+        """
         sizes = [sum([self.sizes[part][i] for part in parts]) for i in range(len(self.tables))]
         of_tables = self._split(records, sizes), self._split(values, sizes)
         for each, of_table, own in zip(self.tables, *of_tables, strict=True):
@@ -251,7 +267,9 @@ class TableMixture:
         return [each.table.state[RingState.TOTAL] for each in self.tables]
 
     def probability(self, masses: Tensor, source: Tensor) -> Tensor:
-        """Return the probability of each sample's item in one draw, times the share of its table. [B]."""
+        """Return the probability of each sample's item in one draw, times the share of its table.
+        [B].
+        """
         if self.has_step_items:
             masses = torch.ones_like(masses)
         totals = torch.stack(self.totals()).clamp(min=1).double()[source]

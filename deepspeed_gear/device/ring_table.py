@@ -1,5 +1,6 @@
-"""A table in the memory of one device, private to the process. Rows and slots are rings (common/ring.h): a
-trajectory never wraps, and the oldest are evicted. Tensors have fixed addresses, for CUDA graphs.
+"""A table in the memory of one device, private to the process. Rows and slots are rings
+(common/ring.h): a trajectory never wraps, and the oldest are evicted. Tensors have fixed addresses,
+for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class RingTableSpec:
     most_steps: int  # of the longest trajectory
     items: ItemRule
     return_to_go: bool  # the derived column is kept
-    # Environments whose steps are added one by one, each with a part of the rows; 0: whole trajectories are.
+    # Environments whose steps are added one by one, each with a part of the rows; 0: whole
+    # trajectories are.
     num_envs: int = 0
     rows_on_host: str | None = (
         None  # name of the table in the config, if its rows lie in host memory
@@ -96,10 +98,11 @@ class RingTableSpec:
 
 
 class HostRows:
-    """Columns in host memory, zeros at first, of these shapes and dtypes; registered with CUDA unless on a
-    CPU.
+    """Columns in host memory, zeros at first, of these shapes and dtypes; registered with CUDA
+    unless on a CPU.
 
-    ConfigError if the device cannot use all of the memory in place, StoreFullError if there is too little.
+    ConfigError if the device cannot use all of the memory in place, StoreFullError if there is too
+    little.
     """
 
     def __init__(
@@ -135,12 +138,16 @@ class HostRows:
                 }
 
     def wait(self) -> None:
-        """Wait until the device has written what was queued, before the host reads or writes rows."""
+        """Wait until the device has written what was queued, before the host reads or
+        writes rows.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Wait for the device and end its use of the memory; safe to call twice. Host views stay valid."""
+        """Wait for the device and end its use of the memory; safe to call twice. Host views stay
+        valid.
+        """
         if self._registration is not None:
             self.wait()
             self._registration.close()
@@ -149,9 +156,11 @@ class HostRows:
 
 
 class RingTable:
-    """Trajectories in the memory of one device. Not thread-safe; every call runs on the current stream.
+    """Trajectories in the memory of one device. Not thread-safe; every call runs on the current
+    stream.
 
-    Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the minima,
+    Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the
+    minima,
         4 for a priority, 4 a row where items are rows or environments add steps.
     Raises:
         SchemaError: Steps are added one by one, and a column of ends is not of the dtype bool.
@@ -241,7 +250,9 @@ class RingTable:
         )
 
     def copied(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return copies of some tensors of `content` in host memory, by name. Waits for the device."""
+        """Return copies of some tensors of `content` in host memory, by name. Waits for
+        the device.
+        """
         if self.host_rows is not None:
             self.host_rows.wait()
         return {
@@ -249,7 +260,9 @@ class RingTable:
         }
 
     def overwrite(self, name: str, values: Tensor) -> None:
-        """Copy values of the host into a tensor that changes; with rows on the host wait for the device."""
+        """Copy values of the host into a tensor that changes; with rows on the host wait for the
+        device.
+        """
         if self.host_rows is not None:
             self.host_rows.wait()
         self._on_host.get(name, self.content[name]).copy_(values)
@@ -259,7 +272,8 @@ class RingTable:
         return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
 
     def load_(self, dataset: Dataset, masses: np.ndarray, admitted: np.ndarray | None) -> None:
-        """Copy a data set, or this node's part, to the empty table, which is closed if a file has changed.
+        """Copy a data set, or this node's part, to the empty table, which is closed if a file has
+        changed.
 
         `masses` are of trajectories; `admitted` is which rows are anchors, where items are rows.
         """
@@ -268,10 +282,8 @@ class RingTable:
         count = len(dataset.lengths)
         items = self.items
         records = np.zeros((count, Slot.NUM_WORDS), np.int64)
-        records[:, Slot.STATE], records[:, Slot.ID] = (
-            SlotState.COMMITTED,
-            np.arange(count) + dataset.first_id,
-        )
+        records[:, Slot.STATE] = SlotState.COMMITTED
+        records[:, Slot.ID] = np.arange(count) + dataset.first_id
         records[:, Slot.FIRST_ROW] = dataset.first_rows
         records[:, Slot.NUM_STEPS] = lengths
         records[:, Slot.NUM_ROWS] = lengths + int(self.schema.has_final_row)
@@ -281,7 +293,8 @@ class RingTable:
                 f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype)
             )
         with undo_on_error(self.close):  # rows in host memory stay registered otherwise
-            dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
+            # the copy is of the files that were opened, and of no later state of them
+            dataset.files.check()
         if len(self.returns_to_go) and self._rewards is not None:
             extents = self.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
             self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
@@ -302,7 +315,8 @@ class RingTable:
         if items.has_minima:
             self.ops.minima_build_(self.minima, self.sums, self.num_items)
         self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = torch.count_nonzero(leaves)
-        self.state[RingState.NEXT], self.state[RingState.HEAD] = count, self.num_rows
+        self.state[RingState.NEXT] = count
+        self.state[RingState.HEAD] = self.num_rows
         self.state[RingState.STEPS] = int(lengths.sum())
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor) -> None:
@@ -327,13 +341,17 @@ class RingTable:
             self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write late columns that `added_columns` has checked; ids of evicted trajectories are left out."""
+        """Write late columns that `added_columns` has checked; ids of evicted trajectories are left
+        out.
+        """
         slot, records = self._stored(ids)
         placed = torch.stack([slot, records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS]], 1)
         self._scatter(columns, placed)
 
     def _stored(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots of trajectories, -1 if they are not stored, and their records. [n], [n, 8]."""
+        """Return the slots of trajectories, -1 if they are not stored, and their records. [n], [n,
+        8].
+        """
         slots = torch.remainder(ids, self.num_slots)
         records = self.slots[slots]
         is_stored = (records[:, Slot.ID] == ids) & (records[:, Slot.STATE] == SlotState.COMMITTED)
@@ -347,7 +365,9 @@ class RingTable:
         )
 
     def remove_(self, ids: Tensor) -> None:
-        """Remove the stored ones of trajectories: they are not drawn again; their rows stay until evicted."""
+        """Remove the stored ones of trajectories: they are not drawn again; their rows stay until
+        evicted.
+        """
         removed = torch.empty_like(ids)
         unit = MassUnit.STEP if self.items.by_row else MassUnit.TRAJECTORY
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
@@ -360,7 +380,9 @@ class RingTable:
         mask: Tensor | None,
         mode: str,
     ) -> None:
-        """Add a step that `added_columns` has checked to the open trajectory of every environment."""
+        """Add a step that `added_columns` has checked to the open trajectory of every
+        environment.
+        """
         # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
         sizes = (self.num_envs, PlacedStep.NUM_WORDS), (self.num_envs, 3)
         placed, begun = (torch.empty(size, dtype=torch.int64, device=self.device) for size in sizes)
@@ -393,7 +415,9 @@ class RingTable:
             self._scatter(once, begun)
 
     def end_steps_(self, mask: Tensor | None = None) -> None:
-        """End open trajectories, of all environments or those of a mask: their last steps are truncated."""
+        """End open trajectories, of all environments or those of a mask: their last steps are
+        truncated.
+        """
         steps = self.opened[:, OpenTrajectory.NUM_STEPS]
         which = torch.ones_like(steps, dtype=torch.bool) if mask is None else mask
         if len(self._truncations):

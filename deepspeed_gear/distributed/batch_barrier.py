@@ -1,9 +1,10 @@
-"""The batch barrier: a failure, a death or an early end of a rank is raised on all ranks that train together.
+"""The batch barrier: a failure, a death or an early end of a rank is raised on all ranks that train
+together.
 
-A rank that enters a collective which another one never enters hangs. So at each barrier every rank publishes
-its outcome in shared memory and waits for all others before it continues to the model. A failed barrier is
-over for all; the next one tries again. Node leaders exchange the outcome of their nodes before they release
-their ranks.
+A rank that enters a collective which another one never enters hangs. So at each barrier every rank
+publishes its outcome in shared memory and waits for all others before it continues to the model. A
+failed barrier is over for all; the next one tries again. Node leaders exchange the outcome of their
+nodes before they release their ranks.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class BarrierMessage:
 
 
 class BatchBarrier:
-    """The batch barriers of a node's ranks. Main thread only. A leader's `channel` leads to the other
-    leaders; with `only_readers` inner pipeline stages take no part; with `early` ranks may arrive before they
-    wait.
+    """The batch barriers of a node's ranks. Main thread only. A leader's `channel` leads to the
+    other leaders; with `only_readers` inner pipeline stages take no part; with `early` ranks may
+    arrive before they wait.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class BatchBarrier:
         self._words: np.ndarray = table.views["status/words"]
         self._outcomes: np.ndarray = table.views["status/outcomes"]
         self._mine: np.ndarray = self._words[self._peer]
-        # It waits for all ranks of its node; or for the leader, which publishes the outcome of all nodes.
+        # It waits for all ranks of its node; or for the leader, which publishes the outcome of all
+        # nodes.
         self._follows = over_nodes and channel is None
         self._awaited = [0] if self._follows else self._members
         word = BarrierWord.RELEASED if self._follows else BarrierWord.REACHED
@@ -115,8 +117,9 @@ class BatchBarrier:
         ]
 
     def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
-        """Run an action on every rank and pass a barrier; raise if it failed on another one. After a failure
-        the next barrier repeats it. Then `digest` gives the digest of this rank's samples (`verify_every`).
+        """Run an action on every rank and pass a barrier; raise if it failed on another one. After
+        a failure the next barrier repeats it. Then `digest` gives the digest of this rank's samples
+        (`verify_every`).
         """
         try:
             result = action()
@@ -138,7 +141,9 @@ class BatchBarrier:
             self._is_open = True
 
     def fail(self, error: Exception) -> None:
-        """Publish that this rank cannot do its part: the barrier is over, and the others raise this error."""
+        """Publish that this rank cannot do its part: the barrier is over, and the others raise this
+        error.
+        """
         self._publish(error, self._count + 1)
         self.reach()
         self._relay(error)
@@ -167,7 +172,9 @@ class BatchBarrier:
         self.drain(MOST_DRAIN_S)
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Complete the messages under way: every leader sends and receives one more status. Collective."""
+        """Complete the messages under way: every leader sends and receives one more status.
+        Collective.
+        """
         if self._channel is None or not self.is_early:
             return
         with self._channel.parting(timeout_s or self._channel.timeout_s):
@@ -178,15 +185,18 @@ class BatchBarrier:
         self._pending = None
 
     def restart(self) -> None:
-        """Count barriers from 0 again, as when a checkpoint is loaded, between two waits of all ranks."""
+        """Count barriers from 0 again, as when a checkpoint is loaded, between two waits of all
+        ranks.
+        """
         self._count = 0
         self._is_open = False
         self._mine[[BarrierWord.REACHED, BarrierWord.FAILED, BarrierWord.RELEASED]] = 0
         self._publish_passed()
 
     def wait(self) -> None:
-        """Wait until every rank has reached this rank's barrier. PeerError: one failed, died, ended, is late
-        or has other samples than its replica; NotReadyError: the next barrier may succeed.
+        """Wait until every rank has reached this rank's barrier. PeerError: one failed, died,
+        ended, is late or has other samples than its replica; NotReadyError: the next barrier may
+        succeed.
         """
         log = WaitLog(f"rank {self._topology.rank}")
         while self._lagging():
@@ -254,7 +264,9 @@ class BatchBarrier:
         self._is_open = False
 
     def _exchange(self, channel: NodeChannel, failure: Outcome | None) -> None:
-        """Exchange status, and failures and digests if any, with the other leaders; raise their PeerError."""
+        """Exchange status, and failures and digests if any, with the other leaders; raise their
+        PeerError.
+        """
         digests = self._digests()
         wait = self._pending or self._begin_status(channel, failure is not None)
         self._pending = None
@@ -272,7 +284,9 @@ class BatchBarrier:
             raise error
 
     def _begin_status(self, channel: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
-        """Send number, status and whether digests are to be compared; return what waits for the others'."""
+        """Send number, status and whether digests are to be compared; return what waits for the
+        others'.
+        """
         return channel.begin_gather(np.array([self._count, failed, bool(self._digests())]))
 
     def _digests(self) -> list[tuple[int, int, int]]:
@@ -328,8 +342,14 @@ class BatchBarrier:
                     "publish the outcome of the other nodes" if self._follows else "have its batch"
                 )
                 rule = f"must {part} within {self._timeout_s} s"
-                remedy = "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s; "
-                remedy += "with gear.pack, where it may generate, the timeout_s of the table's rate_limiter"
+                remedy = (
+                    "look at what it does; if it evaluates or saves for so long, raise "
+                    "gear.timeout_s; "
+                )
+                remedy += (
+                    "with gear.pack, where it may generate, the timeout_s of the table's "
+                    "rate_limiter"
+                )
                 raise PeerError(f"rank {self._ranks[peer]}", rule, self._passed(peer), remedy)
 
     def _died(self, peer: int) -> PeerError:
@@ -341,7 +361,9 @@ class BatchBarrier:
         return f"{int(self._words[peer, BarrierWord.REACHED])} of {self._count} batch barriers"
 
     def _named_lagging(self) -> str:
-        """Name the ranks that this one waits for, for the log, on the first that waits; else return ""."""
+        """Name the ranks that this one waits for, for the log, on the first that waits; else return
+        "".
+        """
         if self._follows:
             return ""
         late = self._lagging()
@@ -362,7 +384,9 @@ class BatchBarrier:
         raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")
 
     def _compare_digests(self, known: Iterable[Sequence[int]]) -> None:
-        """Raise unless the ranks of a replica have equal digests. Each of `known`: rank, replica, digest."""
+        """Raise unless the ranks of a replica have equal digests. Each of `known`: rank, replica,
+        digest.
+        """
         of_replicas: dict[int, dict[int, int]] = {}
         for rank, replica, digest in known:
             of_replicas.setdefault(replica, {})[rank] = digest

@@ -1,4 +1,6 @@
-"""The control plane between ranks: agreement, errors on all ranks, barriers; makes all process groups."""
+"""The control plane between ranks: agreement, errors on all ranks, barriers; makes all process
+groups.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,20 @@ from deepspeed_gear.timeouts import wait_until
 
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
-# Gloo's threads drop the tensors of a collective after it has returned, and take the interpreter's lock for
-# that. If the interpreter ends meanwhile, as after an error that all ranks raise, the process aborts.
+# Gloo's threads drop the tensors of a collective after it has returned, and take the interpreter's
+# lock for that. If the interpreter ends meanwhile, as after an error that all ranks raise, the
+# process aborts.
 EXIT_PAUSE_S = 0.1
 _LISTEN_S = 0.1  # between two looks for lost ranks
-# A rank may send its part of a collective and end: if the collective is not over after so long, it never is.
+# A rank may send its part of a collective and end: if the collective is not over after so long, it
+# never is.
 LOST_S = 5.0
 VERDICT_S = 12.0  # longest time until it is known which loss has broken a connection
 
 
 class ControlPlane:
-    """Collectives over a gloo group of its own (of `process_group`; None: all ranks), or this process alone.
+    """Collectives over a gloo group of its own (of `process_group`; None: all ranks), or this
+    process alone.
 
     Main thread only. Every method is collective: all ranks call it, in the same order.
     """
@@ -54,21 +59,25 @@ class ControlPlane:
             self.allow(SETUP_TIMEOUT_S)
 
     def allow(self, timeout_s: float) -> None:
-        """Let later calls wait for other ranks for so long, at least for `SETUP_TIMEOUT_S`. Collective."""
+        """Let later calls wait for other ranks for so long, at least for `SETUP_TIMEOUT_S`.
+        Collective.
+        """
         if self.world_size > 1:
             self._group = lane(self._ranks, "control", max(timeout_s, SETUP_TIMEOUT_S))
 
     def watch(
         self, lost: Callable[[], GearError | None], note_broken: Callable[[], None] | None = None
     ) -> None:
-        """Look for lost ranks while this one waits for others, until `close`: `lost` returns their error, and
-        `note_broken` is called where a connection has broken.
+        """Look for lost ranks while this one waits for others, until `close`: `lost` returns their
+        error, and `note_broken` is called where a connection has broken.
         """
         self._lost = lost
         self._note_broken = note_broken
 
     def run(self, start: Callable[[], Any]) -> None:
-        """Run the gloo collective that `start` begins; raise PeerError, with its name, if a rank is lost."""
+        """Run the gloo collective that `start` begins; raise PeerError, with its name, if a rank is
+        lost.
+        """
         try:
             work = start()
         except RuntimeError as error:
@@ -90,7 +99,9 @@ class ControlPlane:
             log.note(lambda: "the other ranks, in a collective of all")
 
     def _failure(self, error: RuntimeError) -> GearError:
-        """Return the error of a collective that has failed: that of a lost rank, if it is known in time."""
+        """Return the error of a collective that has failed: that of a lost rank, if it is known in
+        time.
+        """
         if self._note_broken is not None:
             self._note_broken()
         if (
@@ -122,7 +133,9 @@ class ControlPlane:
         return self.gather(value if self.rank == source else None)[source]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor in host memory over all ranks; the argument may be overwritten."""
+        """Return the sum of a tensor in host memory over all ranks; the argument may be
+        overwritten.
+        """
         group = self._group
         if group is not None:
             self.run(lambda: dist.all_reduce(tensor, group=group, async_op=True))
@@ -156,7 +169,9 @@ class ControlPlane:
         return answers
 
     def compare(self, what: str, value: Any) -> None:
-        """Raise a PeerError on every rank unless all of them give an equal value; `what` names it there."""
+        """Raise a PeerError on every rank unless all of them give an equal value; `what` names it
+        there.
+        """
         values = self.gather(value)
         other = next((rank for rank, one in enumerate(values) if one != values[0]), None)
         if other is not None:
@@ -183,8 +198,8 @@ def lane(
 ) -> Any:
     """Return the process group over ranks for one purpose (purposes never wait for each other).
 
-    Collective the first time over these ranks, or where `parts`, disjoint sets with `ranks` among them, are
-    the whole world, over all of it. `timeout_s` is that of its operations.
+    Collective the first time over these ranks, or where `parts`, disjoint sets with `ranks` among
+    them, are the whole world, over all of it. `timeout_s` is that of its operations.
     """
     parts = parts or (ranks,)
     known = ranks, tuple(parts), purpose, timeout_s, backend
@@ -194,11 +209,12 @@ def lane(
     if group is None or world is not dist.group.WORLD:
         timeout = timedelta(seconds=timeout_s)
         if sum(map(len, parts)) < dist.get_world_size():
-            # Only the members of a part of the world call this, so they must not wait for the others.
+            # Only the members of a part of the world call this, so they must not wait for the
+            # others.
             group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
         else:
-            # By all ranks, since a group that only its members make is named by how many groups each of them
-            # is in, and the leader of a node is in more than its other ranks.
+            # By all ranks, since a group that only its members make is named by how many groups
+            # each of them is in, and the leader of a node is in more than its other ranks.
             made = [dist.new_group(list(part), timeout, backend) for part in parts]
             group = made[list(parts).index(ranks)]
         _groups[known] = dist.group.WORLD, group
@@ -208,9 +224,9 @@ def lane(
 def rendezvous(timeout_s: float) -> Any:
     """Return a new connection to the rendezvous store of the default process group.
 
-    A call that waits in the store blocks its connection; so each thread needs its own. Its keys have the
-    prefixes of the default group's, by which launchers that keep the store distinguish one start of the
-    ranks from the next. (torch before `Store.clone` does not show them.)
+    A call that waits in the store blocks its connection; so each thread needs its own. Its keys
+    have the prefixes of the default group's, by which launchers that keep the store distinguish one
+    start of the ranks from the next. (torch before `Store.clone` does not show them.)
     """
     default = store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):

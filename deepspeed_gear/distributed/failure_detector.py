@@ -1,9 +1,10 @@
-"""The failure detector: finds ranks that died, stand still or cannot be reached while others wait for them.
+"""The failure detector: finds ranks that died, stand still or cannot be reached while others wait
+for them.
 
-Each rank updates a heartbeat word in shared memory; ranks of a node check each other's words and locks, and
-leaders exchange heartbeats through torch.distributed's rendezvous store. Every wait calls `check`. A rank
-whose main thread stays in one foreign call (an all-reduce that cannot end) is ended with the error in its
-log: there is no other way to leave such a call.
+Each rank updates a heartbeat word in shared memory; ranks of a node check each other's words and
+locks, and leaders exchange heartbeats through torch.distributed's rendezvous store. Every wait
+calls `check`. A rank whose main thread stays in one foreign call (an all-reduce that cannot end) is
+ended with the error in its log: there is no other way to leave such a call.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class RankWord:
 
 
 class FailureDetector:
-    """Detects lost ranks and nodes, in threads of its own; `check` is for any thread. Locks of `memory` show
-    which processes are attached; node leaders have their own connection to the rendezvous `store`. It is made
-    with the first heartbeat of its rank and node.
+    """Detects lost ranks and nodes, in threads of its own; `check` is for any thread. Locks of
+    `memory` show which processes are attached; node leaders have their own connection to the
+    rendezvous `store`. It is made with the first heartbeat of its rank and node.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class FailureDetector:
             thread.start()
 
     def take(self, num_barriers: int) -> None:
-        """Publish how many batch barriers this rank has passed, unless it takes no part: if it ends after
-        fewer than others have passed, these may wait for it in a collective.
+        """Publish how many batch barriers this rank has passed, unless it takes no part: if it ends
+        after fewer than others have passed, these may wait for it in a collective.
         """
         self._words[self._peer, RankWord.BATCHES] = num_barriers + 1
 
@@ -132,7 +133,9 @@ class FailureDetector:
             raise self._failure
 
     def check_ended(self) -> None:
-        """Raise LostNodeError if an ended rank was lost; waits until its report must have arrived."""
+        """Raise LostNodeError if an ended rank was lost; waits until its report must
+        have arrived.
+        """
         beat_s = self._beat_s
         wait_until(
             lambda: self._ends_itself or self._stop.is_set(),
@@ -143,8 +146,8 @@ class FailureDetector:
         self.check()
 
     def note_broken(self) -> None:
-        """Record that a connection of this rank broke: a node that is silent for `BROKEN_S` is lost then.
-        It may have lost the rank that sends its heartbeats.
+        """Record that a connection of this rank broke: a node that is silent for `BROKEN_S` is lost
+        then. It may have lost the rank that sends its heartbeats.
         """
         self._words[self._peer, RankWord.BROKEN] = 1
 
@@ -167,7 +170,8 @@ class FailureDetector:
             return
         if any(thread.is_alive() for thread in self._threads):
             return
-        try:  # rank 0's store ends with it: the other nodes have two intervals to read how this one ended
+        # rank 0's store ends with it: the other nodes have two intervals to read how this one ended
+        try:
             others = set(self._others)
             wait_until(
                 lambda: others <= self._ended, 2 * self._beat_s, self._beat_s / 8, self._receive
@@ -176,7 +180,9 @@ class FailureDetector:
             LOG.debug("gear: the rendezvous store has ended: %s", error)
 
     def explain(self, error: BaseException) -> None:
-        """Log the lost rank after an error that ends this one; if none is lost, report this error."""
+        """Log the lost rank after an error that ends this one; if none is lost, report
+        this error.
+        """
         if self._stop.is_set() or self._ends_itself:
             return
         patience = 0.0
@@ -193,7 +199,9 @@ class FailureDetector:
             self._report(f"{self._describe(self._topology.rank)}, which has failed with {text},")
 
     def note(self, failure: LostNodeError) -> bool:
-        """Record an exchange's failure unless a more exact one comes first; False: none, a node has ended."""
+        """Record an exchange's failure unless a more exact one comes first; False: none, a node has
+        ended.
+        """
         is_some = failure.name == SOME_NODE
         self.note_broken()
         patience = SPREAD_BEATS * self._beat_s + (self._timeout_s if is_some else 0)
@@ -210,7 +218,9 @@ class FailureDetector:
         return True
 
     def _watch(self) -> None:
-        """Publish heartbeats, and look for lost ranks; end this rank if it stands still after a loss."""
+        """Publish heartbeats, and look for lost ranks; end this rank if it stands still after a
+        loss.
+        """
         stuck_since = time.monotonic()
         place = None
         while not self._stop.wait(self._beat_s):
@@ -236,8 +246,8 @@ class FailureDetector:
         return None if frame is None else (id(frame), frame.f_lasti)
 
     def _exchange_heartbeats(self) -> None:
-        """Exchange heartbeats until this node ends, and publish its end. After the end of rank 0's node it
-        ends too: no barriers follow, and the store may end at any time.
+        """Exchange heartbeats until this node ends, and publish its end. After the end of rank 0's
+        node it ends too: no barriers follow, and the store may end at any time.
         """
         try:
             while _FIRST not in self._ended and not self._stop.wait(self._beat_s):
@@ -254,7 +264,9 @@ class FailureDetector:
                 )
 
     def _send(self, ended: bool = False) -> None:
-        """Publish the heartbeat: count, end, problem, and which ended rank passed the fewest barriers."""
+        """Publish the heartbeat: count, end, problem, and which ended rank passed the fewest
+        barriers.
+        """
         words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
         ranks = zip(self._ranks, words, strict=True)
         # No rank waits for one that takes no part in barriers.
@@ -329,11 +341,17 @@ class FailureDetector:
         if beats:
             since, node = min(beats)  # others may have ended because of it
             if now - since > longest:
-                return f"{self._topology.describe(node)}, whose last heartbeat is {now - since:.0f} s old,"
+                return (
+                    f"{self._topology.describe(node)}, whose last heartbeat is "
+                    f"{now - since:.0f} s old,"
+                )
         return ""
 
     def _describe(self, rank: int, node: int | None = None) -> str:
-        return f"rank {rank} ({self._topology.describe(self._topology.node if node is None else node)})"
+        return (
+            f"rank {rank} "
+            f"({self._topology.describe(self._topology.node if node is None else node)})"
+        )
 
     def _known_problem(self) -> str:
         """Return the first problem that a rank has reported; "" if there is none."""

@@ -31,11 +31,12 @@ _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, ea
 
 
 class NodeChannel:
-    """Messages between the nodes that hold a table, in the `order` of their shards. One thread at a time; all
-    nodes call in one order. Exchanges of different purposes never wait for each other.
+    """Messages between the nodes that hold a table, in the `order` of their shards. One thread at a
+    time; all nodes call in one order. Exchanges of different purposes never wait for each other.
 
-    Construction is collective over the ranks that exchange. A wait that fails leaves messages that a later
-    exchange could receive: the channel stays broken. Without a detector only the transport reports failures.
+    Construction is collective over the ranks that exchange. A wait that fails leaves messages that
+    a later exchange could receive: the channel stays broken. Without a detector only the transport
+    reports failures.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class NodeChannel:
         self.ranks = (
             members if group is None else [dist.get_global_rank(group, rank) for rank in members]
         )
-        # Messages to nodes after their sender and to those before it have groups of their own: while a thread
-        # sends, gloo's thread that is notified of a message between the same two ranks of the same group
-        # spins, maybe on the core that the sender needs.
+        # Messages to nodes after their sender and to those before it have groups of their own:
+        # while a thread sends, gloo's thread that is notified of a message between the same two
+        # ranks of the same group spins, maybe on the core that the sender needs.
         ranks = tuple(sorted(self.ranks))
         wait_s = timeout_s + GRACE_S
         self._up, self._down = (lane(ranks, f"{purpose}, {way}", wait_s) for way in ("up", "down"))
@@ -94,14 +95,17 @@ class NodeChannel:
         return self.begin_gather(words)()
 
     def begin_gather(self, words: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin `gather`; return the function that waits for it, to be called before the next exchange. A
-        message may stay unanswered for any time, and does not block the end of the process.
+        """Begin `gather`; return the function that waits for it, to be called before the next
+        exchange. A message may stay unanswered for any time, and does not block the end of the
+        process.
         """
         wait = self.begin([message_of(words)] * self.count)
         return lambda: np.stack(wait())
 
     def gather_ragged(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of all nodes, and the node of each. [n, words] -> [m, words], [m], int64."""
+        """Return the rows of all nodes, and the node of each. [n, words] -> [m, words],
+        [m], int64.
+        """
         found = self.begin([message_of(rows.reshape(-1))] * self.count)()
         every = np.concatenate(found).reshape(-1, rows.shape[1])
         return every, np.repeat(
@@ -109,7 +113,9 @@ class NodeChannel:
         )
 
     def first_failure(self, failed: np.ndarray, own: Outcome | None) -> GearError | None:
-        """Return the first failed node's error, if any; then collective. `failed`, [S], is equal on all."""
+        """Return the first failed node's error, if any; then collective. `failed`, [S], is equal on
+        all.
+        """
         if not failed.any():
             return None
         every = self.gather((own or Outcome(0, "")).words(OUTCOME_WORDS))
@@ -117,14 +123,14 @@ class NodeChannel:
         return Outcome.read(every[node]).error(self.name(node))
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """Begin to send each node a message, [1 + n_s], int64; return the function that waits for all, [n_s]
-        each.
+        """Begin to send each node a message, [1 + n_s], int64; return the function that waits for
+        all, [n_s] each.
 
-        A message's first word, set here, is its length, so receivers need not know it. It arrives in a buffer
-        posted before, without a handshake; what does not fit follows in a second part, and the next buffer is
-        larger. Sent words must not change before the exchange ends, this node's own are returned to it, and
-        received ones are valid until the next exchange ends. The wait raises LostNodeError where a node does
-        not answer in time or its connection has ended.
+        A message's first word, set here, is its length, so receivers need not know it. It arrives
+        in a buffer posted before, without a handshake; what does not fit follows in a second part,
+        and the next buffer is larger. Sent words must not change before the exchange ends, this
+        node's own are returned to it, and received ones are valid until the next exchange ends. The
+        wait raises LostNodeError where a node does not answer in time or its connection has ended.
         """
         if self._broken is not None:
             raise self._broken
@@ -171,12 +177,16 @@ class NodeChannel:
         other = self._spare[node]
         if len(other) < words:
             other = np.empty(words, np.int64)
-        self._spare[node], self._buffers[node] = buffer, (other, self._begin_receive(node, other))
+        receive = self._begin_receive(node, other)
+        self._spare[node] = buffer
+        self._buffers[node] = (other, receive)
         self.bytes_received += 8 * size
         return buffer[1:size]
 
     def _begin_receive(self, node: int, words: np.ndarray) -> Any:
-        """Begin to receive words; return the work, or the error (for the next wait) if the node has ended."""
+        """Begin to receive words; return the work, or the error (for the next wait) if the node has
+        ended.
+        """
         group = self._down if node > self.index else self._up
         try:
             return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
@@ -214,11 +224,15 @@ class NodeChannel:
             self.timeout_s, self._detector = kept
 
     def part(self) -> None:
-        """Report no lost node from now on, as this node ends. Any thread; exchanges under way go on."""
+        """Report no lost node from now on, as this node ends. Any thread; exchanges under way go
+        on.
+        """
         self._detector = None
 
     def note_left(self, left: bool = True) -> None:
-        """Record that a node has announced its last selection, so that this one need not announce its own."""
+        """Record that a node has announced its last selection, so that this one need not announce
+        its own.
+        """
         self.left = left
 
     def count_bytes(self, sent: int, received: int) -> None:
@@ -226,14 +240,18 @@ class NodeChannel:
         self.bytes_received += received
 
     def raise_ended(self, index: int, had: str) -> NoReturn:
-        """Raise that a node has ended while this one still samples: with the cause, if one was reported."""
+        """Raise that a node has ended while this one still samples: with the cause, if one was
+        reported.
+        """
         if self._detector is not None:
             self._detector.check_ended()
         raise PeerError(self.name(index), MUST_TAKE_ALL, None, had)
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Break the channel if an error keeps this node from an exchange that the others wait in."""
+        """Break the channel if an error keeps this node from an exchange that the
+        others wait in.
+        """
         try:
             yield
         except Exception as error:
@@ -271,5 +289,7 @@ def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
 
 
 def _next_buffer_words(size: int, words: int) -> int:
-    """Return the words of the buffer after a message of `size`: sender and receiver compute the same."""
+    """Return the words of the buffer after a message of `size`: sender and receiver compute the
+    same.
+    """
     return words if size <= words else 1 << (size - 1).bit_length()

@@ -16,8 +16,9 @@ from deepspeed_gear.errors import ConfigError
 def check_process_group(topology: Topology, group: Any) -> None:
     """Raise ConfigError on every rank for sequence ranks over several nodes in a part of the world.
 
-    torch names a process group that its members alone make by how many groups a member is in. Leaders are in
-    more than others: members of one sequence would wait for groups of different names.
+    torch names a process group that its members alone make by how many groups a member is in.
+    Leaders are in more than others: members of one sequence would wait for groups of different
+    names.
     """
     if topology.place.sequence_world == 1 or topology.num_nodes == 1:
         return
@@ -53,7 +54,9 @@ class SequenceSum:
 
 
 class _Sum(torch.autograd.Function):
-    """The losses of all ranks depend on the sum: the gradient of a part is the sum of their gradients."""
+    """The losses of all ranks depend on the sum: the gradient of a part is the sum of their
+    gradients.
+    """
 
     @staticmethod
     def forward(context: Any, values: torch.Tensor, ranks: SequenceSum) -> torch.Tensor:
@@ -72,8 +75,8 @@ def sequence_sum(
     group: Any,
     control_plane: ControlPlane,
 ) -> SequenceSum | None:
-    """Return the sum over the ranks that share this rank's sequences; None: there are no others. Collective.
-    `group` are the ranks that the topology counts.
+    """Return the sum over the ranks that share this rank's sequences; None: there are no others.
+    Collective. `group` are the ranks that the topology counts.
     """
     place = topology.place
     if place.sequence_world == 1:

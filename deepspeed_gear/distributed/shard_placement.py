@@ -32,14 +32,16 @@ class ShardPlacement:
     spread: frozenset[str]  # tables whose batches are selected by all nodes together
     #: Of each spread table with a data set: first id of each shard, and the number of ids.
     bounds: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
-    #: Of each spread table with a capacity that a checkpoint has filled: ids, ascending, the shard of each,
-    #: and an id below which there are no others.
+    #: Of each spread table with a capacity that a checkpoint has filled: ids, ascending, the shard
+    #: of each, and an id below which there are no others.
     loaded: dict[str, tuple[np.ndarray, np.ndarray, int]] = field(
         default_factory=dict, compare=False
     )
 
     def shard_of(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Return the shard of each trajectory id of a spread table, -1 for none. [n] -> [n], int64."""
+        """Return the shard of each trajectory id of a spread table, -1 for none. [n] ->
+        [n], int64.
+        """
         if name in self.bounds:
             bounds = self.bounds[name]
             known = (ids >= 0) & (ids < bounds[-1])
@@ -55,7 +57,9 @@ class ShardPlacement:
 def place_tables(
     exchange: ControlPlane, topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset]
 ) -> ShardPlacement:
-    """Return the placement of all tables' shards. Collective; its errors are raised on every rank."""
+    """Return the placement of all tables' shards. Collective; its errors are raised on
+    every rank.
+    """
     own = {name: data.part for name, data in datasets.items()} if topology.leads_node else None
     parts = exchange.gather(own)
     by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}
@@ -114,7 +118,9 @@ def _place(
 def _order(
     holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]
 ) -> tuple[int, ...]:
-    """Return the nodes in the order of their shards: that of the tables that lie on them in parts."""
+    """Return the nodes in the order of their shards: that of the tables that lie on
+    them in parts.
+    """
     known: dict[tuple[int, ...], str] = {}
     for name, shards in found.items():
         if name in parted:
@@ -129,7 +135,9 @@ def _order(
 
 
 def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the nearest bounds, [count + 1], with a trajectory (of at least as many) in every part."""
+    """Return the nearest bounds, [count + 1], with a trajectory (of at least as many) in every
+    part.
+    """
     ordinals = np.arange(len(bounds))
     spare = np.maximum.accumulate(np.asarray(bounds, np.int64) - ordinals)
     return np.asarray(np.minimum(spare, bounds[-1] - ordinals[-1]) + ordinals)
@@ -143,10 +151,12 @@ def shard_of_node(
     nodes: Sequence[str] = (),
     replicate: bool = False,
 ) -> list[Shard]:
-    """Return the shard that each node holds; raises DataError where parts and whole data sets do not fit.
+    """Return the shard that each node holds; raises DataError where parts and whole data sets do
+    not fit.
 
-    Nodes with whole data sets hold contiguous shards in node order, with bounds [S + 1]. Nodes with parts
-    hold these, ordered by part. If they `replicate`, each holds the whole, as one logical shard.
+    Nodes with whole data sets hold contiguous shards in node order, with bounds [S + 1]. Nodes with
+    parts hold these, ordered by part. If they `replicate`, each holds the whole, as one logical
+    shard.
     """
     parts = [part for part in dataset_parts if part is not None]
     num_nodes = len(dataset_parts)

@@ -1,11 +1,12 @@
-"""Selection over the nodes that hold a table: each resolves its own draws and sends them to the others.
+"""Selection over the nodes that hold a table: each resolves its own draws and sends them to the
+others.
 
-Every node computes all coordinates, and resolves those in its own part of the total mass; then each gets the
-resolutions of the samples that its ranks train on, and the rows that their windows read
+Every node computes all coordinates, and resolves those in its own part of the total mass; then each
+gets the resolutions of the samples that its ranks train on, and the rows that their windows read
 (`ResolutionExchange`). Each selection begins with an agreement: all nodes make it, or none does.
 
-Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections renew these;
-before the first one, after a load, and when `can_sample` asks, `may_select` does.
+Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections
+renew these; before the first one, after a load, and when `can_sample` asks, `may_select` does.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class SelectionAgreement(LocalSelector):
     def _exchange_status(
         self, prepare: Callable[[], list[np.ndarray]], leaves: bool = False
     ) -> list[np.ndarray]:
-        """Exchange status messages; return each node's words of `prepare`, until the next exchange ends. If
-        it raises, this node cannot make the selection; if it `leaves`, none after it.
+        """Exchange status messages; return each node's words of `prepare`, until the next exchange
+        ends. If it raises, this node cannot make the selection; if it `leaves`, none after it.
         """
         after = [NO_WORDS] * self._num_nodes
         error: Exception | None = None
@@ -129,7 +130,9 @@ class SelectionAgreement(LocalSelector):
         raise PeerError(f"stream {self.spec.name}: the nodes", rule, asked, remedy)
 
     def leave(self) -> None:
-        """Send the other nodes that this one makes no further selection, unless one of them has sent that."""
+        """Send the other nodes that this one makes no further selection, unless one of them has
+        sent that.
+        """
         if not self.channel.left:
             self._key = None
             with self.channel.parting(MOST_LEAVE_S):
@@ -162,7 +165,9 @@ class SelectionAgreement(LocalSelector):
             raise there if error is None else error
 
     def _apply_together(self, action: Callable[[], None]) -> None:
-        """Change this node's masses, take the priority updates that are due, and exchange the new totals."""
+        """Change this node's masses, take the priority updates that are due, and exchange the new
+        totals.
+        """
         error: Exception | None = None
         try:
             with self._table.lock:
@@ -184,7 +189,9 @@ class SelectionAgreement(LocalSelector):
 
 
 class ReplicatedSelector(SelectionAgreement):
-    """Selects, by priorities, from a store that stays equal to those of all other nodes. In one thread."""
+    """Selects, by priorities, from a store that stays equal to those of all other nodes. In one
+    thread.
+    """
 
     def begin(self, key: int, entry: int, count: int) -> int | None:
         self._key = key
@@ -199,8 +206,8 @@ class ReplicatedSelector(SelectionAgreement):
 
 
 class ShardedSelector(SelectionAgreement):
-    """Selects from the items of all nodes, in the one process of each that makes its selections. One thread;
-    it takes the table's lock itself, and never holds it while it waits for other nodes.
+    """Selects from the items of all nodes, in the one process of each that makes its selections.
+    One thread; it takes the table's lock itself, and never holds it while it waits for other nodes.
     """
 
     def __init__(
@@ -229,7 +236,8 @@ class ShardedSelector(SelectionAgreement):
 
         Raises:
             NotReadyError: The rate limiter does not admit it, and a node waits no longer.
-            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
+            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another
+                batch.
         """
         self._begin_selection(key, entry, count)
         joint = self.state.joint_limiter
@@ -434,8 +442,9 @@ class ShardedSelector(SelectionAgreement):
     def _agree_on_valid(
         self, own: np.ndarray, slots: np.ndarray, count: int, before: int, left: int
     ) -> int:
-        """Agree on how many draws are valid; if not all, remove the trajectory that the last one uses up.
-        `before` of this node's draws (`own`) come before its first that does; its items admit `left`.
+        """Agree on how many draws are valid; if not all, remove the trajectory that the last one
+        uses up. `before` of this node's draws (`own`) come before its first that does; its items
+        admit `left`.
         """
         uses_up = before < len(own)
         masses = self.masses
@@ -465,7 +474,8 @@ class ShardedSelector(SelectionAgreement):
             coordinates = masses.coordinates_of(items).numpy()
             own = np.stack([values, ids, coordinates], axis=1)
         every, shards = self.channel.gather_ragged(own)
-        # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
+        # Equal priorities by the age of their trajectories; a data set's are older in the first
+        # shards.
         ages = every[:, 1] if self._table.spec.dataset is None else shards
         chosen = np.lexsort((ages, -every[:, 0].astype(np.int32).view(np.float32)))[:count]
         before = np.cumsum(self._totals) - self._totals
@@ -503,8 +513,8 @@ class ShardedSelector(SelectionAgreement):
         own: np.ndarray,
         records: torch.Tensor,
     ) -> None:
-        """Fill a ring entry with a checkpoint's selection, as `finish` does with a new one. Node `owner`
-        holds each record, [count], int64; this one those of the indices `own`, ascending.
+        """Fill a ring entry with a checkpoint's selection, as `finish` does with a new one. Node
+        `owner` holds each record, [count], int64; this one those of the indices `own`, ascending.
         """
         self._begin_selection(key, entry, len(owner), is_saved=True)
         self._selection.draw(first, own, records, owner, 0)
@@ -512,7 +522,9 @@ class ShardedSelector(SelectionAgreement):
         self._exchange.fill(self._selection)
 
     def restart(self) -> None:
-        """Compute the window's edge anew at the next selection: the table's content was replaced."""
+        """Compute the window's edge anew at the next selection: the table's content was
+        replaced.
+        """
         self._is_first = True
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
@@ -539,8 +551,8 @@ def may_select(
 ) -> bool:
     """Return whether a global batch was selected already, or could be by all nodes together now.
 
-    Collective over all ranks (the same result), outside of a selection; if another thread may be in one
-    (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
+    Collective over all ranks (the same result), outside of a selection; if another thread may be in
+    one (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
     """
     limiter = stream.state.joint_limiter
     count = stream.spec.num_samples(key)
@@ -582,7 +594,9 @@ def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -
 
 
 def progress_of(table: Table) -> np.ndarray:
-    """Return `PromptLedger.progress` with the groups that are complete by now. Requires the lock."""
+    """Return `PromptLedger.progress` with the groups that are complete by now. Requires
+    the lock.
+    """
     assert table.ledger is not None
     assert table.groups is not None
     table.groups.update()  # a group whose last column was filled has no leader before, and is open

@@ -18,9 +18,9 @@ AXES = ("pipe", "data", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A rank's coordinates in the grid of parallelism: ranks of one `data_rank` are a replica, `tensor_rank`
-    is the index among slices of the same layers, `pipe_rank` the stage, `sequence_rank` the part of the time
-    axis.
+    """A rank's coordinates in the grid of parallelism: ranks of one `data_rank` are a replica,
+    `tensor_rank` is the index among slices of the same layers, `pipe_rank` the stage,
+    `sequence_rank` the part of the time axis.
     """
 
     data_rank: int = 0
@@ -47,7 +47,9 @@ class RankCoordinates:
 
     @cached_property
     def reports(self) -> bool:
-        """Whether it is the one rank of its replica that reports priorities: of the stage with the loss."""
+        """Whether it is the one rank of its replica that reports priorities: of the stage with the
+        loss.
+        """
         return self.tensor_rank == 0 and self.sequence_rank == 0 and self.is_last_stage
 
     @property
@@ -91,7 +93,9 @@ class Topology:
         return self.nodes[self.rank]
 
     def ranks_of(self, node: int) -> list[int]:
-        """Return the ranks of a node: its leader first, the first one that reads; the others ascending."""
+        """Return the ranks of a node: its leader first, the first one that reads; the others
+        ascending.
+        """
         ranks = [rank for rank, its_node in enumerate(self.nodes) if its_node == node]
         leader = next((rank for rank in ranks if self.places[rank].reads), ranks[0])
         return [leader, *(rank for rank in ranks if rank != leader)]
@@ -123,7 +127,9 @@ class Topology:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank makes the node's stores and, where several nodes make them, its selections."""
+        """Whether this rank makes the node's stores and, where several nodes make them, its
+        selections.
+        """
         return self.peer == 0
 
     @classmethod
@@ -139,7 +145,9 @@ class Topology:
 
 
 def check_grid(places: tuple[RankCoordinates, ...]) -> None:
-    """Raise ConfigError, with all ranks' table, unless sizes agree and each place is taken exactly once."""
+    """Raise ConfigError, with all ranks' table, unless sizes agree and each place is taken exactly
+    once.
+    """
     worlds = places[0].worlds
     is_whole = math.prod(worlds) == len(places) and all(place.worlds == worlds for place in places)
     if is_whole and set(itertools.product(*map(range, worlds))) == {
@@ -153,7 +161,9 @@ def check_grid(places: tuple[RankCoordinates, ...]) -> None:
 
 
 def node_identity() -> tuple[str, int, int]:
-    """Return an id that is equal for processes with the same /dev/shm: boot id, device and root inode."""
+    """Return an id that is equal for processes with the same /dev/shm: boot id, device and root
+    inode.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     status = os.stat("/dev/shm")
     return boot, status.st_dev, status.st_ino

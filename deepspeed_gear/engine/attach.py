@@ -39,7 +39,8 @@ from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Numbers of processes that MPI or srun has started; a batch script of Slurm is one process of a larger job.
+# Numbers of processes that MPI or srun has started; a batch script of Slurm is one process of a
+# larger job.
 _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _CLOUDS = (
     "AZUREML_EXPERIMENT_ID",
@@ -61,9 +62,9 @@ def initialize(
         **options: Likewise; `config` is a dict or the path of a JSON file.
         schemas: Schemas of tables that have a capacity and no schema in the config.
     Returns:
-        Engine, optimizer, an endless iterator over gear batches, learning-rate scheduler. The engine has
-        `gear_sample()`, `gear_iterator(stream)`, `gear_update_priorities(batch, priorities)` and `gear`, the
-        Replay.
+        Engine, optimizer, an endless iterator over gear batches, learning-rate scheduler. The
+        engine has `gear_sample()`, `gear_iterator(stream)`, `gear_update_priorities(batch,
+        priorities)` and `gear`, the Replay.
     Raises:
         GearError: On every rank, with the text of the rank that has found it.
     """
@@ -103,17 +104,18 @@ def attach(
         engine: From `deepspeed.initialize`, Accelerate or a Trainer.
         replay: A Replay to share, for example another engine's `gear`; None makes one, which is a
             DeviceReplay where the table has `"placement": "device"`.
-        config: The gear section, a ds_config with one, or the path of either; None: the engine's config.
+        config: The gear section, a ds_config with one, or the path of either; None: the engine's
+            config.
         schemas: Schemas of tables that have a capacity and no schema in the config.
-        checkpoint: Of an engine that has trained or loaded a checkpoint already: the folder that its
-            `load_checkpoint` got, or that of the tag, of which the replay's part is loaded; False starts at
-            the first batch.
+        checkpoint: Of an engine that has trained or loaded a checkpoint already: the folder that
+            its `load_checkpoint` got, or that of the tag, of which the replay's part is loaded;
+            False starts at the first batch.
     Returns:
         The engine. An engine that is attached already stays as it is.
     Raises:
-        ConfigError: There is no gear section, the engine is of a kind that is not supported, the shared
-            Replay belongs to an engine of other sizes or another place in the grid, or `checkpoint` is
-            missing.
+        ConfigError: There is no gear section, the engine is of a kind that is not supported, the
+            shared Replay belongs to an engine of other sizes or another place in the grid, or
+            `checkpoint` is missing.
         CheckpointError: The checkpoint is not the engine's, or holds no part of a replay that fits.
     """
     if "gear" in engine.__dict__:
@@ -129,7 +131,9 @@ def attach(
 
 
 def enable() -> None:
-    """Make plain `deepspeed.initialize` attach a replay where the config has a `gear` section. Idempotent."""
+    """Make plain `deepspeed.initialize` attach a replay where the config has a `gear` section.
+    Idempotent.
+    """
     stale_locks.remove()  # a Trainer calls init_distributed before `initialize`
     deepspeed.initialize = _initialize_if_asked
 
@@ -151,8 +155,9 @@ def _initialize_if_asked(*arguments: Any, **options: Any) -> Any:
 def be_single_rank_unless_launched() -> None:
     """Set the variables of ranks for a process without a launcher: a notebook, or plain python.
 
-    DeepSpeed would look for an MPI environment by mpi4py; where MPI or srun has started several processes,
-    that is left to it. ConfigError if some variables are missing, or mpi4py is needed and not installed.
+    DeepSpeed would look for an MPI environment by mpi4py; where MPI or srun has started several
+    processes, that is left to it. ConfigError if some variables are missing, or mpi4py is needed
+    and not installed.
     """
     if dist.is_initialized():
         return
@@ -186,7 +191,9 @@ def be_single_rank_unless_launched() -> None:
 
 
 def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return the ds_config that `deepspeed.initialize` would read: a mapping or a file; None for others."""
+    """Return the ds_config that `deepspeed.initialize` would read: a mapping or a file; None for
+    others.
+    """
     config = options.get("config", options.get("config_params"))
     if config is None:
         namespace = options.get("args", arguments[0] if arguments else None)
@@ -196,7 +203,9 @@ def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
 
 
 def _checked_section(config: Any) -> GearConfig:
-    """Return the parsed gear section of a ds_config, or of the file of one, that an engine is made with."""
+    """Return the parsed gear section of a ds_config, or of the file of one, that an engine is made
+    with.
+    """
     given = ds_config.load(config)
     section = _section_in(given)
     deepspeed_compat.check_elasticity(given)
@@ -231,7 +240,9 @@ def _attach_new(
     schemas: Mapping[str, Schema] | None,
     checkpoint: engine_checkpoint.Checkpoint = None,
 ) -> None:
-    """Make the replay of an engine, which uses this control plane from then on, and attach it. Collective."""
+    """Make the replay of an engine, which uses this control plane from then on, and attach it.
+    Collective.
+    """
     deepspeed_compat.check_engine(engine)
     register()
     setup = exchange.agree("the engine", lambda: _setup_of(engine, config, checkpoint))
@@ -245,8 +256,8 @@ def _attach_new(
 
 
 def _setup_of(engine: Any, config: Any, checkpoint: engine_checkpoint.Checkpoint) -> ReplaySetup:
-    """Read the gear section and check that the engine can train with it. A section is parsed once: `config`
-    may be the parsed one.
+    """Read the gear section and check that the engine can train with it. A section is parsed once:
+    `config` may be the parsed one.
     """
     given = engine.config.get("gear") if config is None else ds_config.read(config)[0]
     checked = parse(_section_in({"gear": given}))
@@ -324,7 +335,9 @@ def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
 def _check_shared(
     engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint.Checkpoint
 ) -> None:
-    """Raise if a Replay's batches are sized for another engine, or a checkpoint is given with it."""
+    """Raise if a Replay's batches are sized for another engine, or a checkpoint is
+    given with it.
+    """
     if checkpoint is not None:
         remedy = "the engine that the Replay was made for loads and saves its position"
         raise ConfigError(
@@ -365,7 +378,9 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
 
 
 def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
-    """Make an engine's checkpoints hold the replay that it `owns`, and `latest` name whole ones only."""
+    """Make an engine's checkpoints hold the replay that it `owns`, and `latest` name whole ones
+    only.
+    """
     saves = inspect.signature(engine.save_checkpoint)
     loads = inspect.signature(engine.load_checkpoint)
     late = list[
@@ -408,7 +423,8 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
         load_dir = folder_argument("load_dir", given["load_dir"])
         only_module = given["load_module_only"]
         if not engine.load_universal_checkpoint():
-            # ZeRO 3 takes the weights from the files of the optimizer, where it loads no states of it.
+            # ZeRO 3 takes the weights from the files of the optimizer, where it loads no states of
+            # it.
             only_weights = engine.zero_optimization_stage() < 3 and (
                 only_module or not given["load_optimizer_states"]
             )
@@ -435,8 +451,8 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
 
 
 def _report_steps(engine: Any, replay: ReplayBase) -> None:
-    """After each optimizer step, write metrics to DeepSpeed's monitor, where one is enabled; on the first
-    rank, log the progress after every `steps_per_print` ones, from the first step on.
+    """After each optimizer step, write metrics to DeepSpeed's monitor, where one is enabled; on the
+    first rank, log the progress after every `steps_per_print` ones, from the first step on.
     """
     writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
     every = engine.steps_per_print() if replay.topology.rank == 0 else None

@@ -1,8 +1,10 @@
-"""The replay's part of a DeepSpeed checkpoint: position in the client state, tables in a folder of the tag.
+"""The replay's part of a DeepSpeed checkpoint: position in the client state, tables in a folder of
+the tag.
 
-`ds_to_universal` copies the client state but not the tables: so the client state names the tag's folder, and
-the tables of a converted checkpoint are found there. DeepSpeed keeps neither the path nor the client state of
-a checkpoint that it has loaded: so `attach` needs the checkpoint of an engine that has loaded one already.
+`ds_to_universal` copies the client state but not the tables: so the client state names the tag's
+folder, and the tables of a converted checkpoint are found there. DeepSpeed keeps neither the path
+nor the client state of a checkpoint that it has loaded: so `attach` needs the checkpoint of an
+engine that has loaded one already.
 """
 
 from __future__ import annotations
@@ -31,15 +33,18 @@ Checkpoint = str | Path | Literal[False] | None
 
 
 def save(replay: ReplayBase, folder: Path) -> dict[str, Any]:
-    """Write the tables into a tag's folder; return the client state's `CLIENT_STATE`. Collective."""
+    """Write the tables into a tag's folder; return the client state's `CLIENT_STATE`.
+    Collective.
+    """
     position = replay.save(folder / TABLES)
     has_tables = bool((position["save"] or {}).get("tables"))
     return {_POSITION: position, _FOLDER: str(folder.absolute()), _HAS_TABLES: has_tables}
 
 
 def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> bool:
-    """Load the state that `save` has returned, and its tables; return whether there were any. Collective.
-    `folder` is the tag's, also one that `ds_to_universal` has made; `saved` of the client state.
+    """Load the state that `save` has returned, and its tables; return whether there were any.
+    Collective. `folder` is the tag's, also one that `ds_to_universal` has made; `saved` of the
+    client state.
     """
     exchange = replay.exchange
     holds = exchange.gather(saved is not None)
@@ -60,8 +65,14 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     tables = next((place for place in places if place.is_dir()), None)
     tables = exchange.broadcast(tables)  # of one rank, so that all load the same folder
     if tables is None and saved[_HAS_TABLES]:
-        rule = f"must hold the replay's tables, which were saved in {places[2]} and are not there any more"
-        remedy = f"copy them from where that tag lies now: cp -r .../{saved_in.name}/{TABLES} {places[0]}"
+        rule = (
+            f"must hold the replay's tables, which were saved in {places[2]} and are not "
+            f"there any more"
+        )
+        remedy = (
+            f"copy them from where that tag lies now: cp -r .../{saved_in.name}/{TABLES} "
+            f"{places[0]}"
+        )
         raise CheckpointError(str(places[0]), rule, None, remedy)
     read = partial(replay.load_folder, tables or places[0], saved[_POSITION])
     whole_saves.name_others(exchange, read, partial(whole_tags.others_in, folder.parent))
@@ -69,7 +80,9 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
 
 
 def check_start(engine: Any, checkpoint: Checkpoint) -> None:
-    """Raise if an engine is under way, and no checkpoint is given where its batch stream continues."""
+    """Raise if an engine is under way, and no checkpoint is given where its batch
+    stream continues.
+    """
     if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):
         raise ConfigError(
             "checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach"
@@ -78,7 +91,10 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
         return
     rule = "must be given: this engine has trained or loaded a checkpoint (global step "
     rule += f"{engine.global_steps}), and DeepSpeed does not store which one"
-    remedy = "attach before load_checkpoint, or call deepspeed_gear.enable() before the engine or Trainer is "
+    remedy = (
+        "attach before load_checkpoint, or call deepspeed_gear.enable() before the engine "
+        "or Trainer is "
+    )
     remedy += "made, or give attach checkpoint=FOLDER, which load_checkpoint got (of a Trainer: "
     remedy += "OUTPUT_DIR/checkpoint-N), or checkpoint=False to start at the first batch"
     raise ConfigError("checkpoint", rule, None, remedy)
@@ -87,8 +103,9 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
 def load_late(
     engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange: ControlPlane
 ) -> None:
-    """Load the replay's part of the checkpoint that an engine has loaded already. Collective. `checkpoint` is
-    the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
+    """Load the replay's part of the checkpoint that an engine has loaded already. Collective.
+    `checkpoint` is the folder that `load_checkpoint` got, or that of a tag; None and False load
+    nothing.
     """
     given = exchange.gather(str(checkpoint))
     if len(set(given)) > 1:
@@ -125,6 +142,9 @@ def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
         # Weights stay in the file; it is trusted, as by DeepSpeed.
         state = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
     if state.get("global_steps") != engine.global_steps:
-        rule = f"must be the checkpoint that the engine has loaded, of global step {engine.global_steps}"
+        rule = (
+            f"must be the checkpoint that the engine has loaded, of global step "
+            f"{engine.global_steps}"
+        )
         raise CheckpointError(str(folder), rule, state.get("global_steps"), "give attach that one")
     return folder, state.get(CLIENT_STATE)

@@ -15,7 +15,9 @@ from deepspeed_gear.replay.rollout import TrainStep
 
 
 def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
-    """Raise unless an engine trains packs exactly; return its divisor, and notes on what rounds or clips."""
+    """Raise unless an engine trains packs exactly; return its divisor, and notes on what rounds or
+    clips.
+    """
     settings = deepspeed_compat.gradient_settings(engine)
     return engine_divisor(settings), check_accumulation(settings, pack.pad.to)
 
@@ -23,10 +25,10 @@ def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
 class PackedSteps:
     """Keeps an engine's optimizer steps and its train steps together.
 
-    A train step's gradients are those of one optimizer step: the next train step must not begin before
-    `engine.step()`, and `engine.step()` must not run before all micro batches went through `backward`.
-    Afterwards `global_samples` counts the trajectories of the step; those of a step that was skipped for an
-    overflow are not counted, and are not sampled again for it.
+    A train step's gradients are those of one optimizer step: the next train step must not begin
+    before `engine.step()`, and `engine.step()` must not run before all micro batches went through
+    `backward`. Afterwards `global_samples` counts the trajectories of the step; those of a step
+    that was skipped for an overflow are not counted, and are not sampled again for it.
 
     Args:
         engine: Of DeepSpeed.
@@ -47,7 +49,9 @@ class PackedSteps:
         self._step = step
 
     def step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the engine's `step` if `backward` was called for all micro batches of the train step."""
+        """Call the engine's `step` if `backward` was called for all micro batches of the train
+        step.
+        """
         step = self._step
         done = deepspeed_compat.pending_backwards(self._engine)
         if step is not None and done < len(step):
@@ -59,7 +63,9 @@ class PackedSteps:
         return original(*arguments, **options)
 
     def update(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Update the weights and count what was trained, inside `step`, before it reports to monitors."""
+        """Update the weights and count what was trained, inside `step`, before it reports to
+        monitors.
+        """
         before = self._engine.global_samples
         result = original(*arguments, **options)
         step, self._step = self._step, None
@@ -72,8 +78,8 @@ class PackedSteps:
 
 
 def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
-    """Give an engine that `check_engine` accepts `gear_step` and `gear_rollout`, and check its steps; if it
-    `owns` the replay, which was made for it, its skipped steps are counted.
+    """Give an engine that `check_engine` accepts `gear_step` and `gear_rollout`, and check its
+    steps; if it `owns` the replay, which was made for it, its skipped steps are counted.
     """
 
     def refuse_sample() -> None:

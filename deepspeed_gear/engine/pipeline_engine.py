@@ -1,7 +1,8 @@
-"""Pipeline engines: micro batches of a schedule are fetched before it starts, on all ranks together.
+"""Pipeline engines: micro batches of a schedule are fetched before it starts, on all ranks
+together.
 
-Stages pull theirs in the middle of a schedule of sends and receives; one that waited there for another rank
-would never continue. An error is raised before the schedule begins.
+Stages pull theirs in the middle of a schedule of sends and receives; one that waited there for
+another rank would never continue. An error is raised before the schedule begins.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Part = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
 class PipelineIterator(Iterator[tuple[Part, Part]]):
-    """Iterator over micro batches as (inputs, labels) of `gear.pipeline`: the first stage has inputs, the
-    last one labels, an inner stage neither. It never ends: a pass over a split begins again.
+    """Iterator over micro batches as (inputs, labels) of `gear.pipeline`: the first stage has
+    inputs, the last one labels, an inner stage neither. It never ends: a pass over a split begins
+    again.
     """
 
     def __init__(self, replay: Replay, stream: str) -> None:
@@ -50,7 +52,9 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         return self._length
 
     def fetch(self, count: int) -> None:
-        """Fetch the micro batches of a schedule; after an error the next call continues. Collective."""
+        """Fetch the micro batches of a schedule; after an error the next call continues.
+        Collective.
+        """
 
         def fill() -> None:
             while len(self._ready) < count:
@@ -85,7 +89,9 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 
 
 def check_section(config: GearConfig) -> PipelineConfig:
-    """Return the config section with the inputs and labels of a pipeline; raise ConfigError without one."""
+    """Return the config section with the inputs and labels of a pipeline; raise ConfigError without
+    one.
+    """
     if config.pipeline is None:
         raise ConfigError(
             "gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE
@@ -98,7 +104,9 @@ def _one_or_all(parts: tuple[torch.Tensor, ...]) -> Part:
 
 
 def attach_pipeline(engine: Any, replay: Replay) -> None:
-    """Make an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the instance only."""
+    """Make an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the
+    instance only.
+    """
     train = PipelineIterator(replay, TRAIN)
     signature = inspect.signature(engine.eval_batch)
 

@@ -25,16 +25,18 @@ Rewards = Callable[[Mapping[str, Any], Sequence[np.ndarray]], Sequence[Mapping[s
 class GearRollout(RolloutEngine):
     """Leases prompts, generates their groups with another RolloutEngine, and commits them.
 
-    `GearRollout(HybridEngineRollout(engine, tokenizer), engine.gear.rollout_worker(), rewards, pad=0)`.
-    `generate` is that of the generator, so a program of DeepSpeed's interface goes on as it is.
+    `GearRollout(HybridEngineRollout(engine, tokenizer), engine.gear.rollout_worker(), rewards,
+    pad=0)`. `generate` is that of the generator, so a program of DeepSpeed's interface goes on as
+    it is.
 
     Args:
-        rewards: Returns the other columns of a group's trajectories, given the prompt's columns and the token
-            ids of each response, [n]: `lambda prompt, responses: [{"reward": 1.0} for _ in responses]`.
+        rewards: Returns the other columns of a group's trajectories, given the prompt's columns and
+            the token ids of each response, [n]: `lambda prompt, responses: [{"reward": 1.0} for _
+            in responses]`.
         pad: Token id of padding, which the attention mask leaves out.
         prompt: Column of the prompt's token ids in the data set of prompts.
-        logp: Column for the log-probabilities of the response's tokens under `generator.engine`, at the
-            temperature and without top-p and top-k; 0 for the prompt. None: there is none.
+        logp: Column for the log-probabilities of the response's tokens under `generator.engine`, at
+            the temperature and without top-p and top-k; 0 for the prompt. None: there is none.
     """
 
     name = "gear"
@@ -80,10 +82,12 @@ class GearRollout(RolloutEngine):
         self.generator.shutdown()
 
     def collect(self, count: int, sampling: SamplingConfig, timeout_s: float = 60.0) -> int:
-        """Lease up to `count` prompts, generate their groups and commit them; return how many there were.
+        """Lease up to `count` prompts, generate their groups and commit them; return how many there
+        were.
 
-        Each rank generates `count` prompts, also where it leases fewer, so ranks with divided parameters
-        (ZeRO-3) go on together. `sampling.n_samples_per_prompt` must be the size of a group.
+        Each rank generates `count` prompts, also where it leases fewer, so ranks with divided
+        parameters (ZeRO-3) go on together. `sampling.n_samples_per_prompt` must be the size of a
+        group.
 
         Raises:
             ConfigError: It is not.
@@ -138,7 +142,9 @@ class GearRollout(RolloutEngine):
             yield group
 
     def _request(self, prompts: Sequence[torch.Tensor], count: int) -> RolloutRequest:
-        """Return prompts padded on the left, and as many of one token as there are too few. -> [count, T]."""
+        """Return prompts padded on the left, and as many of one token as there are too few. ->
+        [count, T].
+        """
         prompts = [*prompts, *[torch.full((1,), self._pad)] * (count - len(prompts))]
         pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         ids = pad(prompts, padding_value=self._pad)
@@ -150,7 +156,9 @@ class GearRollout(RolloutEngine):
     def _log_probabilities(
         self, ids: torch.Tensor, mask: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        """Return the log-probability of each token after the first. [B, T], [B, T] -> [B, T], float32."""
+        """Return the log-probability of each token after the first. [B, T], [B, T] -> [B, T],
+        float32.
+        """
         places = {"position_ids": (mask.cumsum(-1) - 1).clamp(0), "attention_mask": mask.long()}
         logits = self.generator.engine.module(input_ids=ids, use_cache=False, **places).logits[
             :, :-1

@@ -1,8 +1,10 @@
-"""Whole tags: a checkpoint is recorded when all ranks have written their files; only then `latest` names it.
+"""Whole tags: a checkpoint is recorded when all ranks have written their files; only then `latest`
+names it.
 
-DeepSpeed writes `latest` before its last barrier: after the death of a rank in its own save it would name a
-checkpoint without that rank's files, and no restart could load it. The record does not depend on the ZeRO
-stage or the kind of engine: it has the size of every file of the tag, besides those of the replay.
+DeepSpeed writes `latest` before its last barrier: after the death of a rank in its own save it
+would name a checkpoint without that rank's files, and no restart could load it. The record does not
+depend on the ZeRO stage or the kind of engine: it has the size of every file of the tag, besides
+those of the replay.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def begin(exchange: ControlPlane, folder: Path) -> None:
 def finish(
     exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
 ) -> None:
-    """Record a tag as whole, after every rank has written its files, and let `latest` name it. Collective.
+    """Record a tag as whole, after every rank has written its files, and let `latest` name it.
+    Collective.
 
     One rank of each node `leads_node`: it fsyncs the files that its node has written.
     """
@@ -76,10 +79,11 @@ def check(
     only_weights: bool,
     engine: Any,
 ) -> None:
-    """Raise CheckpointError where a tag, None: that of `latest`, is not there or has lost files. Collective.
+    """Raise CheckpointError where a tag, None: that of `latest`, is not there or has lost files.
+    Collective.
 
-    Of a tag without a record, as plain DeepSpeed and an interrupted save leave it, only the files that the
-    ranks themselves read are looked for.
+    Of a tag without a record, as plain DeepSpeed and an interrupted save leave it, only the files
+    that the ranks themselves read are looked for.
     """
     what = "loading the checkpoint"
 
@@ -130,11 +134,15 @@ def others_in(load_dir: Path) -> str:
     tag = newest(load_dir)
     if tag is None:
         return f"no tag in {load_dir} is known to be whole"
-    return f"the newest whole one in {load_dir} is {tag}: load_checkpoint({str(load_dir)!r}, tag={tag!r})"
+    return (
+        f"the newest whole one in {load_dir} is {tag}: load_checkpoint({str(load_dir)!r}, "
+        f"tag={tag!r})"
+    )
 
 
 def newest(load_dir: Path) -> str | None:
-    """Return the newest tag of a folder all of whose files are there, and the replay's tables as saved.
+    """Return the newest tag of a folder all of whose files are there, and the replay's tables as
+    saved.
 
     Cost: reads the tables of the tags until one is whole.
     """

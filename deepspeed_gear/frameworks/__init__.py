@@ -1,1 +1,3 @@
-"""What is known of DeepSpeed, DistributedDataParallel and FSDP: private names, and gradient divisors."""
+"""What is known of DeepSpeed, DistributedDataParallel and FSDP: private names, and gradient
+divisors.
+"""

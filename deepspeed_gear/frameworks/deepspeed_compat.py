@@ -1,5 +1,5 @@
-"""All use of DeepSpeed's private names and of what differs between its versions, tested against the installed
-one by tests/unit/frameworks/test_deepspeed_compat.py.
+"""All use of DeepSpeed's private names and of what differs between its versions, tested against the
+installed one by tests/unit/frameworks/test_deepspeed_compat.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from deepspeed_gear.errors import ConfigError
 
 REQUIRED = (
     "train_micro_batch_size_per_gpu gradient_accumulation_steps is_gradient_accumulation_boundary "
-    "zero_optimization_stage autotp_size save_checkpoint load_checkpoint load_universal_checkpoint destroy"
+    "zero_optimization_stage autotp_size save_checkpoint load_checkpoint "
+    "load_universal_checkpoint destroy"
 ).split()
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
 STEPPING = "_take_model_step"  # of an engine: updates the weights and counts samples, inside `step`
 
 
 def check_engine(engine: Any) -> None:
-    """Raise a ConfigError unless an object is an engine, and of a kind without a schedule of its own."""
+    """Raise a ConfigError unless an object is an engine, and of a kind without a schedule of its
+    own.
+    """
     name = type(engine).__name__
     missing = [method for method in REQUIRED if not callable(getattr(type(engine), method, None))]
     if missing:
@@ -49,10 +52,11 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def place_of(engine: Any) -> RankCoordinates:
-    """Return the coordinates of this rank of an engine; ConfigError where its own number of replicas differs.
+    """Return the coordinates of this rank of an engine; ConfigError where its own number of
+    replicas differs.
 
-    An engine without mpu or mesh gets the last one from a module's globals: such an engine is the same whole
-    model on all ranks of the other engine's replica.
+    An engine without mpu or mesh gets the last one from a module's globals: such an engine is the
+    same whole model on all ranks of the other engine's replica.
     """
     if is_pipeline(engine):
         grid = engine.grid
@@ -125,7 +129,9 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
 
 
 def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method of one engine by `around(original, *args)`; DeepSpeed tests its class, which stays."""
+    """Replace a method of one engine by `around(original, *args)`; DeepSpeed tests its class, which
+    stays.
+    """
     original = getattr(engine, name)
 
     @functools.wraps(original)
@@ -136,7 +142,9 @@ def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
-    """Return which batches collectives follow: all, the last of a global batch, or a pipeline's schedule."""
+    """Return which batches collectives follow: all, the last of a global batch, or a pipeline's
+    schedule.
+    """
     if is_pipeline(engine):
         return "schedule"
     place = place_of(engine)
@@ -145,7 +153,9 @@ def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
 
 
 def accumulation_of(engine: Any) -> int:
-    """Return a rank's micro batches per global batch; raise on a broken number (a parallelism left out)."""
+    """Return a rank's micro batches per global batch; raise on a broken number (a parallelism left
+    out).
+    """
     steps = engine.gradient_accumulation_steps()
     if steps != int(steps) or steps < 1:
         remedy = "give it and train_micro_batch_size_per_gpu, and leave train_batch_size out"
@@ -160,7 +170,9 @@ def compute_dtype(engine: Any) -> torch.dtype:
 
 
 def is_under_way(engine: Any) -> bool:
-    """Return whether an engine has trained or has loaded a position, not only the weights of a module."""
+    """Return whether an engine has trained or has loaded a position, not only the weights of a
+    module.
+    """
     return engine.global_steps > 0 or engine.loaded_checkpoint_mp_world_size is not None
 
 
@@ -170,14 +182,16 @@ COMMITTING = (
 
 
 def writes_in_background(engine: Any) -> bool:
-    """Return whether the files of a checkpoint are complete after `COMMITTING`, not after the save."""
+    """Return whether the files of a checkpoint are complete after `COMMITTING`, not
+    after the save.
+    """
     writer = getattr(engine, "checkpoint_engine", None)
     return hasattr(type(engine), COMMITTING) and writer is not None and bool(writer.is_decoupled())
 
 
 def own_files(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> list[Path]:
-    """Return the files of a checkpoint that this rank reads, if it is of as many replicas as the engine; []
-    where it is not, or where that is not known.
+    """Return the files of a checkpoint that this rank reads, if it is of as many replicas as the
+    engine; [] where it is not, or where that is not known.
     """
     files = model_states(load_dir / tag)
     if not files:
@@ -204,7 +218,9 @@ def model_states(folder: Path) -> list[Path]:
 
 
 def check_elasticity(config: Mapping[str, Any]) -> None:
-    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself and which newer versions lack."""
+    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself and which newer
+    versions lack.
+    """
     section = config.get("elasticity")
     if section is not None and (not isinstance(section, Mapping) or section.get("enabled", True)):
         rule = "must not be a section of the DeepSpeed config beside gear"
@@ -308,5 +324,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def pending_backwards(engine: Any) -> int:
-    """Return how often `backward` was called since the last `step`, without managed accumulation."""
+    """Return how often `backward` was called since the last `step`, without managed
+    accumulation.
+    """
     return int(engine._unmanaged_backward_count)

@@ -1,14 +1,15 @@
 """Gradient divisor: by what a framework divides the sum of all ranks' gradients.
 
-Losses l_1 .. l_n are those of the ranks that have one of their own: replicas times sequence ranks (the tensor
-ranks of a replica share one). The weights are updated by the gradient of (l_1 + ... + l_n) / divisor: losses
-that are multiplied by the divisor before `backward` are summed.
+Losses l_1 .. l_n are those of the ranks that have one of their own: replicas times sequence ranks
+(the tensor ranks of a replica share one). The weights are updated by the gradient of (l_1 + ... +
+l_n) / divisor: losses that are multiplied by the divisor before `backward` are summed.
 
-Sources: what DeepSpeed 0.19.8 and torch 2.13 do, measured by tests/distributed/test_gradients.py; the
-table is in docs/design/0013-gradient-divisor.md. In their files: `runtime/engine.py` (allreduce_bucket),
-`runtime/zero/stage_1_and_2.py` (average_tensor, gradient_reduction_w_predivide), `runtime/zero/stage3.py`
-(__avg_scatter_grads, __avg_scatter_contiguous_grads), `nn/parallel/distributed.py`,
-`distributed/fsdp/_init_utils.py`, `distributed/fsdp/_fully_shard/_fsdp_collectives.py`.
+Sources: what DeepSpeed 0.19.8 and torch 2.13 do, measured by tests/distributed/test_gradients.py;
+the table is in docs/design/0013-gradient-divisor.md. In their files: `runtime/engine.py`
+(allreduce_bucket), `runtime/zero/stage_1_and_2.py` (average_tensor,
+gradient_reduction_w_predivide), `runtime/zero/stage3.py` (__avg_scatter_grads,
+__avg_scatter_contiguous_grads), `nn/parallel/distributed.py`, `distributed/fsdp/_init_utils.py`,
+`distributed/fsdp/_fully_shard/_fsdp_collectives.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ AVERAGING_HOOKS = (
 def gradient_divisor(model: Any) -> float:
     """Return by what the framework of a model divides the sum of all ranks' gradients.
 
-    Not collective. It holds as long as groups, hooks and divide factors stay as they are. The gradients of a
-    plain module are summed by the program (`all_reduce` with SUM), so its divisor is 1.
+    Not collective. It holds as long as groups, hooks and divide factors stay as they are. The
+    gradients of a plain module are summed by the program (`all_reduce` with SUM), so its divisor is
+    1.
 
     Args:
-        model: A DeepSpeed engine, a module in DistributedDataParallel or FSDP (1 or 2), or a plain module.
+        model: A DeepSpeed engine, a module in DistributedDataParallel or FSDP (1 or 2), or a plain
+            module.
     Raises:
         ConfigError: There is no one divisor for all parameters, or it is not known.
     """
@@ -69,7 +72,11 @@ def engine_divisor(settings: GradientSettings) -> float:
             _scattered(settings, size) * settings.losses / size for size in settings.group_sizes
         }
     if len(found) > 1:
-        rule = "must divide the gradients of all parameters by one number: parameters beyond it are averaged"
+        rule = (
+            "must divide the gradients of all parameters by one number: parameters beyond "
+            "it "
+            "are averaged"
+        )
         rule += " over sequence ranks, others are not"
         remedy = 'leave "reduce_scatter" true, or raise it above the largest parameter'
         raise ConfigError("zero_optimization.reduce_bucket_size", rule, sorted(found), remedy)
@@ -122,7 +129,10 @@ def _check_exact(settings: GradientSettings) -> None:
         rule = "must be false: gradients would be rounded to 4 bits"
         raise ConfigError("zero_optimization.zero_quantized_gradients", rule, True, "leave it out")
     if settings.is_fp16 and settings.stage == 0:
-        rule = "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the loss scale"
+        rule = (
+            "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the "
+            "loss scale"
+        )
         rule += " and does not multiply the loss by it"
         raise ConfigError("zero_optimization.stage", rule, 0, "set it to 1")
     if (
@@ -134,15 +144,24 @@ def _check_exact(settings: GradientSettings) -> None:
         rule = "must be 1 with sparse embeddings, whose gradients it multiplies"
         raise ConfigError("gradient_predivide_factor", rule, settings.predivide, "leave it out")
     if settings.sequence > 1 and settings.has_experts:
-        rule = "must not have experts with sequence parallelism, whose ranks DeepSpeed takes for tensor ranks"
+        rule = (
+            "must not have experts with sequence parallelism, whose ranks DeepSpeed takes "
+            "for tensor ranks"
+        )
         raise ConfigError("model", rule, "MoE layers", "use one of both")
     if settings.sequence > 1 and settings.optimizer == "BF16_Optimizer":
-        rule = "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: DeepSpeed's gradient"
+        rule = (
+            "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: "
+            "DeepSpeed's gradient"
+        )
         raise ConfigError(
             "zero_optimization.stage", f"{rule} norm fails", settings.stage, "set it to 2"
         )
     if settings.sequence > 1 and settings.stage < 3 and max(settings.group_sizes) < settings.losses:
-        rule = "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over sequence ranks"
+        rule = (
+            "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over "
+            "sequence ranks"
+        )
         raise ConfigError(
             "mesh_param", rule, f"stage {settings.stage}", "give mpu=parallel_state_sp instead"
         )
@@ -153,10 +172,11 @@ def _check_exact(settings: GradientSettings) -> None:
 
 
 def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
-    """Check the settings for steps of variable numbers of micro batches; `pad` is `gear.pack.pad.to`.
+    """Check the settings for steps of variable numbers of micro batches; `pad` is
+    `gear.pack.pad.to`.
 
-    Returns defaults of DeepSpeed that change the result, for the log; raises ConfigError where a setting
-    would change the loss or lose gradients.
+    Returns defaults of DeepSpeed that change the result, for the log; raises ConfigError where a
+    setting would change the loss or lose gradients.
     """
     if settings.is_managed:
         rule = "must be false with gear.pack: the number of micro batches differs from step to step"
@@ -167,11 +187,17 @@ def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
         raise ConfigError("gradient_accumulation_steps", rule, settings.accumulation, "set it to 1")
     if settings.weights != "float32" and "grad_accum_dtype" not in settings.given:
         short = {"bfloat16": "bf16", "float16": "fp16"}.get(settings.weights, settings.weights)
-        rule = "must be given with gear.pack: the gradients of all micro batches of a step are summed in it"
+        rule = (
+            "must be given with gear.pack: the gradients of all micro batches of a step are "
+            "summed in it"
+        )
         remedy = f'give "fp32" (ZeRO 1 to 3), or "{short}", which rounds after each micro batch'
         raise ConfigError("data_types.grad_accum_dtype", rule, None, remedy)
     if settings.has_experts and pad == "multiple":
-        rule = 'must be "step" or "budget" with MoE layers: their ranks exchange equal numbers of tokens'
+        rule = (
+            'must be "step" or "budget" with MoE layers: their ranks exchange equal numbers '
+            "of tokens"
+        )
         raise ConfigError("gear.pack.pad.to", rule, pad, 'set it to "step"')
     notes = []
     if settings.clipping > 0 and "gradient_clipping" not in settings.given:

@@ -1,4 +1,6 @@
-"""The ops: their definition in PyTorch (`reference`), and the backends that run them (`backends`)."""
+"""The ops: their definition in PyTorch (`reference`), and the backends that run them
+(`backends`).
+"""
 
 from __future__ import annotations
 

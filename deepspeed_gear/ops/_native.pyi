@@ -1,7 +1,7 @@
 """The native module `gear`: what it has besides the ops, which ops/csrc/bindings/op_table.h lists.
 
-A mutex lies in shared memory and is named by its address. It is robust (it survives a holder that dies),
-shared by processes, and needs 128 bytes.
+A mutex lies in shared memory and is named by its address. It is robust (it survives a holder that
+dies), shared by processes, and needs 128 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ def mutex_lock(address: int, timeout_s: float, /) -> int:
 
     Returns:
         0 locked; 1 locked, and its last holder died inside: repair what it guards, then call
-        `mutex_consistent`; 2 timed out; 3 broken: a holder died and no process called `mutex_consistent`.
+        `mutex_consistent`; 2 timed out; 3 broken: a holder died and no process called
+        `mutex_consistent`.
     """
 
 def mutex_consistent(address: int, /) -> None:
@@ -30,12 +31,15 @@ def mutex_owner(address: int, /) -> int:
     """Return the holder's process id, 0 if it is free; for messages only: it may change at once."""
 
 class RowForm:
-    """What the rows of a column look like: kind ("f", "i", "u" or "b"), bytes of an item, check, shape."""
+    """What the rows of a column look like: kind ("f", "i", "u" or "b"), bytes of an item, check,
+    shape.
+    """
 
     def __init__(self, kind: str, item_bytes: int, check: int, shape: Sequence[int]) -> None: ...
 
 class Store:
-    """Lists and writers of a store (store/row_allocator.py), over addresses that the caller keeps mapped.
+    """Lists and writers of a store (store/row_allocator.py), over addresses that the caller keeps
+    mapped.
 
     A refusal is negative.
     """
@@ -49,7 +53,9 @@ class Store:
         """Set the columns: address, code of `rows`, form."""
 
     def set_compaction(self, compacts: bool, spare_rows: int, ahead: Sequence[int], /) -> None:
-        """Set whether extents are moved, through how many rows, and the words of draws made ahead."""
+        """Set whether extents are moved, through how many rows, and the words of draws
+        made ahead.
+        """
 
     def set_ends(self, terminated: int, truncated: int, /) -> None:
         """Set the addresses of the columns of these roles, of one byte a row; 0: there is none."""
@@ -61,7 +67,9 @@ class Store:
         rate: Sequence[tuple[bool, int, float, float]],
         /,
     ) -> None:
-        """Set what pins trajectories, what is evicted when there is no room, and the rate limiter, if any."""
+        """Set what pins trajectories, what is evicted when there is no room, and the rate limiter,
+        if any.
+        """
 
     def set_moments(
         self,
@@ -71,10 +79,14 @@ class Store:
         columns: Sequence[tuple[int, int, int, int]],
         /,
     ) -> None:
-        """Set addresses of the running moments; columns: index, code of the dtype, elements, first of all."""
+        """Set addresses of the running moments; columns: index, code of the dtype, elements, first
+        of all.
+        """
 
     def stage_moments(self, slot: int, known: int, num_steps: int, /) -> None:
-        """Count the steps [known, num_steps) of a slot, before they are committed. Wants the lock."""
+        """Count the steps [known, num_steps) of a slot, before they are committed.
+        Wants the lock.
+        """
 
     def publish_moments(self) -> None:
         """Let staged moments count, after the commit. Wants the lock."""
@@ -92,7 +104,9 @@ class Store:
         """Give a slot and its rows back. Wants the lock."""
 
     def are_finite(self, columns: Sequence[Any], /) -> bool:
-        """Return whether buffers, one per column, are of the stored form and finite where they must be."""
+        """Return whether buffers, one per column, are of the stored form and finite where they must
+        be.
+        """
 
 class RowTargets:
     """Places of rows: address and form of each column."""
@@ -134,10 +148,14 @@ class VectorSteps:
         cuts: bool,
         timeout: float,
     ) -> None:
-        """Set the store of the steps, the rows of each column (0: late), and what the call may do."""
+        """Set the store of the steps, the rows of each column (0: late), and what the
+        call may do.
+        """
 
 class GatherCall:
-    """The arguments of `gather_` that stay the same, and the tensors whose versions it increments."""
+    """The arguments of `gather_` that stay the same, and the tensors whose versions it
+    increments.
+    """
 
     def __init__(
         self,
@@ -178,8 +196,8 @@ def store_add(
     """Make room for a trajectory, copy and commit it; takes the lock.
 
     Returns:
-        Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer of the
-        stored form; nothing has happened.
+        Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer
+        of the stored form; nothing has happened.
     """
 
 def row_fits(targets: int, target: int, row: Any, /) -> bool:
@@ -189,14 +207,15 @@ def rows_put(targets: int, columns: Sequence[Any], rows: Any, /) -> int:
     """Copy row i of each buffer to row rows[i] of its target; a negative row is left out.
 
     Returns:
-        -1, or the index of the first buffer that is not of the target's form, or of which a row that is
-        not left out holds NaN or an infinity and must not; then nothing has happened.
+        -1, or the index of the first buffer that is not of the target's form, or of which a row
+        that is not left out holds NaN or an infinity and must not; then nothing has happened.
     """
 
 def late_rows_write(
     store: int, column: int, bit: int, records: Any, values: Any, offset: int, slots: Any, /
 ) -> tuple[int, int, int]:
-    """Write a late column of stored trajectories that lack its bit; list their slots. Wants the lock.
+    """Write a late column of stored trajectories that lack its bit; list their slots. Wants the
+    lock.
 
     Args:
         records: Resolutions, of which ids, slots and steps count. [n, 8], int64.
@@ -204,8 +223,8 @@ def late_rows_write(
         offset: How many places before its row a value is; rows without one are zeros.
         slots: Takes the slots that were written. [n], int64.
     Returns:
-        Slots written; trajectories that had the column; the first row of `values` that holds NaN or an
-        infinity and must not, with nothing written, or -1.
+        Slots written; trajectories that had the column; the first row of `values` that holds NaN or
+        an infinity and must not, with nothing written, or -1.
     """
 
 def late_rows_mark(store: int, bit: int, slots: Any, /) -> None:
@@ -215,13 +234,16 @@ def vector_step(steps: int, columns: Any, final: Any, observed: Any, publish: bo
     """Take a step of all environments, store the trajectories that end, publish the others.
 
     Returns:
-        0, or a sum: 1 where trajectories were completed, 2 where some that have ended are left to store, 4
-        where steps are left to publish; -1 if a column is not a buffer of the stored form, or the step is not
-        plain otherwise: nothing has changed, unless trajectories of `most` steps were stored.
+        0, or a sum: 1 where trajectories were completed, 2 where some that have ended are left to
+        store, 4 where steps are left to publish; -1 if a column is not a buffer of the stored form,
+        or the step is not plain otherwise: nothing has changed, unless trajectories of `most` steps
+        were stored.
     """
 
 def vector_publish(steps: int, /) -> bool:
-    """Publish the steps of open trajectories; takes the lock. Returns whether none are left to Python."""
+    """Publish the steps of open trajectories; takes the lock. Returns whether none are left to
+    Python.
+    """
 
 def gather_into(call: int, resolutions: torch.Tensor, n_steps: torch.Tensor | None, /) -> None:
     """Call `gather_` with the arguments of a GatherCall, by its address; releases the GIL."""
@@ -241,21 +263,25 @@ def stream_take(
         part: Index of the first sample.
         num_parts: Divides the batch.
     Returns:
-        The words of the selection, resolutions [n, 8] and, with priorities, PER weights [n], as new tensors.
-        None: Python must make the selection; nothing has changed that it does not set again.
+        The words of the selection, resolutions [n, 8] and, with priorities, PER weights [n], as new
+        tensors. None: Python must make the selection; nothing has changed that it does not set
+        again.
     """
 
 def bell_ring(bell: int, /) -> None:
     """Add one to a 32-bit word in shared memory, named by its address, and wake its waiters."""
 
 def bell_wait(bell: int, seen: int, timeout_s: float, /) -> int:
-    """Return the word once it is not `seen`, or after the time or a signal; releases the GIL meanwhile."""
+    """Return the word once it is not `seen`, or after the time or a signal; releases the GIL
+    meanwhile.
+    """
 
 def fence() -> None:
     """Order this thread's accesses to memory before against those after."""
 
 def map_guard_add(address: int, num_bytes: int, path: bytes, /) -> int:
-    """Have a handler of SIGBUS write the path to standard error when an access to this memory raises it.
+    """Have a handler of SIGBUS write the path to standard error when an access to this memory
+    raises it.
 
     The handler then hands the signal on to the one that was installed before.
 

@@ -1,5 +1,5 @@
-"""Raw ops of a backend: in place, positional, checked only against accesses outside of their tensors. And how
-the native ops are loaded into this process.
+"""Raw ops of a backend: in place, positional, checked only against accesses outside of their
+tensors. And how the native ops are loaded into this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from deepspeed_gear.ops import jit, native_op
 from ..errors import BuildError, ConfigError
 
 Op = Callable[..., None]
-#: Builds the kernels in a process of its own: two builds in one would share torch's and DeepSpeed's globals.
+#: Builds the kernels in a process of its own: two builds in one would share torch's and DeepSpeed's
+#: globals.
 _BUILD_KERNELS = [sys.executable, "-c", f"from {__name__} import build_kernels; build_kernels()"]
 _building: list[subprocess.Popen[bytes]] = []  # kept, so that they are reaped
 
@@ -79,10 +80,11 @@ class Ops:
     is_direct: bool = False  # plain functions for host memory, which `torch.compile` cannot trace
 
     def on_host(self) -> Ops:
-        """Return the same ops for host memory as plain functions, which `torch.compile` cannot trace.
+        """Return the same ops for host memory as plain functions, which `torch.compile` cannot
+        trace.
 
-        A call takes 0.3 us; through torch's dispatcher 1.5, and more after a batch that has emptied the
-        caches.
+        A call takes 0.3 us; through torch's dispatcher 1.5, and more after a batch that has emptied
+        the caches.
         """
         direct = {op: getattr(self.native, op) for op in OP_NAMES if hasattr(self.native, op)}
         return replace(self, **direct, is_direct=True)
@@ -96,12 +98,14 @@ _fakes = set[str]()
 def load_backend(name: str = "auto") -> Ops:
     """Load the ops of a backend.
 
-    "cpu" is C++; "cuda" the kernels for tensors on a GPU, with the C++ ops for those in host memory; "auto"
-    is "cpu" that, where there is a GPU, has the kernels built at the same time. ConfigError: no such backend.
-    BuildError: it cannot be built or loaded, or CUDA is asked for where there is none.
+    "cpu" is C++; "cuda" the kernels for tensors on a GPU, with the C++ ops for those in host
+    memory; "auto" is "cpu" that, where there is a GPU, has the kernels built at the same time.
+    ConfigError: no such backend. BuildError: it cannot be built or loaded, or CUDA is asked for
+    where there is none.
     """
     if name in ("auto", "cpu"):
-        # Where there is a GPU, "auto" loads the kernels too, once it is known that batches go there.
+        # Where there is a GPU, "auto" loads the kernels too, once it is known that batches go
+        # there.
         return _native_ops(
             "cpu", load_native(with_kernels=name == "auto" and torch.cuda.is_available())
         )
@@ -115,7 +119,9 @@ def load_backend(name: str = "auto") -> Ops:
 
 
 def load_library(library: str) -> Ops:
-    """Load the native module's file that another process of the node has built; it imports no DeepSpeed."""
+    """Load the native module's file that another process of the node has built; it imports no
+    DeepSpeed.
+    """
     path = Path(library)
     return _native_ops(
         "cpu", jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path))
@@ -123,7 +129,9 @@ def load_library(library: str) -> Ops:
 
 
 def _native_ops(name: str, native: ModuleType) -> Ops:
-    """Return the ops of the loaded module; registers once what `torch.compile` traces in place of each."""
+    """Return the ops of the loaded module; registers once what `torch.compile` traces in place of
+    each.
+    """
     with _fakes_lock:
         for op in sorted({*OP_NAMES} - _fakes):
             # Every op writes into tensors of its caller: no shape, dtype or device changes.
@@ -135,10 +143,11 @@ def _native_ops(name: str, native: ModuleType) -> Ops:
 def load_native(timeout_s: float = jit.BUILD_TIMEOUT_S, with_kernels: bool = False) -> ModuleType:
     """Load the CPU op: prebuilt with the wheel where that fits this torch, else built just in time.
 
-    Registers `torch.ops.gear.*` and returns the module with the plain C functions. The first call on a node
-    compiles (tens of seconds; the node's other processes wait for it, at most `timeout_s`; `with_kernels`,
-    another process builds the kernels at the same time), the next ones take milliseconds. Needs no process
-    group; DeepSpeed is imported only to compile. Thread safe. BuildError names the remedy.
+    Registers `torch.ops.gear.*` and returns the module with the plain C functions. The first call
+    on a node compiles (tens of seconds; the node's other processes wait for it, at most
+    `timeout_s`; `with_kernels`, another process builds the kernels at the same time), the next ones
+    take milliseconds. Needs no process group; DeepSpeed is imported only to compile. Thread safe.
+    BuildError names the remedy.
     """
     beside = start_kernels if with_kernels else None
     return native_op.CpuOp().load(
@@ -147,7 +156,9 @@ def load_native(timeout_s: float = jit.BUILD_TIMEOUT_S, with_kernels: bool = Fal
 
 
 def start_kernels() -> None:
-    """Start a process that builds the kernels; `load_native_cuda` waits for it, and names its errors."""
+    """Start a process that builds the kernels; `load_native_cuda` waits for it, and names its
+    errors.
+    """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     null = subprocess.DEVNULL
     with suppress(OSError):
@@ -157,7 +168,9 @@ def start_kernels() -> None:
 
 
 def build_kernels() -> None:
-    """Build the kernels where they can be built, and are not; what goes wrong is left to who loads them."""
+    """Build the kernels where they can be built, and are not; what goes wrong is left to who loads
+    them.
+    """
     builder = _builder("GearCudaBuilder")
     if not builder.missing():
         with suppress(BuildError):
@@ -165,8 +178,8 @@ def build_kernels() -> None:
 
 
 def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
-    """Load the CUDA kernels, after the CPU op whose schemas they implement; as `load_native`. Those of a
-    wheel are loaded also where there is no driver; DeepSpeed is imported only for others.
+    """Load the CUDA kernels, after the CPU op whose schemas they implement; as `load_native`. Those
+    of a wheel are loaded also where there is no driver; DeepSpeed is imported only for others.
     """
     op = native_op.CudaOp()
     is_prebuilt = op.fitting()[0] is not None
@@ -179,7 +192,9 @@ def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
 
 
 def _builder(name: str) -> Any:
-    """Import DeepSpeed without its warning that it has found no GPU, which is irrelevant to a replay."""
+    """Import DeepSpeed without its warning that it has found no GPU, which is irrelevant to a
+    replay.
+    """
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("Setting accelerator to CPU")

@@ -39,7 +39,9 @@ _NVCC_VARIABLES = ("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FL
 
 
 class _DeepSpeedOp(NativeOp):
-    """Base of both builders. Mixed into a DeepSpeed `OpBuilder`, whose `load` and `jit_load` it wraps."""
+    """Base of both builders. Mixed into a DeepSpeed `OpBuilder`, whose `load` and `jit_load` it
+    wraps.
+    """
 
     name: str
     jit_mode: bool
@@ -52,8 +54,8 @@ class _DeepSpeedOp(NativeOp):
         return [str(self.csrc)]
 
     def extra_ldflags(self) -> list[str]:
-        """Name the shared C++ runtime, as torch does: with one of its own in the op, an exception that
-        torch catches ends the process; some compilers link that without being asked.
+        """Name the shared C++ runtime, as torch does: with one of its own in the op, an exception
+        that torch catches ends the process; some compilers link that without being asked.
         """
         flags: list[str] = super().extra_ldflags()  # type: ignore[misc]
         found = toolchain.output([*toolchain.compiler(), "-print-file-name=libstdc++.so.6"])[:1]
@@ -66,7 +68,9 @@ class _DeepSpeedOp(NativeOp):
         return not missing
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
-        """Compile and import through DeepSpeed, under the name that holds the key; BuildError otherwise."""
+        """Compile and import through DeepSpeed, under the name that holds the key; BuildError
+        otherwise.
+        """
         what = f"the native op {self.NAME}"
         folder = jit.build_folder(self.jit_name())
         self.name = folder.name
@@ -87,7 +91,9 @@ class _DeepSpeedOp(NativeOp):
         return module
 
     def cxx_args(self) -> list[str]:
-        """Flags for this machine in a JIT build, portable ones in a wheel; DeepSpeed's would add -g."""
+        """Flags for this machine in a JIT build, portable ones in a wheel; DeepSpeed's would add
+        -g.
+        """
         return self.jit_flags() if self.jit_mode else [*PORTABLE_FLAGS]
 
 
@@ -101,8 +107,8 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
     BUILD_VAR = "DS_BUILD_GEAR_CUDA"
 
     def missing(self) -> dict[str, str]:
-        """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major version:
-        minor ones are compatible; torch's own check only warns of them.
+        """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major
+        version: minor ones are compatible; torch's own check only warns of them.
         """
         missing = super().missing()
         cuda = torch.version.cuda
@@ -127,7 +133,9 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         return super().finished() if torch.cuda.is_available() else None
 
     def key_parts(self) -> dict[str, Any]:
-        """Return the CPU op's parts of the key, and the CUDA compiler, its flags and the devices."""
+        """Return the CPU op's parts of the key, and the CUDA compiler, its flags and
+        the devices.
+        """
         home = toolchain.cuda_home()
         nvcc = toolchain.nvcc_version(home)
         devices = sorted(
@@ -145,15 +153,17 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         }
 
     def nvcc_args(self) -> list[str]:
-        """Return DeepSpeed's flags without fast-math and switches of half types; no fused multiply-add."""
+        """Return DeepSpeed's flags without fast-math and switches of half types; no fused
+        multiply-add.
+        """
         kept = [
             flag for flag in super().nvcc_args() if flag and not flag.startswith(_DROPPED_FLAGS)
         ]
         return [*kept, *_NVCC_FLAGS]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """Return flags of architectures that CUDA 13 still builds; DeepSpeed's defaults begin at 6.0, and it
-        reads no "9.0a" or "10.0f", of whose instructions no kernel here has any.
+        """Return flags of architectures that CUDA 13 still builds; DeepSpeed's defaults begin at
+        6.0, and it reads no "9.0a" or "10.0f", of whose instructions no kernel here has any.
         """
         given = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").strip(";")
         if not given:
@@ -170,14 +180,15 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         return args
 
     def builder(self) -> Any:
-        """Describe the bindings to setuptools; the kernels, which only nvcc compiles, are linked with them.
-        torch may have no CUDA, so they use its host headers alone. The runtime is static, with hidden names,
-        so that it is not mixed with torch's.
+        """Describe the bindings to setuptools; the kernels, which only nvcc compiles, are linked
+        with them. torch may have no CUDA, so they use its host headers alone. The runtime is
+        static, with hidden names, so that it is not mixed with torch's.
         """
         from torch.utils.cpp_extension import CppExtension
 
         runtime = static_runtime()
-        # libtorch.so needs libtorch_cuda.so where torch has CUDA; a function of it is looked up lazily.
+        # libtorch.so needs libtorch_cuda.so where torch has CUDA; a function of it is looked up
+        # lazily.
         libraries = ["-Wl,-z,lazy", "-Wl,--no-as-needed", "-ltorch", "-lrt", "-ldl", "-lpthread"]
         return CppExtension(  # type: ignore[no-untyped-call]
             self.absolute_name(),
@@ -193,9 +204,9 @@ BUILDERS = {builder.__name__: builder for builder in (GearBuilder, GearCudaBuild
 
 
 def register() -> None:
-    """Register the builders with the live accelerator, `deepspeed.ops.op_builder` and `ALL_OPS`. Idempotent;
-    call it again after `set_accelerator`. DeepSpeed has no entry point for external ops: two lookups are
-    wrapped.
+    """Register the builders with the live accelerator, `deepspeed.ops.op_builder` and `ALL_OPS`.
+    Idempotent; call it again after `set_accelerator`. DeepSpeed has no entry point for external
+    ops: two lookups are wrapped.
     """
     import deepspeed.ops.op_builder as op_builder
     from deepspeed.accelerator import get_accelerator
@@ -228,7 +239,9 @@ def _known_first(lookup: Callable[[str], Any], give: Callable[[Any], Any]) -> Ca
 
 
 def require_nvcc() -> Path:
-    """Find the CUDA toolkit, and make torch and DeepSpeed use it; BuildError where there is none."""
+    """Find the CUDA toolkit, and make torch and DeepSpeed use it; BuildError where
+    there is none.
+    """
     home = toolchain.hook_cuda_home()
     if home is None:
         remedy = "install a CUDA toolkit of torch's major version, and set CUDA_HOME to it"
@@ -238,7 +251,9 @@ def require_nvcc() -> Path:
 
 
 def nvcc_flags() -> list[str]:
-    """Return flags for TORCH_CUDA_ARCH_LIST's architectures; unset, it is set to all that are supported."""
+    """Return flags for TORCH_CUDA_ARCH_LIST's architectures; unset, it is set to all that are
+    supported.
+    """
     require_nvcc()
     builder = GearCudaBuilder()
     flags = [flag for flag in builder.nvcc_args() if not flag.startswith("--threads")]
@@ -246,7 +261,9 @@ def nvcc_flags() -> list[str]:
 
 
 def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
-    """Compile every kernel into a folder of this version, unless it is there; return the objects."""
+    """Compile every kernel into a folder of this version, unless it is there; return
+    the objects.
+    """
     nvcc = require_nvcc() / "bin" / "nvcc"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -266,7 +283,9 @@ def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
 
 
 def static_runtime() -> Path:
-    """Find the static CUDA runtime of the toolkit, which needs no library where the kernels are loaded."""
+    """Find the static CUDA runtime of the toolkit, which needs no library where the kernels are
+    loaded.
+    """
     home = require_nvcc()
     for pattern in ("lib64", "lib", "targets/*/lib"):
         for found in sorted(home.glob(f"{pattern}/libcudart_static.a")):

@@ -18,8 +18,9 @@ MOST_TOTAL_BITS = 62  # the sum of all masses is below 2 to this
 
 
 def most_mass_bits(num_items: int) -> int:
-    """Return log2 of the largest mass of an item, so that a table's masses sum to less than 2^62: N items at
-    most, all nodes together, below 2^b, are 2N as N is rounded up on each node, of mass 2^(61 - b).
+    """Return log2 of the largest mass of an item, so that a table's masses sum to less than 2^62: N
+    items at most, all nodes together, below 2^b, are 2N as N is rounded up on each node, of mass
+    2^(61 - b).
     """
     return max(1, min(MOST_MASS_BITS, MOST_TOTAL_BITS - 1 - num_items.bit_length()))
 
@@ -36,9 +37,9 @@ FAN_OUT = 32
 
 
 def tree_levels(num_items: int) -> list[tuple[int, int]]:
-    """Return offset and width, in words, of every level of the tree of `num_items` masses: level 0 the
-    masses, then sums of groups of `FAN_OUT` nodes, to one group. Levels are padded with zeros to whole
-    groups.
+    """Return offset and width, in words, of every level of the tree of `num_items` masses: level 0
+    the masses, then sums of groups of `FAN_OUT` nodes, to one group. Levels are padded with zeros
+    to whole groups.
     """
     levels: list[tuple[int, int]] = []
     nodes = max(num_items, 1)
@@ -57,7 +58,9 @@ def tree_size(num_items: int) -> int:
 
 
 def minima_levels(num_items: int) -> list[tuple[int, int]]:
-    """Return offset and width of the levels of the tree of minima, in words: those >= 1 of the sums."""
+    """Return offset and width of the levels of the tree of minima, in words: those >= 1 of the
+    sums.
+    """
     (_, leaves), *levels = tree_levels(num_items)
     return [(offset - leaves, width) for offset, width in levels]
 

@@ -1,6 +1,6 @@
-"""Conversion of elements while they are gathered: (x - shift) * gain in float64, one rounding an operation. A
-copied value keeps its bits; a NaN of a conversion is the one quiet NaN of its type, because processors differ
-in its payload.
+"""Conversion of elements while they are gathered: (x - shift) * gain in float64, one rounding an
+operation. A copied value keeps its bits; a NaN of a conversion is the one quiet NaN of its type,
+because processors differ in its payload.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ _WIDENING = {
 
 
 def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """Choose the type by way of which a dtype changes: float64 where float32 would lose bits of either."""
+    """Choose the type by way of which a dtype changes: float64 where float32 would lose bits of
+    either.
+    """
     return torch.float64 if source in _WIDE or target in _WIDE else torch.float32
 
 
 def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -> bool:
-    """Return whether a conversion exists: to any floating type, to a wider integer, or none at all."""
+    """Return whether a conversion exists: to any floating type, to a wider integer, or
+    none at all.
+    """
     if target in _FLOATING:
         return True
     return not scaled and (source == target or source in _WIDENING.get(target, ()))
@@ -34,7 +38,9 @@ def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -
 def convert(
     x: Tensor, target: torch.dtype, shift: Tensor | None = None, gain: Tensor | None = None
 ) -> Tensor:
-    """Convert elements, [..., elements], to a dtype that `is_allowed` admits; shift and gain, or neither."""
+    """Convert elements, [..., elements], to a dtype that `is_allowed` admits; shift and gain, or
+    neither.
+    """
     if not is_allowed(x.dtype, target, gain is not None):
         raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)
     if x.dtype == target and gain is None:

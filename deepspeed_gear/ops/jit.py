@@ -1,8 +1,9 @@
 """Load a native op once per process, and build it once per node.
 
-Ranks are serialised by a lock on a file beside the build folder. The kernel releases it when its process
-ends: a killed build blocks no later one. torch's own `lock` file, which would, is removed with the folder of
-an unfinished build. Loading a library runs its code: owners and modes are checked before.
+Ranks are serialised by a lock on a file beside the build folder. The kernel releases it when its
+process ends: a killed build blocks no later one. torch's own `lock` file, which would, is removed
+with the folder of an unfinished build. Loading a library runs its code: owners and modes are
+checked before.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _threads = threading.RLock()
 
 
 def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the process's one copy of a native op; a second aborts. Thread safe; keeps no failure."""
+    """Return the process's one copy of a native op; a second aborts. Thread safe; keeps
+    no failure.
+    """
     with _threads:
         if name not in _loaded:
             _loaded[name] = load()
@@ -50,14 +53,15 @@ def loaded(name: str) -> ModuleType | None:
 
 @contextmanager
 def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of a build in a shared folder; the kernel releases it when this process ends in any way.
-    BuildError where another process still builds after `timeout_s`, or the file (it holds the name of the
-    last holder) cannot be locked.
+    """Hold the lock of a build in a shared folder; the kernel releases it when this process ends in
+    any way. BuildError where another process still builds after `timeout_s`, or the file (it holds
+    the name of the last holder) cannot be locked.
     """
 
     def try_lock() -> bool:
         try:
-            # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock alive.
+            # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock
+            # alive.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
@@ -93,7 +97,9 @@ def build_folder(name: str) -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Return whether a finished build of this name lies in the extensions folder; its size is checked."""
+    """Return whether a finished build of this name lies in the extensions folder; its size is
+    checked.
+    """
     folder = build_folder(name)
     try:
         num_bytes: int = json.loads((folder / _FINISHED).read_text())["bytes"]
@@ -103,7 +109,8 @@ def is_built(name: str) -> bool:
 
 
 def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
-    """Import a finished build, or `build` it in torch's folder of that name; others of the node wait.
+    """Import a finished build, or `build` it in torch's folder of that name; others of the node
+    wait.
 
     `name` must hold a hash of everything that the build depends on.
     """
@@ -118,8 +125,8 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         with suppress(OSError):
             if failure.stat().st_mtime_ns > asked_at:
                 raise BuildError(name, failure.read_text())
-        # A build that never finished is renamed: a compiler that outlived its killed parent writes there, not
-        # here.
+        # A build that never finished is renamed: a compiler that outlived its killed parent writes
+        # there, not here.
         dead = folder.with_suffix(f".dead-{os.getpid()}")
         with suppress(FileNotFoundError):
             folder.rename(dead)
@@ -162,7 +169,9 @@ def _say(text: str) -> None:
 
 
 def check_library(path: Path) -> None:
-    """Check owners and modes before loading: of the package's library, or of a build and its folders."""
+    """Check owners and modes before loading: of the package's library, or of a build and its
+    folders.
+    """
     if path.resolve().parent == _PACKAGE:
         check_owner(
             path, {os.stat(__file__).st_uid}
@@ -180,11 +189,12 @@ def check_folders(folder: Path) -> None:
 
 
 def check_owner(path: Path, owners: Collection[int] = ()) -> None:
-    """Raise BuildError where another user than root, this one and `owners` may write a file or folder.
+    """Raise BuildError where another user than root, this one and `owners` may write a file or
+    folder.
 
-    A folder with the sticky bit, as /tmp, may be writable by all: nothing of this user can be replaced there.
-    So may be what the user's private group can write (its name is the user's, and it has no other members),
-    which is what a umask of 0002 is for.
+    A folder with the sticky bit, as /tmp, may be writable by all: nothing of this user can be
+    replaced there. So may be what the user's private group can write (its name is the user's, and
+    it has no other members), which is what a umask of 0002 is for.
     """
     with BuildError.on(str(path), "must be readable", OSError, remedy="remove it, and build again"):
         status = os.stat(path)

@@ -1,5 +1,5 @@
-"""The native ops without DeepSpeed, which `builder` needs to compile them and which warns without a GPU:
-dependencies of a build, the build that fits this process, its import.
+"""The native ops without DeepSpeed, which `builder` needs to compile them and which warns without a
+GPU: dependencies of a build, the build that fits this process, its import.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from ..errors import BuildError
 from . import jit, toolchain
 
-# No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers decide it.
+# No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers
+# decide it.
 CXX_FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wno-reorder"]
 DRIVER = "libcuda.so.1"
 
@@ -52,7 +53,9 @@ class NativeOp(ABC):
         return toolchain.missing_tools()
 
     def source_digest(self) -> str:
-        """Hash names and bytes of the files that the compiler reads from `csrc`, wherever that lies."""
+        """Hash names and bytes of the files that the compiler reads from `csrc`, wherever that
+        lies.
+        """
         headers = (h for h in self.csrc.rglob("*.h") if not h.stem.endswith(self.OTHER_HEADERS))
         digest = hashlib.sha256()
         for file in sorted({*map(Path, self.sources()), *headers}):
@@ -78,7 +81,9 @@ class NativeOp(ABC):
         ]
 
     def jit_name(self) -> str:
-        """Return the name of the JIT build; it differs for every version of anything it depends on."""
+        """Return the name of the JIT build; it differs for every version of anything it
+        depends on.
+        """
         return f"{self.NAME}_{toolchain.short_key(self.key_parts())}"
 
     def load(
@@ -88,7 +93,8 @@ class NativeOp(ABC):
         beside: Callable[[], None] | None = None,
         builder: Callable[[], Any] | None = None,
     ) -> ModuleType:
-        """Load the op: the process's own copy, else the prebuilt one, else one that `builder` makes.
+        """Load the op: the process's own copy, else the prebuilt one, else one that `builder`
+        makes.
 
         `beside` is called in the one process that builds it, before it compiles.
         """
@@ -130,7 +136,9 @@ class NativeOp(ABC):
             raise BuildError(f"the native op {self.NAME}", rule, remedy=remedy)
 
     def prebuilt(self) -> tuple[Path | None, str]:
-        """Return the file of the op that was built with the wheel, or None; and why it does not fit here."""
+        """Return the file of the op that was built with the wheel, or None; and why it does not fit
+        here.
+        """
         folder = Path(__file__).resolve().parent
         stem = f"{self.NAME}_op"
         files = (folder / f"{stem}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
@@ -169,7 +177,9 @@ class CpuOp(NativeOp):
         return existing([folder / "library.cpp", folder / "module.cpp", *rest])
 
     def load_finished(self) -> ModuleType | None:
-        """Import it, unless another copy of the package has registered its ops: torch would abort."""
+        """Import it, unless another copy of the package has registered its ops: torch
+        would abort.
+        """
         op = next(
             (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None
         )
@@ -198,8 +208,9 @@ class CudaOp(NativeOp):
         return existing(sorted(self.csrc.glob("*/*.cu")))
 
     def fitting(self) -> tuple[Path | None, str]:
-        """Find the kernels that were built with the wheel, if they are compiled for the devices here. It
-        initialises CUDA, after which a process must not fork; `register` asks only for `prebuilt`.
+        """Find the kernels that were built with the wheel, if they are compiled for the devices
+        here. It initialises CUDA, after which a process must not fork; `register` asks only for
+        `prebuilt`.
         """
         found, why = self.prebuilt()
         if found is None:
@@ -217,7 +228,9 @@ class CudaOp(NativeOp):
         return found, why
 
     def load_finished(self) -> ModuleType | None:
-        """Import the prebuilt kernels, which need no driver, else a finished build; None without either."""
+        """Import the prebuilt kernels, which need no driver, else a finished build; None without
+        either.
+        """
         # Functions resolve at their first call: a torch without CUDA lacks its CUDA stream.
         before = sys.getdlopenflags()
         sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
@@ -237,18 +250,23 @@ def existing(files: Iterable[Path]) -> list[str]:
 
 
 def covers(architectures: str, device: tuple[int, int]) -> bool:
-    """Return whether kernels for `architectures` ("8.0;9.0+PTX") run on a device: major, minor capability."""
+    """Return whether kernels for `architectures` ("8.0;9.0+PTX") run on a device: major, minor
+    capability.
+    """
     for architecture in architectures.split(";"):
         number, _, ptx = architecture.partition("+")
         major, minor = (int(part) for part in number.split("."))
-        # Machine code runs on later devices of its major version, PTX is compiled for all later ones.
+        # Machine code runs on later devices of its major version, PTX is compiled for all later
+        # ones.
         if (major == device[0] and minor <= device[1]) or (ptx and (major, minor) <= device):
             return True
     return False
 
 
 def require_device() -> None:
-    """Raise BuildError where there is no driver, no CUDA in torch, or no device for kernels to run on."""
+    """Raise BuildError where there is no driver, no CUDA in torch, or no device for kernels to run
+    on.
+    """
     missing = {}  # what is missing -> how to get it
     try:
         ctypes.CDLL(DRIVER)

@@ -1,4 +1,6 @@
-"""Philox random words in NumPy: their definition, for ops and for the few draws that are not worth one."""
+"""Philox random words in NumPy: their definition, for ops and for the few draws that are not worth
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ Words = tuple[
 def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
     """Make a random word of 128 bits for each number and purpose.
 
-    `numbers` are [n], uint64, `purposes` [p, 1]; the words' quarters, the highest first, [p, n] each.
+    `numbers` are [n], uint64, `purposes` [p, 1]; the words' quarters, the highest first, [p, n]
+    each.
     """
     shape = np.broadcast_shapes(numbers.shape, purposes.shape)
-    even, odd = (
-        np.empty((2, *shape), np.uint64),
-        np.empty((2, *shape), np.uint64),
-    )  # words 0 and 2, 1 and 3
+    # words 0 and 2, 1 and 3
+    even = np.empty((2, *shape), np.uint64)
+    odd = np.empty((2, *shape), np.uint64)
     even[0] = numbers & _LOW
     even[1] = stream & 0xFFFFFFFF
     odd[0] = numbers >> _SHIFT
@@ -39,7 +41,8 @@ def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) ->
 
 
 def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tensor, Tensor]:
-    """Make the upper and the lower 64 bits of a random word for each sample number, [...]: Philox4x32-10.
+    """Make the upper and the lower 64 bits of a random word for each sample number, [...]:
+    Philox4x32-10.
 
     The counter is the number, 32 bits of `stream` and 32 of `purpose`; the key is `seed`.
 
@@ -63,7 +66,9 @@ def _round_keys(seed: int) -> list[np.ndarray]:
 
 
 def below(words: Words, totals: np.ndarray) -> np.ndarray:
-    """Return floor(word * total / 2^128), [n], int64: uniform below totals < 2^32 up to 2^-96 relative."""
+    """Return floor(word * total / 2^128), [n], int64: uniform below totals < 2^32 up to 2^-96
+    relative.
+    """
     total = totals.astype(np.uint64)
     carry = np.zeros(len(totals), np.uint64)
     for quarter in reversed(words):

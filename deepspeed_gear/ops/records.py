@@ -1,5 +1,6 @@
-"""Records and codes that Python and C++ share, a class of words each; a test compares them with the headers.
-A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a row.
+"""Records and codes that Python and C++ share, a class of words each; a test compares them with the
+headers. A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a
+row.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class SlotState:
 
 
 class Resolution:
-    """The record of a sample: the slot, extent, anchor and mass of a draw. Header: common/slot.h."""
+    """The record of a sample: the slot, extent, anchor and mass of a draw. Header:
+    common/slot.h.
+    """
 
     ID: Final = 0
     SLOT: Final = 1
@@ -143,7 +146,9 @@ class Pad:
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """Specification of a field of a gather: the words of `struct Field` (gather/gather.h), in their order."""
+    """Specification of a field of a gather: the words of `struct Field` (gather/gather.h), in their
+    order.
+    """
 
     source: int  # of `Source`
     offset: int = 0  # of the window's first step, relative to the anchor

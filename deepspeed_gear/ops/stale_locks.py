@@ -1,9 +1,10 @@
 """Locks that killed builds of torch extensions leave.
 
-torch creates `lock` in an extension's folder before it compiles and removes it afterwards (`file_baton`). It
-outlives a process that is killed meanwhile, such as a launch that compiles DeepSpeed's communication op, and
-every later load of the extension waits for ever, without a message. The holder keeps the file open as long as
-it compiles, so a lock that no process has open is stale.
+torch creates `lock` in an extension's folder before it compiles and removes it afterwards
+(`file_baton`). It outlives a process that is killed meanwhile, such as a launch that compiles
+DeepSpeed's communication op, and every later load of the extension waits for ever, without a
+message. The holder keeps the file open as long as it compiles, so a lock that no process has open
+is stale.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _LOCAL = {
 
 
 def remove() -> list[BuildError]:
-    """Remove locks whose holders are dead; return the errors of old ones whose holders may be. Log both. One
-    process of a machine looks at a time, in half a second for each stale lock; others may build.
+    """Remove locks whose holders are dead; return the errors of old ones whose holders may be. Log
+    both. One process of a machine looks at a time, in half a second for each stale lock; others may
+    build.
     """
     try:
         root = build_folder("any").parent
@@ -68,7 +70,8 @@ def _remove(lock: Path) -> BuildError | None:
         time.sleep(_SECOND_LOOK_S)
         if is_open(lock) or lock.stat().st_ctime_ns != made.st_ctime_ns:
             return None
-        lock.unlink()  # no process creates it while it exists, and only its dead holder would remove it
+        # no process creates it while it exists, and only its dead holder would remove it
+        lock.unlink()
         LOG.warning("gear: removed %s, made %.0f s ago by a build that has died", lock, age_s)
     except OSError as error:  # among them that it has just gone
         if age_s > _LONG_BUILD_S and lock.exists():

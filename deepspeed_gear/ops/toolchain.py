@@ -24,7 +24,9 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def csrc_root() -> Path:
-    """Find the C++ and CUDA sources: inside an installed wheel, or beside the package in a checkout."""
+    """Find the C++ and CUDA sources: inside an installed wheel, or beside the package in a
+    checkout.
+    """
     installed = _PACKAGE / "csrc"
     return installed if installed.is_dir() else _PACKAGE.parents[1] / "ops" / "csrc"
 
@@ -47,7 +49,9 @@ def missing_tools() -> dict[str, str]:
 
 
 def _ninja_folder() -> str | None:
-    """Find ninja on the PATH or beside this interpreter (a venv that is used without being activated)."""
+    """Find ninja on the PATH or beside this interpreter (a venv that is used without being
+    activated).
+    """
     beside = os.pathsep.join(
         (sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user"))
     )
@@ -82,7 +86,9 @@ def compiler_version() -> str:
 
 
 def installed_version(package: str) -> str:
-    """Return the version of an installed package without importing it, or "" where there is none."""
+    """Return the version of an installed package without importing it, or "" where
+    there is none.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -97,7 +103,9 @@ def nvcc_version(home: Path | None) -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """Return the CPU features that `-march=native` may use, so that unlike machines can share a cache."""
+    """Return the CPU features that `-march=native` may use, so that unlike machines can share a
+    cache.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -109,9 +117,11 @@ def cpu_features() -> str:
 
 
 def cuda_home() -> Path | None:
-    """Find the CUDA toolkit: CUDA_HOME, else the path that nvcc itself prints, else where torch finds one.
+    """Find the CUDA toolkit: CUDA_HOME, else the path that nvcc itself prints, else where torch
+    finds one.
 
-    torch guesses from the place of the nvcc on the PATH, which is wrong where that is a wrapper script.
+    torch guesses from the place of the nvcc on the PATH, which is wrong where that is a wrapper
+    script.
     """
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if given:
@@ -147,9 +157,9 @@ def abi() -> dict[str, str]:
 
 
 def release(version: str) -> str:
-    """Return the release of torch that a version is a build of: "2.13.0+cpu" and "2.13.0+cu130" have one
-    source and one compiler, so an op that fits one fits the other. Other labels say nothing of the kind, and
-    stay.
+    """Return the release of torch that a version is a build of: "2.13.0+cpu" and "2.13.0+cu130"
+    have one source and one compiler, so an op that fits one fits the other. Other labels say
+    nothing of the kind, and stay.
     """
     return re.sub(r"^([\d.]+)\+(cpu|cu\d+)$", r"\1", version)
 

@@ -1,4 +1,6 @@
-"""Which rows a window reads: windows clipped to their trajectories, and the row at every place of one."""
+"""Which rows a window reads: windows clipped to their trajectories, and the row at every place of
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from deepspeed_gear.ops.records import Align, GatherSpec, Resolution, Source
 
 
 def is_no_sample(resolutions: Tensor) -> Tensor:
-    """Return which records are no samples, as a draw from a table without masses gives. [B], bool."""
+    """Return which records are no samples, as a draw from a table without masses gives.
+    [B], bool.
+    """
     is_named = (resolutions[:, [Resolution.ID, Resolution.SLOT]] == Resolution.NO_SAMPLE).all(dim=1)
     return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(
         dim=1
@@ -29,11 +33,11 @@ class Span(NamedTuple):
 
 
 def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: Tensor) -> Span:
-    """Clip windows to their trajectories: rows [max(0, anchor + offset), min(rows, anchor + offset +
-    length)).
+    """Clip windows to their trajectories: rows [max(0, anchor + offset), min(rows, anchor + offset
+    + length)).
 
-    `place` is the first real row's place in the window; `before` and `after` are the rows that an "edge" pads
-    it with on both sides, 0 of a trajectory without rows.
+    `place` is the first real row's place in the window; `before` and `after` are the rows that an
+    "edge" pads it with on both sides, 0 of a trajectory without rows.
     """
     first = anchor + offset
     zero = torch.zeros_like(rows)
@@ -52,7 +56,9 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
 def rows_of(
     field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the row at every place of the part (if it is not real, the nearest edge's), and which are."""
+    """Return the row at every place of the part (if it is not real, the nearest edge's), and which
+    are.
+    """
     is_sample = ~is_no_sample(resolutions)
     if field.source == Source.TRAJECTORY:
         return resolutions[:, Resolution.SLOT, None], is_sample[:, None]

@@ -1,4 +1,6 @@
-"""The plan of a replay: what follows from config, data and topology, read, compared and resolved once."""
+"""The plan of a replay: what follows from config, data and topology, read, compared and resolved
+once.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ class Resolved:
         return self.leads_shard and self.topology.node == self.placement.order[0]
 
     def statistics(self, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
-        """Return the statistics of the training split that fields are normalised with, where they are."""
+        """Return the statistics of the training split that fields are normalised with, where they
+        are.
+        """
         return self._statistics if any(field.normalize for field in fields) else {}
 
     @cached_property
@@ -197,8 +201,8 @@ def resolve_plan(
 ) -> Resolved:
     """Read config and data on every rank, compare and resolve; arguments of `Replay`.
 
-    Collective, as its errors are. `on_device`: tables must lie on devices. `process_group` may be a control
-    plane of its ranks, over which a caller has agreed before: the plan continues with it.
+    Collective, as its errors are. `on_device`: tables must lie on devices. `process_group` may be a
+    control plane of its ranks, over which a caller has agreed before: the plan continues with it.
     """
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
@@ -254,7 +258,9 @@ def resolve_plan(
 
 
 def _read_config(exchange: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
-    """Parse the config on every rank and compare; return it, and batch sizes of the ds_config around it."""
+    """Parse the config on every rank and compare; return it, and batch sizes of the ds_config
+    around it.
+    """
     section, sizes = exchange.agree("reading the config", lambda: ds_config.read(given))
     config = exchange.agree("the gear section", lambda: parse(section))
     others = exchange.gather((shared_options(config), sizes))
@@ -280,7 +286,9 @@ def _check_placement(config: GearConfig, on_device: bool) -> None:
 
 
 def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
-    """Check that the ranks of a node have the same backend and `load` for their common store. Collective."""
+    """Check that the ranks of a node have the same backend and `load` for their common store.
+    Collective.
+    """
     tables = config.resolved_tables.items()
     mine: dict[str, str] = {"gear.backend": "cpu" if config.backend == "auto" else config.backend}
     mine |= {
@@ -294,8 +302,8 @@ def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig
 
 
 def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
-    """Open and compare the data sets on every rank; nodes may have parts of one whole. Collective. DataError:
-    one is missing, broken, or not of the same whole on all ranks.
+    """Open and compare the data sets on every rank; nodes may have parts of one whole. Collective.
+    DataError: one is missing, broken, or not of the same whole on all ranks.
     """
     tables = config.resolved_tables.items()
     data = exchange.agree(
@@ -321,7 +329,9 @@ def _sum_weights(
     fields: Sequence[ResolvedField],
     datasets: Mapping[str, Dataset],
 ) -> dict[str, float]:
-    """Sum the item weights of each sampled data set; of one in parts, those of all nodes. Collective."""
+    """Sum the item weights of each sampled data set; of one in parts, those of all nodes.
+    Collective.
+    """
     sampled = [name for name in config.sampled_tables if name in datasets]
     own = exchange.agree(
         "the weights",
@@ -364,14 +374,18 @@ def fields_of(
 
 
 def _statistics_table(config: GearConfig, data: Mapping[str, Dataset]) -> str | None:
-    """Return the table whose data set's statistics normalise fields: the first sampled one with one."""
+    """Return the table whose data set's statistics normalise fields: the first sampled one with
+    one.
+    """
     return next((table for table in config.sampled_tables if table in data), None)
 
 
 def statistics_of(
     config: GearConfig, data: Mapping[str, Dataset]
 ) -> Mapping[str, ColumnStatistics]:
-    """Return the training split's statistics, none without data. Another split than the data's: one pass."""
+    """Return the training split's statistics, none without data. Another split than the data's: one
+    pass.
+    """
     table = _statistics_table(config, data)
     if table is None:
         return {}
@@ -383,7 +397,9 @@ def statistics_of(
 def batch_info(
     config: GearConfig, topology: Topology, given: BatchInfo | None, sizes: Mapping[str, Any]
 ) -> BatchInfo:
-    """Return the sizes of a batch: those of an engine, a ds_config, the config, or of packed batches."""
+    """Return the sizes of a batch: those of an engine, a ds_config, the config, or of packed
+    batches.
+    """
     place = topology.place
     if config.pack is not None:
         worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world

@@ -1,4 +1,6 @@
-"""Resolution of a table: its batch streams, capacity, retention, groups, store, room for rows of others."""
+"""Resolution of a table: its batch streams, capacity, retention, groups, store, room for rows of
+others.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,9 @@ def streams_of(
 ) -> dict[str, StreamSpec]:
     """Return the training stream and an evaluation stream per split of a sampled table, by name.
 
-    `admitted` is its `admission`. `num_items` and `weight_total` (0: not known yet) are of all nodes; without
-    a placement every replica samples a table of its own. ConfigError: the table has groups and a split.
+    `admitted` is its `admission`. `num_items` and `weight_total` (0: not known yet) are of all
+    nodes; without a placement every replica samples a table of its own. ConfigError: the table has
+    groups and a split.
     """
     options = config.sampler_of(name)
     table = config.resolved_tables[name]
@@ -113,7 +116,8 @@ def streams_of(
         batch=info.global_batch,
         depth=config.prefetch + SPARE_SELECTIONS,
         count=None if mixture is None else partial(mixture.count, index),
-        # Beside prompts, which do not wait for them, groups come from another table as soon as it has some.
+        # Beside prompts, which do not wait for them, groups come from another table as soon as it
+        # has some.
         is_optional=table.prompts is None
         and any(t.prompts for t in config.resolved_tables.values()),
         count_draws=config.count_draws,
@@ -167,7 +171,9 @@ def admission(
 def read_columns(
     options: SamplerOptions, fields: Sequence[ResolvedField], group: GroupConfig | None
 ) -> tuple[str, ...]:
-    """Return the columns that batches read, or that groups need: late columns among them must be filled."""
+    """Return the columns that batches read, or that groups need: late columns among them must be
+    filled.
+    """
     columns = (
         column for field in read_fields(fields) for column in (field.column, field.hindsight)
     )
@@ -181,7 +187,9 @@ def read_columns(
 def weight_total(
     config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset
 ) -> float:
-    """Return the sum of item weights of a data set, or 0; DataError: one is negative or not finite."""
+    """Return the sum of item weights of a data set, or 0; DataError: one is negative or
+    not finite.
+    """
     column = config.sampler_of(table).columns.get("weight")
     if column is None:
         return 0.0
@@ -196,8 +204,14 @@ def weight_total(
 def check_compressed(
     config: GearConfig, datasets: Mapping[str, Dataset], spread: Iterable[str]
 ) -> None:
-    """Raise ConfigError where rows of compressed columns would be read other than by windows on a host."""
-    remedy = "make the data set without --compress; on several nodes replicate it, or divide it by gear split"
+    """Raise ConfigError where rows of compressed columns would be read other than by windows on a
+    host.
+    """
+    remedy = (
+        "make the data set without --compress; on several nodes replicate it, or divide "
+        "it "
+        "by gear split"
+    )
     for name in (name for name, dataset in datasets.items() if dataset.compressed):
         at = dotted("gear", "tables", name)
         held = list(datasets[name].compressed)
@@ -238,8 +252,9 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
 
 
 def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
-    """Return the steps and trajectories that fit into one of `count` equal shards of a table with a capacity.
-    ConfigError: the longest trajectory or a group does not fit, or the bytes hold no step.
+    """Return the steps and trajectories that fit into one of `count` equal shards of a table with a
+    capacity. ConfigError: the longest trajectory or a group does not fit, or the bytes hold no
+    step.
     """
     whole = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
     if whole < 1:
@@ -248,7 +263,10 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
     steps = -(-whole // count)
     if table.max_length is not None and table.max_length > steps:
-        rule = f"must be at most {steps}, what each of {count} shards holds of capacity_steps ({whole})"
+        rule = (
+            f"must be at most {steps}, what each of {count} shards holds of capacity_steps "
+            f"({whole})"
+        )
         remedy = "raise capacity_steps, or use fewer shards"
         raise ConfigError(f"gear.tables.{name}.max_length", rule, table.max_length, remedy)
     slots_each = -(-slots // count)
@@ -280,7 +298,8 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
     rows = (
         -(-steps // envs) + own_slots * final + longest + final
     )  # a wrap may skip a longest trajectory
-    # While a trajectory is open, its environment moves on by less: it is never the one that is evicted.
+    # While a trajectory is open, its environment moves on by less: it is never the one that is
+    # evicted.
     least = longest + final + (1 + final) * (longest + 1)
     return max(rows, least), own_slots + 1
 
@@ -288,7 +307,9 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
 def check_holds_batch(
     config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int
 ) -> None:
-    """Raise if a table in `count` stores can never hold the items of a global batch: none would be drawn."""
+    """Raise if a table in `count` stores can never hold the items of a global batch: none would be
+    drawn.
+    """
     table = config.resolved_tables[name]
     sampler = stream.sampler
     samples = stream.num_samples(0)
@@ -319,7 +340,9 @@ def check_holds_batch(
 
 
 def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
-    """Return an upper bound on the items that a table ever holds; the same for any number of nodes."""
+    """Return an upper bound on the items that a table ever holds; the same for any
+    number of nodes.
+    """
     by_step = config.item_sampler.unit == "step"
     if dataset is not None:
         whole = dataset.num_steps if dataset.part is None else dataset.part.steps
@@ -329,14 +352,16 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
         return table.num_envs * environment_sizes(name, table, schema)[0 if by_step else 1]
     steps = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
     slots = max(capacity_of(name, table, schema, 1)[1], -(-steps // (table.max_length or steps)))
-    # A ring on a device has rows for one more trajectory; steps may lie in rows kept for final ones.
+    # A ring on a device has rows for one more trajectory; steps may lie in rows kept for final
+    # ones.
     return steps + slots + (table.max_length or 0) if by_step else slots
 
 
 def group_spec_of(
     group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0
 ) -> GroupSpec:
-    """Return the specification of a table's groups; `read` are the columns that batches and sampler read.
+    """Return the specification of a table's groups; `read` are the columns that batches and sampler
+    read.
 
     `num_slots` are those of the store; 0: it is a data set, which no group leaves.
     """
@@ -397,7 +422,10 @@ def prompt_spec_of(
         count * max(-(-(prompts.max_lag + 2) * groups // count), groups) * group.max_trajectories
     )
     if slots * count < least:
-        rule = f"must be at least {least}, the groups of max_lag + 1 batches and of the one in training"
+        rule = (
+            f"must be at least {least}, the groups of max_lag + 1 batches and of the one in "
+            f"training"
+        )
         rule += "" if count == 1 else f", and for each of {count} nodes those of a batch"
         raise ConfigError(
             f"{at}.capacity_trajectories", rule, slots * count, "raise it, or lower max_lag"
@@ -419,8 +447,8 @@ def prompt_spec_of(
 
 
 def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableSpec) -> bool:
-    """Return whether the prompt of a group may be stored once: no field of the steps before its responses
-    depends on which trajectory it is of.
+    """Return whether the prompt of a group may be stored once: no field of the steps before its
+    responses depends on which trajectory it is of.
     """
     late = [column.role for column in schema.late_columns]
     if schema.role("loss_mask") is None or "loss_mask" in late or "token" in late:
@@ -431,7 +459,9 @@ def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableS
 
 
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
-    """Return the media of a table; ConfigError: it has no column of the role media, or no media for it."""
+    """Return the media of a table; ConfigError: it has no column of the role media, or no media for
+    it.
+    """
     media = config.resolved_tables[name].media
     column = schema.role("media")
     at = f"gear.tables.{name}"
@@ -455,7 +485,9 @@ def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | 
 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
-    """Return the retention of a table whose stores have a capacity of so many steps and trajectories."""
+    """Return the retention of a table whose stores have a capacity of so many steps and
+    trajectories.
+    """
     table = config.resolved_tables[name]
     at = f"gear.tables.{name}"
     policy_class(table.remove, f"{at}.remove")
@@ -487,14 +519,18 @@ def _rate(
     if rate.samples_per_insert is None:
         return RateLimiter.least_size(unit, rate.min_size)
     longest = (table.max_length or 1) if unit == "step" else 1
-    # The longest addition must be admitted while a batch waits, and while one item is missing at first.
+    # The longest addition must be admitted while a batch waits, and while one item is missing at
+    # first.
     least = (batch + rate.samples_per_insert * longest) / 2
     least = max(least, rate.samples_per_insert * (longest - 1))
     buffer = rate.error_buffer
     if buffer is None:
         buffer = max(least, rate.samples_per_insert * rate.min_size)
     if buffer < least:
-        remedy = f"half of a global batch ({batch}) and of what the longest addition brings, and what it "
+        remedy = (
+            f"half of a global batch ({batch}) and of what the longest addition brings, "
+            f"and what it "
+        )
         remedy += "brings without one item, or both sides wait"
         raise ConfigError(
             f"{at}.rate_limiter.error_buffer", f"must be at least {least:g}", buffer, remedy
@@ -512,8 +548,9 @@ def store_of(
     shard: Shard | None = None,
     batch: int = 0,
 ) -> TableSpec:
-    """Return the sizes of this node's store of a table, without rows for arrivals. `batch`: its most samples
-    in a global batch. DataError: the shard is not in what the node has of the data set.
+    """Return the sizes of this node's store of a table, without rows for arrivals. `batch`: its
+    most samples in a global batch. DataError: the shard is not in what the node has of the data
+    set.
     """
     table = config.resolved_tables[name]
     is_sampled = name in config.sampled_tables
@@ -529,7 +566,10 @@ def store_of(
         if not (own[0] <= first <= end <= own[1]):
             rule = f"must hold the trajectories {first} to {end - 1}"
             given = f"{len(dataset)} trajectories"
-            remedy = "give this node the whole data set, or its own part and every other node another one"
+            remedy = (
+                "give this node the whole data set, or its own part and every other node "
+                "another one"
+            )
             raise DataError(
                 f"table {name}: {dataset.path}", rule, str(dataset.part or given), remedy
             )
@@ -576,7 +616,9 @@ def store_of(
 
 @dataclass(frozen=True)
 class ArrivalRoom:
-    """Rows and slots of a store for the rows that a stream receives from other nodes, for one selection."""
+    """Rows and slots of a store for the rows that a stream receives from other nodes, for one
+    selection.
+    """
 
     first_row: int
     num_rows: int

@@ -1,1 +1,3 @@
-"""Writing from machines without a store: a gateway beside the store, and writers that send to it."""
+"""Writing from machines without a store: a gateway beside the store, and writers that
+send to it.
+"""

@@ -1,4 +1,6 @@
-"""Connection to a gateway: calls with a deadline, each answered or lost as a whole; reconnects if lost."""
+"""Connection to a gateway: calls with a deadline, each answered or lost as a whole; reconnects if
+lost.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.remote import gateway_messages
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
-_ANSWER_S, _BYTES_A_S = (
-    10.0,
-    100_000,
-)  # longest time of a call without its bytes; least rate of the bytes
-# gRPC would share connections, and their pauses after failures, with earlier ones; and it would use the
-# http_proxy of the environment, which is for the web. Answers have any length: they hold every refusal.
+# longest time of a call without its bytes; least rate of the bytes
+_ANSWER_S = 10.0
+_BYTES_A_S = 100_000
+# gRPC would share connections, and their pauses after failures, with earlier ones; and it would use
+# the http_proxy of the environment, which is for the web. Answers have any length: they hold every
+# refusal.
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -49,7 +51,9 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """Calls to a gateway over a connection that is made again after a loss. One thread at a time."""
+    """Calls to a gateway over a connection that is made again after a loss. One thread
+    at a time.
+    """
 
     def __init__(self, url: str, token: Any, ca: Any = None, insecure: bool = False) -> None:
         self.url = arguments.one_of("url", url, str, "a string")
@@ -75,7 +79,8 @@ class Connection:
     def call(
         self, action: str, header: Mapping[str, Any], most_s: float, batch: Any = None
     ) -> dict[str, Any]:
-        """Call an action of the gateway; return its answer: `error` is one of the gateway, `content` prompts.
+        """Call an action of the gateway; return its answer: `error` is one of the gateway,
+        `content` prompts.
 
         It takes at most `most_s`, for any size of the request. `batch` is of `encode`, or bytes.
         """

@@ -1,4 +1,6 @@
-"""The gateway: a gRPC server that adds what remote writers send to this node's store, or leases prompts."""
+"""The gateway: a gRPC server that adds what remote writers send to this node's store, or leases
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def read_certificate(chain: str | Path, key: str | Path) -> grpc.ServerCredentia
 class Session:
     """State of one remote writer, or rollout worker.
 
-    `upto` only grows, and only after a commit or a refusal: so a trajectory that is sent twice is added once.
+    `upto` only grows, and only after a commit or a refusal: so a trajectory that is sent twice is
+    added once.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -112,8 +115,8 @@ class Session:
 class Sessions:
     """Adds batches of any number of writers, one after the other.
 
-    At most one batch of each writer is held: the next is accepted when the last is added or refused, so
-    trajectories that the table does not take yet stay with the writers.
+    At most one batch of each writer is held: the next is accepted when the last is added or
+    refused, so trajectories that the table does not take yet stay with the writers.
 
     Thread safety: any thread may call anything; only one thread adds.
     """
@@ -139,7 +142,9 @@ class Sessions:
         self._sessions.setdefault(client, Session(grace_s))
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
-        """End sessions whose writers wait for no batch and have not called for a time; return how many."""
+        """End sessions whose writers wait for no batch and have not called for a time; return how
+        many.
+        """
         now = time.monotonic()
         found = list(self._sessions.items())
         late = [
@@ -159,12 +164,14 @@ class Sessions:
         self._sessions.pop(client, None)
 
     def put(self, client: str, known: int, trajectories: Numbered) -> dict[str, Any]:
-        """Add a batch, unless the last one is still waiting; answer when it is added, or after `ANSWER_S`.
+        """Add a batch, unless the last one is still waiting; answer when it is added, or after
+        `ANSWER_S`.
 
-        Numbers follow those of the last batch or repeat some; no trajectory only asks for the answer.
-        Refusals up to `known` have arrived, and are not sent again. The answer has `upto`, `busy` (a batch is
-        being added), `refused`, `error` of the end; and `wait_s`, how long the writer must wait before it
-        calls again: where too many requests wait here already, this one does not.
+        Numbers follow those of the last batch or repeat some; no trajectory only asks for the
+        answer. Refusals up to `known` have arrived, and are not sent again. The answer has `upto`,
+        `busy` (a batch is being added), `refused`, `error` of the end; and `wait_s`, how long the
+        writer must wait before it calls again: where too many requests wait here already, this one
+        does not.
         """
         session = self._sessions.get(client)
         if session is None:
@@ -180,7 +187,8 @@ class Sessions:
 
     def _put(self, session: Session, known: int, trajectories: Numbered) -> dict[str, Any]:
         with session.lock:
-            # A writer that has not received its refusals sends again; so their number is that of one batch.
+            # A writer that has not received its refusals sends again; so their number is that of
+            # one batch.
             waits = session.is_busy(0.0) or session.refused_after(known)
             if trajectories and not waits and self.error is None:
                 numbers = [number for number, _ in trajectories]
@@ -199,7 +207,9 @@ class Sessions:
         return answer
 
     def _wait(self, session: Session) -> tuple[bool, float]:
-        """Return whether a session's task goes on, and how long its writer must wait before it asks again."""
+        """Return whether a session's task goes on, and how long its writer must wait before it asks
+        again.
+        """
         may_wait = self._waiting.acquire(blocking=False)
         busy = session.is_busy(ANSWER_S if may_wait else 0.0)
         if may_wait:
@@ -252,8 +262,9 @@ class Sessions:
 class LeaseSessions(Sessions):
     """Leases prompts to any number of remote rollout workers, as one worker of this node.
 
-    A lease is of a session and ends with it; of a store that outlives its job, its commit is taken as that of
-    a local worker whose lease came back. Commits are done one after the other, other calls at once.
+    A lease is of a session and ends with it; of a store that outlives its job, its commit is taken
+    as that of a local worker whose lease came back. Commits are done one after the other, other
+    calls at once.
     """
 
     def __init__(self, writer: TrajectoryWriter, max_message_bytes: int) -> None:
@@ -286,8 +297,9 @@ class LeaseSessions(Sessions):
     def work(self, client: str, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
         """Do a worker's call once, however often it is made: its `number` grows with each new one.
 
-        A call without one only keeps the session. `unknown` in the answer: there is no such session; `busy`:
-        the commit of this number has not ended, so the worker asks again, without its `content`.
+        A call without one only keeps the session. `unknown` in the answer: there is no such
+        session; `busy`: the commit of this number has not ended, so the worker asks again, without
+        its `content`.
         """
         session = self._sessions.get(client)
         if session is None:
@@ -365,7 +377,9 @@ class LeaseSessions(Sessions):
         return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
 
     def _check_other(self, lease: LeaseRecord) -> None:
-        """Raise LeaseExpiredError unless a lease of another session is of this store, which is kept."""
+        """Raise LeaseExpiredError unless a lease of another session is of this store, which is
+        kept.
+        """
         spec = self._ledger.spec
         is_known = lease.origin == self._origin and lease.entry < spec.num_entries
         if not (spec.members and is_known and lease.number % spec.num_stores == spec.store):
@@ -395,15 +409,16 @@ class LeaseSessions(Sessions):
 
 
 class Gateway:
-    """Server that adds trajectories of remote writers to one table, or leases its prompts, in own threads.
+    """Server that adds trajectories of remote writers to one table, or leases its prompts, in own
+    threads.
 
-    Memory: a worker receives a call's message after the token is checked, and at most `max_message_bytes` and
-    1 MiB of it, a session one batch or group that is to be added; calls that wait for a worker hold what
-    gRPC's flow control admits. Nothing is decompressed, no value is copied, and the arrays of a call's
-    trajectories count to its bytes.
+    Memory: a worker receives a call's message after the token is checked, and at most
+    `max_message_bytes` and 1 MiB of it, a session one batch or group that is to be added; calls
+    that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed, no value
+    is copied, and the arrays of a call's trajectories count to its bytes.
 
-    The gateway is the only user of its writer. Port 0 takes a free one; `insecure` admits other addresses
-    than loopback without TLS.
+    The gateway is the only user of its writer. Port 0 takes a free one; `insecure` admits other
+    addresses than loopback without TLS.
     """
 
     def __init__(
@@ -510,7 +525,9 @@ class Gateway:
             log.flush(at_once)
 
     def shutdown(self) -> None:
-        """Accept no more calls, and end those that are not answered within 3 s; safe to call twice."""
+        """Accept no more calls, and end those that are not answered within 3 s; safe to
+        call twice.
+        """
         self._server.stop(_END_S).wait()
         self._workers.shutdown()
         self._flush_logs(at_once=True)
@@ -616,11 +633,14 @@ def _answer(action: Action, message: bytes) -> bytes:
 
 
 class _Calls(grpc.GenericRpcHandler):
-    """Handlers of calls by their actions; a call without the token ends before its message is received."""
+    """Handlers of calls by their actions; a call without the token ends before its message is
+    received.
+    """
 
     def __init__(self, token: str, actions: Mapping[str, Action], gateway: Gateway) -> None:
         self._wanted = f"Bearer {token}".encode()
-        # A handler of unary requests would receive the message first; these read it when they are ready.
+        # A handler of unary requests would receive the message first; these read it when they are
+        # ready.
         handler = grpc.stream_unary_rpc_method_handler
         self._handlers = {
             name: handler(partial(gateway.answer, action)) for name, action in actions.items()

@@ -1,8 +1,8 @@
 """Limits of a gateway: connections and calls of each peer, and how long each may take.
 
-gRPC accepts connections itself. Its options bound their number and idle time, whoever has made them. What an
-address may have is enforced here: over the sockets of this process, before a connection has shown the token,
-and over the calls that occupy workers, after it has.
+gRPC accepts connections itself. Its options bound their number and idle time, whoever has made
+them. What an address may have is enforced here: over the sockets of this process, before a
+connection has shown the token, and over the calls that occupy workers, after it has.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def raise_descriptor_limit() -> None:
 
 
 def most_connections() -> int:
-    """Return how many connections a gateway of this process may have, by its limit of open files."""
+    """Return how many connections a gateway of this process may have, by its limit of
+    open files.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -73,7 +75,9 @@ def most_connections() -> int:
 
 
 def server_options(connections: int) -> list[tuple[str, int]]:
-    """Return the options of a gRPC server that bound its connections; further ones are closed at once."""
+    """Return the options of a gRPC server that bound its connections; further ones are closed at
+    once.
+    """
     return [
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", int(TOKEN_S * 1000)),
@@ -84,7 +88,8 @@ def server_options(connections: int) -> list[tuple[str, int]]:
 
 
 class CountedLog:
-    """Log of an event that clients may cause at any rate: at most a line a second, with counts by address.
+    """Log of an event that clients may cause at any rate: at most a line a second, with counts by
+    address.
 
     Args:
         text: The line, with the places of the count and of the addresses.
@@ -128,8 +133,8 @@ class Call:
 class CallLimits:
     """Which calls of peers that have the token may occupy a worker, and for how long.
 
-    An address may have three times as many workers as are free: alone 3/4 of them, two addresses 3/7 each.
-    So some are always free for another one.
+    An address may have three times as many workers as are free: alone 3/4 of them, two addresses
+    3/7 each. So some are always free for another one.
 
     Thread safety: any thread may call anything.
     """
@@ -151,11 +156,15 @@ class CallLimits:
             of_connection = sum(call.peer == peer for call in self._calls)
             reason = None
             if of_connection >= MOST_OF_CONNECTION:
-                reason = f"a connection must have at most {MOST_OF_CONNECTION} calls at once; await answers"
+                reason = (
+                    f"a connection must have at most {MOST_OF_CONNECTION} calls at once; "
+                    f"await answers"
+                )
             elif of_address >= 3 * free:
                 reason = (
                     f"{peer.address} must leave workers of the gateway to other addresses: it has "
-                    f"{of_address} calls of {len(self._calls)}, and {free} workers are free; start fewer "
+                    f"{of_address} calls of {len(self._calls)}, and {free} workers are free; "
+                    f"start fewer "
                     "writers there, or another gateway"
                 )
             if reason is None:
@@ -193,7 +202,8 @@ class Connections:
         self._shown = dict[Peer, float]()
         self._lock = threading.Lock()
         self.log = CountedLog(
-            "gear serve: connections closed that have not shown the token: %d, of %s; an address may have "
+            "gear serve: connections closed that have not shown the token: %d, of %s; an "
+            "address may have "
             f"{most_without_token} of them at once, for {TOKEN_S:g} s each"
         )
 
@@ -203,7 +213,8 @@ class Connections:
             self._shown[peer] = time.monotonic()
 
     def look(self) -> None:
-        """Close connections without the token that are too old, and an address's oldest ones beyond the most.
+        """Close connections without the token that are too old, and an address's oldest ones beyond
+        the most.
 
         Cost: a system call for each descriptor of the process.
         """
@@ -263,7 +274,9 @@ def _link(number: int) -> str:
 
 
 def _same_socket(number: int, link: str) -> socket.socket:
-    """Return a socket of gRPC by its descriptor; OSError: it was closed, and the number may be another's."""
+    """Return a socket of gRPC by its descriptor; OSError: it was closed, and the number may be
+    another's.
+    """
     copy = os.dup(number)
     if _link(copy) != link:
         os.close(copy)

@@ -2,9 +2,9 @@
 
 A call is a unary call of gRPC whose request and answer are bytes: no protobuf, no generated code.
 
-A record batch has a row per trajectory: its number, of each column its bytes in C order as `large_binary`,
-and in a table with media the items that it names (`MediaSpec.send`). Bytes, as in a store: bfloat16, bool and
-shapes need no types of Arrow's, and nothing is converted.
+A record batch has a row per trajectory: its number, of each column its bytes in C order as
+`large_binary`, and in a table with media the items that it names (`MediaSpec.send`). Bytes, as in a
+store: bfloat16, bool and shapes need no types of Arrow's, and nothing is converted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ VERSION = (
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
-LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = (
-    1 << 20,
-    1 << 30,
-)  # gRPC's own lengths end at 2 GiB
+# gRPC's own lengths end at 2 GiB
+LEAST_MAX_MESSAGE_BYTES = 1 << 20
+MOST_MAX_MESSAGE_BYTES = 1 << 30
 SLACK_BYTES = (
     1 << 20
 )  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
@@ -43,14 +42,16 @@ SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, bye, and 
 NUM_LEASE_WORDS = 5  # first words of a LeaseRecord, entry to attempt, which tell it from all others
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
-# Of each value and number: its offset in the message, and the array that the gateway makes of it. Without
-# it, millions of short trajectories in a message would take many times its length.
+# Of each value and number: its offset in the message, and the array that the gateway makes of it.
+# Without it, millions of short trajectories in a message would take many times its length.
 _VALUE_BYTES = 8 + 248
 Arrays = Mapping[str, np.ndarray]
 
 
 def trajectory_bytes(arrays: Arrays) -> int:
-    """Return the bytes that a trajectory takes in a gateway: its values and number, and an array for each."""
+    """Return the bytes that a trajectory takes in a gateway: its values and number, and an array
+    for each.
+    """
     return sum(array.nbytes for array in arrays.values()) + _VALUE_BYTES * (len(arrays) + 1)
 
 
@@ -72,7 +73,8 @@ def decode(
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Yield number and columns of each trajectory of a record batch; no value is copied.
 
-    `content`, after a message's header, is not trusted; `most_bytes` limits the `trajectory_bytes` of all.
+    `content`, after a message's header, is not trusted; `most_bytes` limits the `trajectory_bytes`
+    of all.
     """
     names = [_NUMBER, *_names(schema)]
     source = pa.BufferReader(content)
@@ -84,7 +86,10 @@ def decode(
             raise DataError("batch", f"must have the columns {names} of large_binary", str(own))
         message = pa.ipc.read_message(source)
         if message.type == "record batch" and decompressed_bytes(message) is not None:
-            remedy = "write the stream without compression: a short message would take any amount of memory"
+            remedy = (
+                "write the stream without compression: a short message would take any "
+                "amount of memory"
+            )
             raise DataError("batch", "must not be compressed", None, remedy)
         batch = pa.ipc.read_record_batch(message, own)  # its buffers are parts of `content`
         batch.validate(full=True)  # checks that offsets are inside their buffers
@@ -134,7 +139,9 @@ def lease_of(words: Any) -> LeaseRecord:
 
 
 def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:
-    """Return a message: the header's length, the header as JSON, and bytes or a batch as an IPC stream."""
+    """Return a message: the header's length, the header as JSON, and bytes or a batch as an IPC
+    stream.
+    """
     sink = pa.BufferOutputStream()
     head = json.dumps(header).encode()
     sink.write(len(head).to_bytes(_LENGTH, "little") + head)
@@ -164,7 +171,9 @@ def unpack(
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:
-    """Describe the differences of two schemas: columns that only one has, and attributes that differ."""
+    """Describe the differences of two schemas: columns that only one has, and attributes that
+    differ.
+    """
     found = [f"column {name} is not in the table" for name in own.names if name not in wanted]
     found += [f"column {name} is missing" for name in wanted.names if name not in own]
     for column in (c for c in wanted if c.name in own):

@@ -30,8 +30,8 @@ from deepspeed_gear.writer.rollout_worker import LeaseLedger, LeaseWorker
 class RemoteLedger(LeaseLedger):
     """The prompt ledger of a gateway's table. Each call is done once, also if connections are lost.
 
-    A session ends `timeout_s` (at least 1 s) after the last call; a thread calls in between. The next
-    call begins another session, perhaps with another gateway.
+    A session ends `timeout_s` (at least 1 s) after the last call; a thread calls in between. The
+    next call begins another session, perhaps with another gateway.
 
     Thread safety: any thread may call; calls are made one after the other.
     """
@@ -125,7 +125,9 @@ class RemoteLedger(LeaseLedger):
         return members
 
     def _call(self, batch: Any = None, **call: Any) -> dict[str, Any]:
-        """Make a call until the gateway answers it, in this session or another; raises its error."""
+        """Make a call until the gateway answers it, in this session or another; raises
+        its error.
+        """
         with self._lock:
             self._number += 1
             sent = batch
@@ -160,18 +162,22 @@ class RemoteLedger(LeaseLedger):
 
 
 class RemoteRolloutWorker(LeaseWorker):
-    """Leases prompts of a table of another machine, through the gateway that `gear serve` runs there.
+    """Leases prompts of a table of another machine, through the gateway that `gear serve` runs
+    there.
 
-    As RolloutWorker, with the same leases. Each call is done once, also if connections are lost. The leases
-    come back when the worker closes, or its session ends: with the gateway, or `timeout_s` (at least 1 s)
-    after the last call; a thread calls while the worker generates. The next call begins another session. In
-    a store that outlives its job they may be committed then, until their prompts are leased again.
+    As RolloutWorker, with the same leases. Each call is done once, also if connections are lost.
+    The leases come back when the worker closes, or its session ends: with the gateway, or
+    `timeout_s` (at least 1 s) after the last call; a thread calls while the worker generates. The
+    next call begins another session. In a store that outlives its job they may be committed then,
+    until their prompts are leased again.
 
     Thread safety: one thread at a time. After a fork, connect anew.
     """
 
     @classmethod
     def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
-        """Connect to a gateway; timeout_s, token, ca, insecure and errors: as of `RemoteWriter.connect`."""
+        """Connect to a gateway; timeout_s, token, ca, insecure and errors: as of
+        `RemoteWriter.connect`.
+        """
         line = Connection(url, **options)
         return cls(RemoteLedger(line, check_timeout("timeout_s", timeout_s)))

@@ -61,7 +61,9 @@ class SendOptions:
 
 
 class RetryPolicy:
-    """Retries of a lost call: with ever longer pauses, until there was no answer for `timeout_s`."""
+    """Retries of a lost call: with ever longer pauses, until there was no answer for
+    `timeout_s`.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
@@ -123,12 +125,14 @@ class QueuedTrajectory(NamedTuple):
 
 
 class Sender:
-    """Queue of unacknowledged trajectories, in bounded memory, and the thread that sends them in order.
+    """Queue of unacknowledged trajectories, in bounded memory, and the thread that sends them in
+    order.
 
-    One batch is under way at a time: the next is sent when the gateway has added or refused it. So a table
-    that blocks fills the queue, and a resumed connection sends at most one batch again.
+    One batch is under way at a time: the next is sent when the gateway has added or refused it. So
+    a table that blocks fills the queue, and a resumed connection sends at most one batch again.
 
-    Thread safety: any thread puts and flushes. One trajectory fits into batch and buffer in any case.
+    Thread safety: any thread puts and flushes. One trajectory fits into batch and buffer in any
+    case.
     """
 
     def __init__(
@@ -180,7 +184,9 @@ class Sender:
             return item.number
 
     def flush(self) -> None:
-        """Wait until the queue is empty; raises as `put`, but no error that comes after the last answer."""
+        """Wait until the queue is empty; raises as `put`, but no error that comes after the last
+        answer.
+        """
         with self._changed:
             self._flushes = True
             self._changed.notify_all()
@@ -231,7 +237,10 @@ class Sender:
             left = self.unacknowledged
             remedy = error.remedy
             if left:
-                text = f"trajectories {left.start} to {left.stop - 1} of this writer are not acknowledged"
+                text = (
+                    f"trajectories {left.start} to {left.stop - 1} of this writer are not "
+                    f"acknowledged"
+                )
                 remedy = f"{remedy}; {text}" if remedy else text
             self._fail(type(error)(error.name, error.rule, error.value, remedy))
         except Exception as error:
@@ -301,7 +310,9 @@ class Sender:
         self._stopped.wait(answer["wait_s"])
 
     def _settle(self, upto: int, is_busy: bool) -> None:
-        """Remove the trajectories up to a number; note whether the gateway blocks the following ones."""
+        """Remove the trajectories up to a number; note whether the gateway blocks the following
+        ones.
+        """
         with self._changed:
             has_advanced = False
             while self._items and self._items[0].number <= upto:
@@ -315,13 +326,16 @@ class Sender:
 
 
 class RemoteWriter(WriterBase):
-    """Adds trajectories to a table of another machine, through the gateway that `gear serve` runs there.
+    """Adds trajectories to a table of another machine, through the gateway that `gear serve` runs
+    there.
 
-    Differences from TrajectoryWriter: `add` returns before the trajectory is stored, so its error is raised
-    by a later call; and it returns this writer's own number of the trajectory, from 0, in place of the id.
+    Differences from TrajectoryWriter: `add` returns before the trajectory is stored, so its error
+    is raised by a later call; and it returns this writer's own number of the trajectory, from 0, in
+    place of the id.
 
-    Every trajectory is stored exactly once while the gateway lives, also if connections are lost. If the
-    gateway dies, unacknowledged trajectories may be stored or not; none is stored twice or in part.
+    Every trajectory is stored exactly once while the gateway lives, also if connections are lost.
+    If the gateway dies, unacknowledged trajectories may be stored or not; none is stored twice or
+    in part.
 
     Thread safety: one thread at a time; a thread of its own sends. After a fork, connect anew.
     """
@@ -360,7 +374,8 @@ class RemoteWriter(WriterBase):
             schema: Columns that this actor writes; None: those of the table.
             ca: File with the certificates that sign the gateway's; None: those of the machine.
             timeout_s: Longest time without an answer, and longest wait while the gateway blocks.
-            insecure: Admits other addresses than loopback without TLS: the token is sent unencrypted.
+            insecure: Admits other addresses than loopback without TLS: the token is sent
+                unencrypted.
             sending: How large batches are, and how long they wait; None: the defaults.
         Raises:
             ConfigError: An argument is wrong, or the gateway takes no batches of this size.

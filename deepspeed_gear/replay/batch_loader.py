@@ -37,7 +37,8 @@ class PreparedBatch(NamedTuple):
 
     batch: Batch
     heads: list[list[int]]  # of its selections
-    #: Of ids and anchors of a global batch that is verified, table by table, with its last micro batch.
+    #: Of ids and anchors of a global batch that is verified, table by table, with its last micro
+    #: batch.
     digest: int | None = None
 
 
@@ -131,7 +132,9 @@ class BatchLoader:
             stream.request(key)
 
     def take_digest(self) -> int:
-        """Return, once, the digest of this rank's part of a global batch that is verified; else 0."""
+        """Return, once, the digest of this rank's part of a global batch that is
+        verified; else 0.
+        """
         digest, self._digest = self._digest, NO_DIGEST
         return digest
 
@@ -144,7 +147,8 @@ class BatchLoader:
             try:
                 return self._prefetcher.get(self._check)
             except Exception:
-                self._parts.stop_prefetching()  # its thread has ended; the next call retries this batch
+                # its thread has ended; the next call retries this batch
+                self._parts.stop_prefetching()
                 raise
         except Exception as error:
             give_up(self._streams, error)
@@ -153,7 +157,9 @@ class BatchLoader:
             raise
 
     def _hold(self, made: PreparedBatch) -> None:
-        """Keep a micro batch until its turn is over, and add it to the digest of this rank's part."""
+        """Keep a micro batch until its turn is over, and add it to the digest of this
+        rank's part.
+        """
         self._held = made
         if not self._verify_every:
             return
@@ -271,8 +277,8 @@ class Evaluation:
 
 
 def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
-    """Give up a selection that an error of the store has ended: new priorities count for the next attempt,
-    and can correct the old ones.
+    """Give up a selection that an error of the store has ended: new priorities count for the next
+    attempt, and can correct the old ones.
     """
     is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
     if isinstance(error, StoreError):

@@ -1,4 +1,6 @@
-"""Builds a replay: stores, failure detector, batch barrier, channels, streams, assembler. Collective."""
+"""Builds a replay: stores, failure detector, batch barrier, channels, streams, assembler.
+Collective.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ from deepspeed_gear.store.table import Table
 
 
 class ReplayParts:
-    """The stores that this rank is attached to, and the parts that read them, until `release`. Collective. An
-    error is raised on every rank, after all resources are released. `turns`: when ranks wait, None for never.
+    """The stores that this rank is attached to, and the parts that read them, until `release`.
+    Collective. An error is raised on every rank, after all resources are released. `turns`: when
+    ranks wait, None for never.
     """
 
     assembler: (
@@ -59,7 +62,8 @@ class ReplayParts:
         self.streams: dict[str, dict[str, BatchStream]] = {name: {} for name in stores.states}
         self.all_streams: list[BatchStream] = []
         with undo_on_error(self.release):
-            # The words by which ranks wait for each other lie in the store of the first sampled table.
+            # The words by which ranks wait for each other lie in the store of the first sampled
+            # table.
             first = self.tables[plan.config.sampled_tables[0]]
             self.detector = _start_detector(plan, first)
             if turns is not None:
@@ -89,7 +93,9 @@ class ReplayParts:
         )
 
     def _count_items(self) -> dict[StreamState, int]:
-        """Count the items of all nodes, by stream of the tables that several nodes hold. Collective."""
+        """Count the items of all nodes, by stream of the tables that several nodes hold.
+        Collective.
+        """
         plan = self.plan
         spread = [state for state in self._states if state.table.spec.name in plan.placement.spread]
         own = [state.masses.total for state in spread] if plan.leads_shard else None
@@ -127,7 +133,9 @@ class ReplayParts:
         agree_on_quotas(plan.exchange, plan.leads_shard, streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
-        """Return the context of this rank; its check also releases selections that the device has read."""
+        """Return the context of this rank; its check also releases selections that the device has
+        read.
+        """
 
         def check() -> None:
             self.releases.settle()

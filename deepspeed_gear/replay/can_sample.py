@@ -1,4 +1,6 @@
-"""Questions about the next batch, with the same answer on all ranks: can it be sampled, what is missing."""
+"""Questions about the next batch, with the same answer on all ranks: can it be sampled, what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ class Readiness:
         return found
 
     def missing(self, stream: BatchStream, key: int) -> int:
-        """Return how many items this rank should add for a global batch: its share, the first ranks one more.
-        Collective. Items are counted when all ranks of the node have called.
+        """Return how many items this rank should add for a global batch: its share, the first ranks
+        one more. Collective. Items are counted when all ranks of the node have called.
         """
         number = int(self._asked[self._peer])
         place = self._parts.plan.topology.place

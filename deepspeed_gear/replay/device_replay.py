@@ -1,4 +1,6 @@
-"""DeviceReplay: a replay whose table lies in the memory of one device; a step does not use the host."""
+"""DeviceReplay: a replay whose table lies in the memory of one device; a step does not use the
+host.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +55,17 @@ from deepspeed_gear.schema import Schema
 class DeviceReplay(ReplayBase):
     """The replay system of a config whose tables have `"placement": "device"`.
 
-    There is one table, or several of a mixture with constant shares. Table, tree, cursors and counters lie in
-    the memory of this rank's device. `sample_`, `add_` and `update_priorities_` mutate fixed tensors, never
-    wait for the device, and read all state from its memory: they can be captured in a CUDA graph together
-    with the training step, and traced by `torch.compile`. The content is lost with the process unless `save`
-    is called.
+    There is one table, or several of a mixture with constant shares. Table, tree, cursors and
+    counters lie in the memory of this rank's device. `sample_`, `add_` and `update_priorities_`
+    mutate fixed tensors, never wait for the device, and read all state from its memory: they can be
+    captured in a CUDA graph together with the training step, and traced by `torch.compile`. The
+    content is lost with the process unless `save` is called.
 
-    A data set is copied to the device of each rank. Trajectories that are added lie on the devices of this
-    rank's replica; its tensor and sequence ranks add the same ones. Each replica draws from its own table,
-    with its own probabilities, priorities and weights, and exchanges nothing with other replicas: for one
-    exact distribution over all of them use a table in host memory (`"placement": "host"`).
+    A data set is copied to the device of each rank. Trajectories that are added lie on the devices
+    of this rank's replica; its tensor and sequence ranks add the same ones. Each replica draws from
+    its own table, with its own probabilities, priorities and weights, and exchanges nothing with
+    other replicas: for one exact distribution over all of them use a table in host memory
+    (`"placement": "host"`).
 
     Construction, `save`, `load` and `close` are collective. Not thread-safe.
 
@@ -114,7 +117,10 @@ class DeviceReplay(ReplayBase):
             if resolved.dataset is not None and sampler.kind == "top_k" and info.data_world > 1:
                 replicas = f"the devices of {info.data_world} replicas"
                 rule = f'must not be "top_k" for a data set on {replicas}: each '
-                rule += "takes the highest priorities of its own copy, so all would train on the same samples"
+                rule += (
+                    "takes the highest priorities of its own copy, so all would train on "
+                    "the same samples"
+                )
                 remedy = f'give gear.tables.{name} "placement": "host", where they draw together'
                 raise ConfigError("gear.sampler.kind", rule, sampler.kind, remedy)
             train = resolved.streams[TRAIN]
@@ -129,7 +135,9 @@ class DeviceReplay(ReplayBase):
         self._passes = DeviceEvaluation(plan, tables[0], splits, self._burn_in)
 
     def _changing(self, name: str | None) -> DeviceTable:
-        """Return a table that is added to, which holds no data set: of this name, or the only one."""
+        """Return a table that is added to, which holds no data set: of this name, or
+        the only one.
+        """
         self._check_open()
         tables = {each.name: each for each in self._mixture.tables}
         changing = [each.name for each in self._mixture.tables if not each.has_data]
@@ -145,9 +153,9 @@ class DeviceReplay(ReplayBase):
     def sample_(self, out: DeviceBatch) -> None:
         """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
 
-        A captured graph must contain the calls of whole global batches: as many as accumulation steps. All
-        micro batches of a global batch are gathered with its first one, so that additions between them change
-        none.
+        A captured graph must contain the calls of whole global batches: as many as accumulation
+        steps. All micro batches of a global batch are gathered with its first one, so that
+        additions between them change none.
 
         Args:
             out: From `new_batch`.
@@ -160,7 +168,9 @@ class DeviceReplay(ReplayBase):
         self._loader.fill_(out)
 
     def sample(self) -> Batch:
-        """Return this rank's next micro batch; its tensors are reused after max(2, accumulation) calls."""
+        """Return this rank's next micro batch; its tensors are reused after max(2, accumulation)
+        calls.
+        """
         self._check_filled()
         batch = self._loader.next()
         if self._transform is None:
@@ -180,17 +190,17 @@ class DeviceReplay(ReplayBase):
         """Add trajectories; the oldest are evicted if needed. Waits for nothing; can be captured.
 
         Args:
-            columns: By name, on the device, of the columns' dtypes: [E, T, *shape], [E, T + 1, *shape] for a
-                column of T+1 rows, [E, *shape] for a value per trajectory. T at most `max_length`.
-                Trajectories that fail a condition of `sampler.where` are not stored.
-            lengths: Steps of each; 0 adds nothing. Lengths outside [0, T], and trajectories with an end flag
-                before their last step, are refused on the device: nothing is added, and `statistics` counts
-                them. None: all T. [E], int64.
-            table: Which table of a mixture, here and in the other calls; None: the only one that holds no
-                data set.
+            columns: By name, on the device, of the columns' dtypes: [E, T, *shape], [E, T + 1,
+                *shape] for a column of T+1 rows, [E, *shape] for a value per trajectory. T at most
+                `max_length`. Trajectories that fail a condition of `sampler.where` are not stored.
+            lengths: Steps of each; 0 adds nothing. Lengths outside [0, T], and trajectories with an
+                end flag before their last step, are refused on the device: nothing is added, and
+                `statistics` counts them. None: all T. [E], int64.
+            table: Which table of a mixture, here and in the other calls; None: the only one that
+                holds no data set.
         Raises:
-            SchemaError, ShapeError, DataError: A column is missing or does not fit; or, in host memory, an
-                end flag is set before a last step.
+            SchemaError, ShapeError, DataError: A column is missing or does not fit; or, in host
+                memory, an end flag is set before a last step.
             StoreError: The table holds a data set, or takes steps of environments.
         """
         into = self._changing(table)
@@ -222,15 +232,22 @@ class DeviceReplay(ReplayBase):
             following: Rows of T+1 columns after the step. [E, *shape].
         Raises:
             SchemaError, ShapeError, DataError: As `add_`.
-            ConfigError: N-step returns are of more than a step, which no trajectory of one step has.
+            ConfigError: N-step returns are of more than a step, which no trajectory of one step
+                has.
         """
         trajectories = added_columns.as_trajectories(
             self._changing(table).table, columns, following
         )
         n = 1 if self.config.n_step is None else self.config.n_step.n
         if n > 1:
-            rule = "must be 1 where transitions are added one by one: a return ends with its trajectory"
-            remedy = "add pieces of that many steps or more with add_, or steps with num_envs and add_steps_"
+            rule = (
+                "must be 1 where transitions are added one by one: a return ends with its "
+                "trajectory"
+            )
+            remedy = (
+                "add pieces of that many steps or more with add_, or steps with num_envs "
+                "and add_steps_"
+            )
             raise ConfigError("gear.n_step.n", rule, n, remedy)
         self.add_(trajectories, table=table)
 
@@ -245,21 +262,22 @@ class DeviceReplay(ReplayBase):
     ) -> None:
         """Add a step of every environment, which continues its open trajectory. Waits for nothing.
 
-        The next draw may contain all steps so far; windows and n-step returns end at the newest one, as in a
-        table in host memory whose writer publishes each step. A trajectory ends with `terminated` or
-        `truncated`, or, marked as truncated, where the next step would exceed `max_length`. The oldest
-        trajectories are evicted; an open one only if its environment was left out by `mask` until it is the
-        oldest. Can be captured in a CUDA graph.
+        The next draw may contain all steps so far; windows and n-step returns end at the newest
+        one, as in a table in host memory whose writer publishes each step. A trajectory ends with
+        `terminated` or `truncated`, or, marked as truncated, where the next step would exceed
+        `max_length`. The oldest trajectories are evicted; an open one only if its environment was
+        left out by `mask` until it is the oldest. Can be captured in a CUDA graph.
 
         Args:
-            columns: The state before the step, the action, and its results; columns of one value per
-                trajectory, of which the first step's is stored. `terminated` must be given and `truncated`
-                may be, also where the schema has no such columns. [num_envs, *shape] each, on the device.
-            following: Columns of T+1 rows after the step: at an end the last observation of the episode
-                (gymnasium: `infos["final_obs"]`), not the first of the next one.
+            columns: The state before the step, the action, and its results; columns of one value
+                per trajectory, of which the first step's is stored. `terminated` must be given and
+                `truncated` may be, also where the schema has no such columns. [num_envs, *shape]
+                each, on the device.
+            following: Columns of T+1 rows after the step: at an end the last observation of the
+                episode (gymnasium: `infos["final_obs"]`), not the first of the next one.
             mask: Which environments have a step; None: all. [num_envs], bool.
-            autoreset: "same_step" or "disabled": every call is a step. "next_step": the call after an end
-                resets its environment and adds no step.
+            autoreset: "same_step" or "disabled": every call is a step. "next_step": the call after
+                an end resets its environment and adds no step.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
             ConfigError: There is no such autoreset mode.
@@ -271,7 +289,8 @@ class DeviceReplay(ReplayBase):
         into.mark_filled()
 
     def end_steps_(self, mask: Tensor | None = None, *, table: str | None = None) -> None:
-        """End open trajectories where the program resets environments; their last steps are marked truncated.
+        """End open trajectories where the program resets environments; their last steps are marked
+        truncated.
 
         Args:
             mask: Of which environments; None: of all. [num_envs], bool.
@@ -300,8 +319,8 @@ class DeviceReplay(ReplayBase):
 
         Args:
             ids: As `batch.trajectory_id` of this replica. [n], int64.
-            columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per trajectory. Not
-                rewards and ends, from which other quantities are derived.
+            columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per
+                trajectory. Not rewards and ends, from which other quantities are derived.
         Raises:
             SchemaError, ShapeError, DataError: A column is unknown, or does not fit.
             StoreError: The table holds a data set.
@@ -317,10 +336,11 @@ class DeviceReplay(ReplayBase):
         into.fill_(ids, columns)
 
     def remove_(self, ids: Tensor, *, table: str | None = None) -> None:
-        """Remove trajectories from the next draw on; those that are not stored any more are left out.
+        """Remove trajectories from the next draw on; those that are not stored any more are left
+        out.
 
-        Their rows are used again when they would have been evicted; later steps of an open trajectory begin
-        another one. Waits for nothing; can be captured.
+        Their rows are used again when they would have been evicted; later steps of an open
+        trajectory begin another one. Waits for nothing; can be captured.
 
         Args:
             ids: As `batch.trajectory_id` of this replica. [n], int64.
@@ -350,9 +370,9 @@ class DeviceReplay(ReplayBase):
     ) -> None:
         """Set the priorities of a batch's items, for the next selection. Waits for nothing.
 
-        Of several values of an item the one with the highest sample number wins. Negative, infinite and NaN
-        ones change nothing; `statistics` counts them, and `check` raises. With accumulation the values of all
-        micro batches are applied together, after those of the last one.
+        Of several values of an item the one with the highest sample number wins. Negative, infinite
+        and NaN ones change nothing; `statistics` counts them, and `check` raises. With accumulation
+        the values of all micro batches are applied together, after those of the last one.
 
         Args:
             batch: From `sample` or `sample_`.
@@ -429,7 +449,8 @@ class DeviceReplay(ReplayBase):
         return Progress(self._num_selected() * self.batch_info.global_batch, elapsed_s, None, None)
 
     def check(self) -> None:
-        """Raise if the device has refused a trajectory or a priority, or had nothing to draw. Waits for it.
+        """Raise if the device has refused a trajectory or a priority, or had nothing to draw. Waits
+        for it.
 
         The first rank of a node logs a warning if many priorities were clamped since the last call.
 
@@ -438,7 +459,10 @@ class DeviceReplay(ReplayBase):
         """
         refused = sum(int(table.state[RingState.REFUSED]) for table in self.tables.values())
         if refused:
-            rule = "must be in range: lengths in [0, T], end flags at last steps only, priorities finite and "
+            rule = (
+                "must be in range: lengths in [0, T], end flags at last steps only, "
+                "priorities finite and "
+            )
             rule += "at least 0, beta in [0, 1]"
             raise DataError("input of the device", rule, f"{refused} that were not")
         empty = next(
@@ -446,7 +470,10 @@ class DeviceReplay(ReplayBase):
         )
         if empty:
             rule = "must have an item with a mass whenever a batch is drawn"
-            remedy = "add trajectories that have an anchor before sample_, and report priorities above 0; "
+            remedy = (
+                "add trajectories that have an anchor before sample_, and report "
+                "priorities above 0; "
+            )
             remedy += "batch.valid and batch.is_weight mark the samples that exist"
             given = f"{empty} global batches without samples"
             raise DataError("the table on the device", rule, given, remedy)
@@ -454,7 +481,8 @@ class DeviceReplay(ReplayBase):
             warning.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position alone, without trajectories and priorities: see `export_table` and `save`.
+        """Return the position alone, without trajectories and priorities: see `export_table` and
+        `save`.
 
         Collective. Equal on all ranks; JSON-able. Waits for the device.
 

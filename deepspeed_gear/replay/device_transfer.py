@@ -1,7 +1,8 @@
 """Device transfer of this rank's batches: what CUDA reads in place, what is staged, and what waits.
 
-A batch's transfer stream (a CUDA stream on a GPU) is waited for by the stream of the thread that uses it. It
-reuses a ring entry after that stream's work when `keep` newer batches had been handed over.
+A batch's transfer stream (a CUDA stream on a GPU) is waited for by the stream of the thread that
+uses it. It reuses a ring entry after that stream's work when `keep` newer batches had been handed
+over.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ MOST_STEPS = 1000  # of a synthetic trajectory
 
 
 def is_wanted(options: TransferConfig, device: torch.device) -> bool:
-    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a way is named."""
+    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a way is
+    named.
+    """
     if device.type not in ("cpu", "cuda") and options.way != "auto":
         rule = "must be auto where batches are on neither CUDA nor the CPU"
         raise ConfigError("gear.transfer.way", rule, options.way, f"they are on {device}")
@@ -184,7 +187,9 @@ class DeviceTransfer:
         return True
 
     def bring(self, batch: Batch) -> Batch:
-        """Copy a batch's other tensors (its samples) to the device. Called on the transfer stream."""
+        """Copy a batch's other tensors (its samples) to the device. Called on the
+        transfer stream.
+        """
         here = [tensor for tensor in batch.every_tensor if tensor.device != self.lane.device]
         there = dict(zip(map(id, here), self.lane.bring(here), strict=True))
         return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
@@ -195,7 +200,9 @@ class DeviceTransfer:
         return batch
 
     def refuse_capture(self) -> None:
-        """Raise StoreError if a CUDA graph is captured: its next replay would read the same batch."""
+        """Raise StoreError if a CUDA graph is captured: its next replay would read the
+        same batch.
+        """
         if self.lane.device.type == "cuda":
             rule = "cannot be captured where the table is in host memory"
             refuse_capture("sample", rule, 'sample before the graph, or set "placement": "device"')
@@ -210,7 +217,9 @@ class DeviceTransfer:
         return batch
 
     def describe(self) -> dict[str, Any]:
-        """Return the transfer way, registered bytes, and why others were refused or not registered."""
+        """Return the transfer way, registered bytes, and why others were refused or not
+        registered.
+        """
         return {
             "way": self.way,
             "refused": dict(self._refused),
@@ -227,7 +236,9 @@ class DeviceTransfer:
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Return random resolutions within rows and slots of a table, [count, 8]; none if no step fits."""
+    """Return random resolutions within rows and slots of a table, [count, 8]; none if
+    no step fits.
+    """
     words = np.random.default_rng(0)
     final = int(table.spec.schema.has_final_row)
     steps = min(num_rows - final, MOST_STEPS)

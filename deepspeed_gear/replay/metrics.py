@@ -1,4 +1,6 @@
-"""Metrics, progress, statistics and warnings of a Replay: its batches, and what its stores hold and drop."""
+"""Metrics, progress, statistics and warnings of a Replay: its batches, and what its stores hold and
+drop.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,23 @@ from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
 
-# Of an optimizer step of packed batches: trajectories and tokens of all ranks, tokens that shared prefixes
-# save, micro batches of this rank, the part of its places that hold a trajectory's step, and the cost of the
-# slowest rank in each micro step / the mean, minus 1.
+# Of an optimizer step of packed batches: trajectories and tokens of all ranks, tokens that shared
+# prefixes save, micro batches of this rank, the part of its places that hold a trajectory's step,
+# and the cost of the slowest rank in each micro step / the mean, minus 1.
 TRAINED = ("trajectories", "tokens", "shared_tokens", "micro_batches", "fill", "imbalance")
 
 
 class Metrics:
-    """Sums that only increase. Thread safe: a prefetch thread adds, the main thread adds and reads."""
+    """Sums that only increase. Thread safe: a prefetch thread adds, the main thread
+    adds and reads.
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.digest: tuple[int, int] | None = None  # the last verified global batch, and its digest
-        # `wait_s`: in all calls of `sample`, or for rollout batches and their packs; `made`, `sample_s`:
-        # micro batches that were gathered; the others are of optimizer steps of packed batches, and `skipped`
-        # those whose update was, for an overflow.
+        # `wait_s`: in all calls of `sample`, or for rollout batches and their packs; `made`,
+        # `sample_s`: micro batches that were gathered; the others are of optimizer steps of packed
+        # batches, and `skipped` those whose update was, for an overflow.
         names = (
             "batches",
             "wait_s",
@@ -82,19 +86,25 @@ class Metrics:
         return {name: value - before[name] for name, value in now.items()}
 
     def _mean(self, name: str, total: float, count: float) -> float:
-        """Return a mean of the period since the last call; of an earlier one where nothing is counted."""
+        """Return a mean of the period since the last call; of an earlier one where nothing is
+        counted.
+        """
         if count:
             self._means[name] = total / count
         return self._means.get(name, 0.0)
 
     def take_trained(self) -> dict[str, float]:
-        """Return means per optimizer step of packed batches since the last call, and all skipped ones."""
+        """Return means per optimizer step of packed batches since the last call, and all skipped
+        ones.
+        """
         new = self._new()
         means = {f"step_{name}": self._mean(name, new[name], new["steps"]) for name in TRAINED}
         return {**means, "train_steps": new["steps"], "skipped_steps": self.sums["skipped"]}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
-        """Return means per micro batch since the last call. `counters`: real rows, all rows, bytes. [3]."""
+        """Return means per micro batch since the last call. `counters`: real rows, all rows, bytes.
+        [3].
+        """
         self.sums |= zip(("real", "rows", "bytes"), counters.tolist(), strict=True)
         new = self._new()
         return {
@@ -113,13 +123,14 @@ class Progress:
     """Progress of the training stream in a period; `str` is one line for a log.
 
     Args:
-        num_samples: Samples of all replicas together; of packed batches, trajectories that were trained.
+        num_samples: Samples of all replicas together; of packed batches, trajectories that were
+            trained.
         elapsed_s: Length of the period, with all that the program does in it.
-        wait_s: Time that this rank spent in `sample`, or on rollout batches and their packs: gathering, or
-            waiting for a prefetch thread, for items or for other ranks. None: the table lies in a device's
-            memory, and `sample` waits for nothing.
-        lag: Mean policy lag of those samples of the newest global batch that this node stores. None: no table
-            has versions, or there is no such sample.
+        wait_s: Time that this rank spent in `sample`, or on rollout batches and their packs:
+            gathering, or waiting for a prefetch thread, for items or for other ranks. None: the
+            table lies in a device's memory, and `sample` waits for nothing.
+        lag: Mean policy lag of those samples of the newest global batch that this node stores.
+            None: no table has versions, or there is no such sample.
     """
 
     num_samples: int
@@ -196,7 +207,9 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def of_groups(tables: Sequence[Table]) -> dict[str, float]:
-    """Return the groups that were left out, of all sampled tables together; empty without groups."""
+    """Return the groups that were left out, of all sampled tables together; empty
+    without groups.
+    """
     known = [table.groups for table in tables if table.groups is not None]
     if not known:
         return {}
@@ -213,7 +226,9 @@ def of_groups(tables: Sequence[Table]) -> dict[str, float]:
 
 
 def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
-    """Return the counts of priority updates, and of items that were evicted before their turn in an epoch."""
+    """Return the counts of priority updates, and of items that were evicted before their turn in an
+    epoch.
+    """
     updates: Counter[str] = Counter()
     for stream in streams:
         if stream.state.priorities is not None:
@@ -226,7 +241,9 @@ def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
 
 
 def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
-    """Return the cheap statistics of the newest global batch (`of_selection`); empty before the first."""
+    """Return the cheap statistics of the newest global batch (`of_selection`); empty before the
+    first.
+    """
     batches = _batches(streams, 1)
     if not batches:
         return {}
@@ -241,7 +258,9 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
 
 
 def policy_lag(streams: Sequence[BatchStream]) -> float | None:
-    """Return the mean lag of the newest global batch's samples on this node; None: no versions or samples."""
+    """Return the mean lag of the newest global batch's samples on this node; None: no versions or
+    samples.
+    """
     if all(stream.table.spec.retention.version_column is None for stream in streams):
         return None
     return next((_lag(batch) for batch in _batches(streams, 1)), None)
@@ -250,10 +269,11 @@ def policy_lag(streams: Sequence[BatchStream]) -> float | None:
 def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
     """Return statistics of the training stream's draws, over the selections in its ring.
 
-    `effective_samples` is (sum w)^2 / sum w^2 of the PER weights, as a fraction of the global batch,
-    `duplicates` the fraction of samples whose item is already in the same global batch: means over the latest
-    global batches, None before the first one. `drawn` has, by table, the ages of drawn trajectories, the
-    histogram of priorities and how often items were drawn. Cost: one pass over the priorities and counters.
+    `effective_samples` is (sum w)^2 / sum w^2 of the PER weights, as a fraction of the global
+    batch, `duplicates` the fraction of samples whose item is already in the same global batch:
+    means over the latest global batches, None before the first one. `drawn` has, by table, the ages
+    of drawn trajectories, the histogram of priorities and how often items were drawn. Cost: one
+    pass over the priorities and counters.
     """
     batches = _batches(streams, max(stream.spec.depth for stream in streams))
     drawn = {}
@@ -340,7 +360,9 @@ def _lag(batch: Selections) -> float | None:
 
 
 def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
-    """Return the slots of the samples whose trajectories are still in this node's store. [n], int64."""
+    """Return the slots of the samples whose trajectories are still in this node's store. [n],
+    int64.
+    """
     records = selection.records.numpy()
     records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]
     slots = records[:, Resolution.SLOT]
@@ -349,7 +371,9 @@ def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
 
 
 def _draws(stream: BatchStream) -> dict[str, float] | None:
-    """Return mean, maximum, and the fraction of items that were never drawn, of those that can be."""
+    """Return mean, maximum, and the fraction of items that were never drawn, of those
+    that can be.
+    """
     if stream.state.counts is None:
         return None
     counts = stream.state.counts.drawable(stream.masses)
@@ -368,9 +392,9 @@ PAUSE_S = 600.0  # between two warnings of one kind
 
 
 class ClampWarning:
-    """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds. `most_bits`
-    is log2 of the largest mass; `counts` and `recent` return the numbers of updates applied and clamped:
-    ever, and in the latest global batches (None: since the last `check`).
+    """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds.
+    `most_bits` is log2 of the largest mass; `counts` and `recent` return the numbers of updates
+    applied and clamped: ever, and in the latest global batches (None: since the last `check`).
     """
 
     def __init__(
@@ -404,10 +428,14 @@ class ClampWarning:
             return
         self._next = time.monotonic() + PAUSE_S
         LOG.warning(
-            f"gear: table {self._table}: priority ** alpha should be in [2^{EXACT_MASS_BITS - MASS_BITS}, "
-            f"2^{self._largest}], got {clamped} of {applied} reports outside {when}: smaller ones are "
-            "rounded by more than 1%, larger ones count as the bound; scale or clip what is reported, or "
-            "lower sampler.alpha; with sampler.initial an outlier is not the first priority of new items"
+            f"gear: table {self._table}: priority ** alpha should be in "
+            f"[2^{EXACT_MASS_BITS - MASS_BITS}, "
+            f"2^{self._largest}], got {clamped} of {applied} reports outside {when}: smaller "
+            f"ones are "
+            "rounded by more than 1%, larger ones count as the bound; scale or clip what is "
+            "reported, or "
+            "lower sampler.alpha; with sampler.initial an outlier is not the first priority of "
+            "new items"
         )
 
 
@@ -447,15 +475,18 @@ class GroupWarning:
             judged = failed + int(since[GroupCount.INSERTED])
             self._log(
                 "conditions",
-                f"{failed} of {judged} groups since the latest batch failed group.where or were too large "
-                f"({1 - failed / judged:.1%} passed), and were evicted; check the column of the condition, "
+                f"{failed} of {judged} groups since the latest batch failed group.where or were "
+                f"too large "
+                f"({1 - failed / judged:.1%} passed), and were evicted; check the column of the "
+                f"condition, "
                 f"or relax it. missing_groups() asks for up to {MOST_ASKED} times as many groups",
             )
         reused = int(since[GroupCount.LATE_CONSUMED])
         if reused >= spec.size * self._stream.spec.batch:
             self._log(
                 "reused",
-                f"{reused} trajectories since the latest batch had the number of a group that has left the "
+                f"{reused} trajectories since the latest batch had the number of a group that "
+                f"has left the "
                 f"table, and were dropped; column {spec.column} is the number of a group: give new "
                 "responses a new number, or lower group.remember",
             )
@@ -465,8 +496,10 @@ class GroupWarning:
             self._log(
                 "late",
                 f"{late} trajectories came when their group was complete, and were dropped; column "
-                f"{spec.column} is the number of a group: give new responses a number that no stored group "
-                f"has, and each group {spec.size} members. statistics()['groups'] counts them as late and "
+                f"{spec.column} is the number of a group: give new responses a number that no "
+                f"stored group "
+                f"has, and each group {spec.size} members. statistics()['groups'] counts them "
+                f"as late and "
                 "surplus",
                 pause_s=np.inf,
             )
@@ -474,8 +507,10 @@ class GroupWarning:
         if unsampled and self._draws_each:
             self._log(
                 "unsampled",
-                f"{unsampled} complete groups were evicted before any batch drew them: the table is too "
-                f"small, or they are too old; raise capacity_steps or capacity_trajectories, lower the "
+                f"{unsampled} complete groups were evicted before any batch drew them: the "
+                f"table is too "
+                f"small, or they are too old; raise capacity_steps or capacity_trajectories, "
+                f"lower the "
                 f"groups of a batch ({self._stream.spec.batch}), or generate fewer at once",
             )
 
@@ -486,8 +521,8 @@ class GroupWarning:
 
 
 class LossWarning:
-    """Logs that train steps have no loss tokens, at most once in `PAUSE_S` seconds. `column` is that of the
-    loss mask (None: there is none); `predicts`: whether losses are of predicted tokens.
+    """Logs that train steps have no loss tokens, at most once in `PAUSE_S` seconds. `column` is
+    that of the loss mask (None: there is none); `predicts`: whether losses are of predicted tokens.
     """
 
     def __init__(self, column: str | None, predicts: bool) -> None:
@@ -512,16 +547,22 @@ class LossWarning:
         )
         first = ", and the first token of a trajectory is not predicted" if self._predicts else ""
         LOG.warning(
-            f"gear: {step.name}: none of the {step.num_tokens} steps of its {step.num_trajectories} "
-            f"trajectories counts in the loss ({mask}{first}), as in {self._without} of {self._steps} train "
-            "steps so far. Its loss and gradients are 0, but momentum and weight decay still move the "
-            "weights. Mark the tokens that were sampled where trajectories are written; a loop that skips a "
+            f"gear: {step.name}: none of the {step.num_tokens} steps of its "
+            f"{step.num_trajectories} "
+            f"trajectories counts in the loss ({mask}{first}), as in {self._without} of "
+            f"{self._steps} train "
+            "steps so far. Its loss and gradients are 0, but momentum and weight decay still "
+            "move the "
+            "weights. Mark the tokens that were sampled where trajectories are written; a loop "
+            "that skips a "
             "step whose step.loss_tokens is 0 leaves the weights alone"
         )
 
 
 def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarning]:
-    """Return the warnings of streams that have priorities, and of those whose tables have groups."""
+    """Return the warnings of streams that have priorities, and of those whose tables
+    have groups.
+    """
     found: list[ClampWarning | GroupWarning] = []
     for stream in streams:
         masses = stream.state.priorities

@@ -1,4 +1,6 @@
-"""This rank's exchanges with other nodes: channels, and the selectors of tables that several nodes hold."""
+"""This rank's exchanges with other nodes: channels, and the selectors of tables that several nodes
+hold.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class SpreadTrajectories:
 
 
 class NodeExchange:
-    """The exchanges of this rank with other nodes; empty with one node, and on ranks without any."""
+    """The exchanges of this rank with other nodes; empty with one node, and on ranks
+    without any.
+    """
 
     def __init__(self, plan: Resolved, device: torch.device) -> None:
         self._plan = plan
@@ -58,8 +62,9 @@ class NodeExchange:
     def selectors(
         self, states: States, goals: Goals, detector: FailureDetector | None
     ) -> dict[StreamState, SelectionAgreement]:
-        """Open the channels and return the selectors of streams that nodes select together, on the leaders of
-        nodes that hold such tables. Collective. `goals` draws the achieved goals of samples.
+        """Open the channels and return the selectors of streams that nodes select together, on the
+        leaders of nodes that hold such tables. Collective. `goals` draws the achieved goals of
+        samples.
         """
         plan = self._plan
         config = self._plan.config
@@ -120,8 +125,9 @@ class NodeExchange:
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean of training selections' exchanges since the last call, or before if there was none;
-        empty elsewhere. `late_ms.<node>` is how long the first node to be ready waited for it.
+        """Return the mean of training selections' exchanges since the last call, or before if there
+        was none; empty elsewhere. `late_ms.<node>` is how long the first node to be ready waited
+        for it.
         """
         if not self._training:
             return {}
@@ -139,11 +145,15 @@ class NodeExchange:
         return self._found
 
     def part(self) -> None:
-        """Stop reporting lost nodes: this rank's thread may wait for one that samples no further batch."""
+        """Stop reporting lost nodes: this rank's thread may wait for one that samples no further
+        batch.
+        """
         for channel in self._channels.values():
             channel.part()
 
     def leave(self) -> None:
-        """Announce that this node selects no further batch until one is requested; its thread has stopped."""
+        """Announce that this node selects no further batch until one is requested; its thread has
+        stopped.
+        """
         if self._training and self._plan.config.prefetch > 0:
             self._training[0].leave()

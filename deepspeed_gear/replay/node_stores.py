@@ -61,8 +61,9 @@ class StoreFile:
 def open_stores(plan: Resolved) -> NodeStores:
     """Create the node's stores on one rank and attach the others. Collective.
 
-    Names are removed as soon as all ranks are attached, so no failure after that leaves a file. A reaper
-    removes that of a table with writers, later; a store that outlives its job keeps its name.
+    Names are removed as soon as all ranks are attached, so no failure after that leaves a file. A
+    reaper removes that of a table with writers, later; a store that outlives its job keeps its
+    name.
     """
     start = _agree_on_start(plan)
     if plan.topology.leads_node:
@@ -85,7 +86,9 @@ class NodeStores:
         self.states: dict[str, dict[str, StreamState]] = {}  # by table and stream
 
     def open(self, table: ResolvedTable) -> None:
-        """Open the store of a table: the node's leader creates it, the others attach. Collective."""
+        """Open the store of a table: the node's leader creates it, the others attach.
+        Collective.
+        """
         file = self._file_of(table)
         name = file.spec.name
         agree = self._plan.exchange.agree
@@ -135,7 +138,9 @@ class NodeStores:
         )
 
     def _regions_of_ranks(self) -> list[Region]:
-        """Return the regions by which ranks wait for each other, of the first sampled table's store."""
+        """Return the regions by which ranks wait for each other, of the first sampled table's
+        store.
+        """
         topology = self._plan.topology
         regions = [
             *BatchBarrier.regions(topology.num_peers),
@@ -147,7 +152,9 @@ class NodeStores:
         return regions
 
     def _create(self, file: StoreFile) -> None:
-        """Create the store, or attach to the one that an earlier job has kept; on the node's leader."""
+        """Create the store, or attach to the one that an earlier job has kept; on the node's
+        leader.
+        """
         if not self._plan.topology.leads_node:
             return
         if file.keeps and self._start.has_kept:
@@ -173,9 +180,11 @@ class NodeStores:
         )
 
     def _begin_job(self, file: StoreFile) -> None:
-        """Retire what the earlier job of a run had drawn, and begin its streams anew; on the node's leader.
+        """Retire what the earlier job of a run had drawn, and begin its streams anew; on the node's
+        leader.
 
-        A node whose store was lost has just made one: it takes part, since all nodes begin together.
+        A node whose store was lost has just made one: it takes part, since all nodes begin
+        together.
         """
         if not self._plan.topology.leads_node or not self._start.continues:
             return
@@ -212,7 +221,9 @@ class NodeStores:
 
 
 def _agree_on_start(plan: Resolved) -> RunStart:
-    """Agree on how this job begins its run: with the stores that an earlier one has kept, if any."""
+    """Agree on how this job begins its run: with the stores that an earlier one has
+    kept, if any.
+    """
     exchange = plan.exchange
     memory = plan.config.shared_memory
     name = exchange.agree("naming the run", lambda: new_run_name(memory.run))
@@ -248,7 +259,9 @@ def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
 
 
 def _advise(tables: Iterable[Table]) -> None:
-    """Read mapped data at random if they do not fit into the memory that is left to this process."""
+    """Read mapped data at random if they do not fit into the memory that is left to
+    this process.
+    """
     mapped = [
         table for table in tables if table.spec.dataset is not None and not table.spec.in_memory
     ]

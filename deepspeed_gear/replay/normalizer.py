@@ -32,8 +32,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class FieldConversion:
-    """A field's conversion from its column's units to a batch's, (x - shift) * gain with one rounding an
-    operation, as in the gather op, and back. Without shift and gain only the dtype changes.
+    """A field's conversion from its column's units to a batch's, (x - shift) * gain with one
+    rounding an operation, as in the gather op, and back. Without shift and gain only the dtype
+    changes.
     """
 
     stored: torch.dtype  # of the column
@@ -108,12 +109,12 @@ Convert = Callable[[FieldConversion, str, torch.Tensor], torch.Tensor]
 class Normalizer:
     """Converts values as `gear.fields` defines it: `normalize`, `scale` and `as` of each field.
 
-    `normalize` turns a value in the units of a field's column into the value that a batch holds of it, and
-    `denormalize` turns a value in the batch's units, such as an action of the model, back. A field without
-    these options keeps its values.
+    `normalize` turns a value in the units of a field's column into the value that a batch holds of
+    it, and `denormalize` turns a value in the batch's units, such as an action of the model, back.
+    A field without these options keeps its values.
 
-    A Normalizer holds a few numbers for each element of a row. It needs neither store nor data set, can be
-    pickled, and may be used by several threads.
+    A Normalizer holds a few numbers for each element of a row. It needs neither store nor data set,
+    can be pickled, and may be used by several threads.
     """
 
     def __init__(self, fields: Mapping[str, FieldConversion]) -> None:
@@ -149,15 +150,16 @@ class Normalizer:
         """Make the normalizer that a Replay of this config has. Not collective.
 
         Args:
-            config: The `gear` section: a mapping, a GearConfig, or the path of a JSON file (a whole ds_config
-                or the section alone).
-            dataset: In place of the data set that the config names, or its folder; None: the config's is
-                opened.
+            config: The `gear` section: a mapping, a GearConfig, or the path of a JSON file (a whole
+                ds_config or the section alone).
+            dataset: In place of the data set that the config names, or its folder; None: the
+                config's is opened.
             schemas: Schemas of the tables that have a capacity and no schema in the config.
             engine_dtype: The dtype of `"as": "engine"`.
         Raises:
             ConfigError, DataError: The config is wrong, or does not fit the data set.
-        Cost: the statistics are read; of another split than the data set's own they are computed in one pass
+        Cost: the statistics are read; of another split than the data set's own they are computed in
+        one pass
             over the data.
         """
         if isinstance(dataset, (str, Path)):
@@ -190,44 +192,48 @@ class Normalizer:
     def normalize(self, name: str, values: Any) -> Any:
         """Convert values in the units of a field's column to those of the batch.
 
-        The result has the bits that a batch has where the store holds this value: it is rounded to a
-        floating column's dtype first, as writers do (to float16 a float64 tensor, but no array, by way of
-        float32). Gradients pass through.
+        The result has the bits that a batch has where the store holds this value: it is rounded to
+        a floating column's dtype first, as writers do (to float16 a float64 tensor, but no array,
+        by way of float32). Gradients pass through.
 
         Args:
-            name: A field of the batch: "observation", "observation.camera", "return_to_go" ... With nested
-                values, the first part of the names of several.
-            values: A tensor, array, number or nested list. [..., *shape of the column's row]. Or nested, as
-                writers take them: {"camera": x, "joints": (y, z)} are "observation.camera",
-                "observation.joints.0" and "observation.joints.1".
+            name: A field of the batch: "observation", "observation.camera", "return_to_go" ... With
+                nested values, the first part of the names of several.
+            values: A tensor, array, number or nested list. [..., *shape of the column's row]. Or
+                nested, as writers take them: {"camera": x, "joints": (y, z)} are
+                "observation.camera", "observation.joints.0" and "observation.joints.1".
         Returns:
-            Of the same shape and of the field's dtype: a tensor on the device of a given tensor, else an
-            array (float32 for bfloat16, which NumPy lacks). Of nested values: dictionaries, as of
-            `Batch.tree`.
+            Of the same shape and of the field's dtype: a tensor on the device of a given tensor,
+            else an array (float32 for bfloat16, which NumPy lacks). Of nested values: dictionaries,
+            as of `Batch.tree`.
         Raises:
             FieldError: There is no such field.
             ShapeError: The last dimensions are not those of the column's row.
             DataError: They are no real numbers, or a field of integers cannot hold them.
-        Cost: no wait for a device, except to check integers of another dtype in a field of integers.
+        Cost: no wait for a device, except to check integers of another dtype in a field of
+        integers.
         """
         return self._converted(name, values, FieldConversion.apply)
 
     def denormalize(self, name: str, values: Any) -> Any:
-        """Convert values in the units of a batch's field to those of its column; reverses `normalize`.
+        """Convert values in the units of a batch's field to those of its column; reverses
+        `normalize`.
 
         Args:
             name: As in `normalize`.
             values: As in `normalize`.
         Returns:
-            As of `normalize`, of the column's dtype. Where the column holds integers and the field is
-            floating: float32 or float64, not rounded to integers.
+            As of `normalize`, of the column's dtype. Where the column holds integers and the field
+            is floating: float32 or float64, not rounded to integers.
         Raises:
             FieldError, ShapeError, DataError: As `normalize`.
         """
         return self._converted(name, values, FieldConversion.revert)
 
     def _converted(self, name: str, values: Any, convert: Convert) -> Any:
-        """Convert a field's values, or nested ones of the fields whose names begin with `name` and a dot."""
+        """Convert a field's values, or nested ones of the fields whose names begin with `name` and
+        a dot.
+        """
         if not isinstance(name, str) or name not in self.fields:
             parts = [
                 field
@@ -279,8 +285,8 @@ class Normalizer:
         """Read the normalizer of a checkpoint; needs no data set.
 
         Args:
-            folder: What `save` or `Replay.save` got, a tag's folder of an engine's checkpoint, or the folder
-                of the tags, of which the latest is taken.
+            folder: What `save` or `Replay.save` got, a tag's folder of an engine's checkpoint, or
+                the folder of the tags, of which the latest is taken.
         Raises:
             CheckpointError: There is none, or it was changed.
         """

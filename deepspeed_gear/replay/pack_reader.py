@@ -114,7 +114,9 @@ class PackSequence:
 
 
 def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> PlannedPacks:
-    """Plan the packs; where prompts are shared, by as many members of a group at once as cost least."""
+    """Plan the packs; where prompts are shared, by as many members of a group at once as cost
+    least.
+    """
     settings = columns.context.settings
     lengths = columns.records.lengths[index]
     pack = settings.pack.model_copy(update={"tokens": tokens or settings.pack.tokens})
@@ -254,7 +256,9 @@ class PackReader:
         return _Gathered(steps, trajectories, opaque)
 
     def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
-        """Gather the columns of this rollout batch only, and the loss mask as MASK. [1, rows] each."""
+        """Gather the columns of this rollout batch only, and the loss mask as MASK. [1,
+        rows] each.
+        """
         columns = self.columns
         rows = shape.end - shape.first
         buffers = dict(columns.filled)

@@ -21,7 +21,9 @@ _ROUNDED = 3e-2
 def check_packing(
     model: Any, attention: str | None, tolerance: float | None, settings: PackSettings
 ) -> float:
-    """Compare the logits of a pack with those of each of its trajectories alone: `Replay.check_packing`."""
+    """Compare the logits of a pack with those of each of its trajectories alone:
+    `Replay.check_packing`.
+    """
     if settings.place.sequence_world > 1:
         rule = "must have whole trajectories"
         remedy = "check the model with one rank per sequence"
@@ -60,8 +62,8 @@ def check_packing(
 
 
 def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
-    """Return a pack of random tokens as long as a micro batch: halves, down to one token, and padding where
-    micro batches may have some.
+    """Return a pack of random tokens as long as a micro batch: halves, down to one token, and
+    padding where micro batches may have some.
     """
     rows = settings.pack.room
     pack = settings.pack

@@ -1,4 +1,6 @@
-"""Preview: the micro batches and packs of every rank, computed by one process from the plan of the run."""
+"""Preview: the micro batches and packs of every rank, computed by one process from the plan of the
+run.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def preview(
     num_nodes: int,
     batches: int,
 ) -> Preview:
-    """Compute the first micro batch of every rank, on nodes with equally many ranks each, in their order."""
+    """Compute the first micro batch of every rank, on nodes with equally many ranks each, in their
+    order.
+    """
     places = exchange_plan.grid(worlds)
     if len(places) % num_nodes:
         raise ConfigError(
@@ -137,7 +141,9 @@ def _traffic(
     batch: Batch,
     info: BatchInfo,
 ) -> np.ndarray:
-    """Count the bytes of rows that nodes receive; a row is sent to a node once, for all its readers."""
+    """Count the bytes of rows that nodes receive; a row is sent to a node once, for all its
+    readers.
+    """
     places = list(needs)
     num_nodes = nodes[-1] + 1
     consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
@@ -202,8 +208,8 @@ def read_lengths(path: Path) -> np.ndarray:
 def pack_preview(
     config: GearConfig, lengths: np.ndarray, replicas: int, sequence: int = 1
 ) -> dict[str, int | float]:
-    """Plan the packs of one optimizer step, of all ranks together, whose trajectories have so many steps
-    ([n], int64). Returns the document that `gear preview --lengths --json` prints.
+    """Plan the packs of one optimizer step, of all ranks together, whose trajectories have so many
+    steps ([n], int64). Returns the document that `gear preview --lengths --json` prints.
     """
     pack = config.pack
     if pack is None:
@@ -245,7 +251,9 @@ def pack_preview(
 def rollout_preview(
     config: GearConfig, replicas: int, sequence: int, stages: int
 ) -> dict[str, Any]:
-    """Describe packed batches as far as no lengths are needed; the document of `gear preview --json`."""
+    """Describe packed batches as far as no lengths are needed; the document of `gear preview
+    --json`.
+    """
     pack = config.pack
     size = config.rollout_size
     assert pack is not None
@@ -299,7 +307,8 @@ def format_rollout_preview(found: Mapping[str, Any]) -> Sequence[str]:
     lines = [
         f"rollout batch: {size}",
         "its optimizer steps: {optimizer_steps} (epochs {epochs}, minibatches {minibatches})",
-        f"micro batches of each of {{replicas}} replicas: packs of at most {{pack_tokens:,}} tokens{each}",
+        f"micro batches of each of {{replicas}} replicas: packs of at most {{pack_tokens:,}} "
+        f"tokens{each}",
     ]
     lines = [line.format(**found) for line in lines]
     for name, table in found["tables"].items():

@@ -97,7 +97,9 @@ def report(
 
 
 def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor | None) -> None:
-    """Raise unless priorities are those of a micro batch's trajectories, and trajectories are items."""
+    """Raise unless priorities are those of a micro batch's trajectories, and trajectories are
+    items.
+    """
     if unit == "group":
         rule = (
             'must be "trajectory" for priorities of a micro batch, which may hold a part of a group'
@@ -113,7 +115,9 @@ def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor
 
 
 def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[UpdatePart]:
-    """Divide a batch's samples among the tables; refuse those of a pass, which would become trained ones."""
+    """Divide a batch's samples among the tables; refuse those of a pass, which would become trained
+    ones.
+    """
     records = batch.reported
     if not records.is_cpu:
         records = records.cpu()
@@ -137,7 +141,9 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
 
 
 def _rounded(given: Tensor) -> Tensor:
-    """Convert priorities to float32 in host memory, in which positive ones stay above 0; check float64."""
+    """Convert priorities to float32 in host memory, in which positive ones stay above 0; check
+    float64.
+    """
     given = given.to("cpu")
     rounded = float32_on_device(given)
     if given.dtype == torch.float64:
@@ -154,8 +160,9 @@ def report_by_id(
     reports: bool,
     shard_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> int:
-    """Report priorities of items by id, if this rank `reports`; see `Replay.set_priorities`. `shard_of` maps
-    ids to the shard of each, -1 for none, [n] -> [n], int64; None: this store has all.
+    """Report priorities of items by id, if this rank `reports`; see `Replay.set_priorities`.
+    `shard_of` maps ids to the shard of each, -1 for none, [n] -> [n], int64; None: this store has
+    all.
     """
     numbers, anchors = _items(masses, ids, steps)
     given = arguments.tensor("priorities", priorities)
@@ -227,13 +234,17 @@ class UpdatePart(NamedTuple):
 
 
 class PinnedBlocks:
-    """Host memory for values from a device: reused, since an allocation of pinned memory may wait for it."""
+    """Host memory for values from a device: reused, since an allocation of pinned memory may wait
+    for it.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
 
     def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
-        """Copy values after the work of their stream so far; return them and an event after the copy."""
+        """Copy values after the work of their stream so far; return them and an event after the
+        copy.
+        """
         free = self._free.setdefault(len(values), [])
         if not free:
             free += torch.empty(_BLOCKS, len(values), dtype=values.dtype, pin_memory=True).unbind()
@@ -249,8 +260,8 @@ class PinnedBlocks:
 
 
 class AsyncPriorityUpdates:
-    """Appends priority updates to the logs when their device has computed them. Called by one thread. Errors
-    in them are raised by the next `check` or `drain`; such updates are dropped.
+    """Appends priority updates to the logs when their device has computed them. Called by one
+    thread. Errors in them are raised by the next `check` or `drain`; such updates are dropped.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -263,8 +274,8 @@ class AsyncPriorityUpdates:
     def take(self, parts: Sequence[UpdatePart], values: Tensor, faults: Tensor) -> None:
         """Enqueue an update of a batch: its `values`, [B], are appended once the device has them.
 
-        `faults`, [2], float32, on the device: whether masks differ; the sample without a step that counts,
-        from 1. StoreError if a log cannot hold so many updates; nothing has changed.
+        `faults`, [2], float32, on the device: whether masks differ; the sample without a step that
+        counts, from 1. StoreError if a log cannot hold so many updates; nothing has changed.
         """
         for part in parts:
             part.reports.check_room(len(part.records))
@@ -288,7 +299,9 @@ class AsyncPriorityUpdates:
         self.check()
 
     def close(self) -> None:
-        """End the thread when all updates are appended, or `timeout_s` is over. Safe to call twice."""
+        """End the thread when all updates are appended, or `timeout_s` is over. Safe to
+        call twice.
+        """
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(self._timeout_s)

@@ -54,20 +54,20 @@ Ids = Sequence[int] | torch.Tensor
 class Replay(ReplayBase):
     """The replay system of a config, on the ranks of a process group.
 
-    Construction, `iterator` of a split, `state_dict`, `load_state_dict`, `save`, `load` and `close` are
-    collective. One thread per process uses a Replay; other processes of the node may add and sample at the
-    same time.
+    Construction, `iterator` of a split, `state_dict`, `load_state_dict`, `save`, `load` and `close`
+    are collective. One thread per process uses a Replay; other processes of the node may add and
+    sample at the same time.
 
     Args:
-        config: The `gear` section, or a ds_config with one, whose batch sizes are those of an engine: a
-            mapping, a GearConfig, or the path of a JSON file.
+        config: The `gear` section, or a ds_config with one, whose batch sizes are those of an
+            engine: a mapping, a GearConfig, or the path of a JSON file.
         process_group: Ranks that sample different parts of one global batch; None for all.
         schemas: Schemas of the tables that have a capacity and no schema in the config.
-        info: Batch sizes where an engine decides them. The ranks then train together: an error, a death or
-            an early end of one is raised on all by their next `sample`.
+        info: Batch sizes where an engine decides them. The ranks then train together: an error, a
+            death or an early end of one is raised on all by their next `sample`.
         place: This rank's place in the grid; None: each rank is a replica.
-        turns: When ranks that train together wait for each other: after each micro batch, after the last
-            one of a global batch, or when an engine calls `agree`.
+        turns: When ranks that train together wait for each other: after each micro batch, after the
+            last one of a global batch, or when an engine calls `agree`.
         engine_dtype: The dtype of `"as": "engine"`.
         device: The device of the batches.
     Raises:
@@ -191,23 +191,26 @@ class Replay(ReplayBase):
         """Store a trajectory, which the next selection may sample.
 
         Args:
-            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
-                Columns with dots in their names may come nested, here, in writers and in `fill`:
-                {"observation": {"a": x, "b": (y, z)}} is `observation.a`, `observation.b.0` and
-                `observation.b.1`.
-            table: Name of the table, here and in the other calls; None: the only one that is sampled.
-            split_by_flags: Whether it holds several episodes, such as a rollout with resets inside: it is
-                divided after each step with an end flag, and every part is a trajectory. Columns of one value
-                per trajectory are those of every part; of the roles return and length they are computed anew.
-            final: With `split_by_flags`, of columns of T+1 rows the state after each step, of which the rows
-                where a part ends inside are read: [T, *shape], or T objects as gymnasium's `final_obs`. It
-                must be given where an episode is truncated inside: the next row is the next episode's. After
-                a terminated step the place is filled with the state before it, which nothing bootstraps from.
+            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema
+                defines. Columns with dots in their names may come nested, here, in writers and in
+                `fill`: {"observation": {"a": x, "b": (y, z)}} is `observation.a`, `observation.b.0`
+                and `observation.b.1`.
+            table: Name of the table, here and in the other calls; None: the only one that is
+                sampled.
+            split_by_flags: Whether it holds several episodes, such as a rollout with resets inside:
+                it is divided after each step with an end flag, and every part is a trajectory.
+                Columns of one value per trajectory are those of every part; of the roles return and
+                length they are computed anew.
+            final: With `split_by_flags`, of columns of T+1 rows the state after each step, of which
+                the rows where a part ends inside are read: [T, *shape], or T objects as gymnasium's
+                `final_obs`. It must be given where an episode is truncated inside: the next row is
+                the next episode's. After a terminated step the place is filled with the state
+                before it, which nothing bootstraps from.
         Returns:
             Its id; with `split_by_flags` those of the parts.
         Raises:
-            DataError: It does not fit the schema, or has an end flag before its last step; nothing has
-                changed.
+            DataError: It does not fit the schema, or has an end flag before its last step; nothing
+                has changed.
             StoreFullError: Too few rows are free; earlier parts of a trajectory that is split stay.
         """
         inserter = self._inserter(table)
@@ -227,14 +230,16 @@ class Replay(ReplayBase):
         return insert(trajectory)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
-        """Set the version of the learner's policy; stale trajectories are evicted by the next selection.
+        """Set the version of the learner's policy; stale trajectories are evicted by the next
+        selection.
 
-        With `on_stale = "wait"` it waits until no actor's open trajectory would exceed the lag. Any rank may
-        call it; the version holds for the store of its node.
+        With `on_stale = "wait"` it waits until no actor's open trajectory would exceed the lag. Any
+        rank may call it; the version holds for the store of its node.
 
         Raises:
             ConfigError: The table has no versions.
-            NotReadyError: This process has such a trajectory open, or an actor has not ended one in time.
+            NotReadyError: This process has such a trajectory open, or an actor has not ended one in
+                time.
         """
         self._check_open()
         version = arguments.count("version", version, least=0)
@@ -246,7 +251,8 @@ class Replay(ReplayBase):
         Args:
             **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
         Raises:
-            DataError: A column is not late, was written already, or does not fit; nothing has changed.
+            DataError: A column is not late, was written already, or does not fit; nothing has
+                changed.
             StoreError: The trajectory is not stored on this node.
         """
         fill(self.store(table), trajectory_id, columns, self.config.timeout_s)
@@ -258,15 +264,18 @@ class Replay(ReplayBase):
         chosen: torch.Tensor | Sequence[bool] | None = None,
         priorities: torch.Tensor | Sequence[float] | None = None,
     ) -> int:
-        """Add items of a rollout batch to another table, of which a mixture draws them again. Collective.
+        """Add items of a rollout batch to another table, of which a mixture draws them again.
+        Collective.
 
-        Each node copies those that it holds. A table of groups leaves out a group whose number it holds.
+        Each node copies those that it holds. A table of groups leaves out a group whose number it
+        holds.
 
         Args:
             rollout: The batch; it has not ended.
             table: Its columns are among those of the items' tables.
             chosen: Which items. [num_items], bool; None: all that do not come from this table.
-            priorities: Of the items in a table that is sampled by them. [num_items], finite, at least 0.
+            priorities: Of the items in a table that is sampled by them. [num_items], finite, at
+                least 0.
         Returns:
             How many trajectories this rank has added: that of its node which writes.
         Raises:
@@ -295,18 +304,19 @@ class Replay(ReplayBase):
     ) -> Iterator[MicroBatch]:
         """Yield micro batches of the trajectories that lack late columns, to be filled. Collective.
 
-        `for micro in replay.forward("ref_logp"): micro.fill(ref_logp=logp(micro))`. Each stored trajectory
-        that lacks one of the columns, with one number per step ("T") or trajectory, is in one micro batch of
-        one replica, of at most `tokens` steps (None: `gear.pack.tokens`); every rank has as many, without
-        fields of late columns. `micro.fill` writes at once. The next call has what is added meanwhile, and
-        what is not filled where a rank raises or dies.
+        `for micro in replay.forward("ref_logp"): micro.fill(ref_logp=logp(micro))`. Each stored
+        trajectory that lacks one of the columns, with one number per step ("T") or trajectory, is
+        in one micro batch of one replica, of at most `tokens` steps (None: `gear.pack.tokens`);
+        every rank has as many, without fields of late columns. `micro.fill` writes at once. The
+        next call has what is added meanwhile, and what is not filled where a rank raises or dies.
 
-        Over nodes each fills its own rows: the replicas of a node share what its store holds, `micro.weight`
-        is of these, and where other nodes have more, the last micro batches are empty.
+        Over nodes each fills its own rows: the replicas of a node share what its store holds,
+        `micro.weight` is of these, and where other nodes have more, the last micro batches are
+        empty.
 
         Raises:
-            ConfigError: There is no such column or `gear.pack`, or the ranks of a replica lie on several
-                nodes, as does the table.
+            ConfigError: There is no such column or `gear.pack`, or the ranks of a replica lie on
+                several nodes, as does the table.
             StoreError, PeerError: As `Rollout.forward`.
         """
         packed = self._packed()
@@ -317,8 +327,8 @@ class Replay(ReplayBase):
     def writer(self, table: str | None = None) -> TrajectoryWriter:
         """Return a writer of trajectories for simulators in this process.
 
-        Where a rank writes, `sample` never waits for items: it raises NotReadyError, which `can_sample`
-        predicts.
+        Where a rank writes, `sample` never waits for items: it raises NotReadyError, which
+        `can_sample` predicts.
 
         Raises:
             StoreError: The table holds a data set.
@@ -331,8 +341,8 @@ class Replay(ReplayBase):
         return writer
 
     def rollout_worker(self, table: str | None = None) -> RolloutWorker:
-        """Return a rollout worker in this process, of the table with prompts; as with `writer`, `rollout`
-        never waits then.
+        """Return a rollout worker in this process, of the table with prompts; as with `writer`,
+        `rollout` never waits then.
 
         Raises:
             ConfigError: The table has no prompts.
@@ -349,7 +359,8 @@ class Replay(ReplayBase):
 
         Args:
             num_envs: N; or the environment, whose number and mode are read.
-            autoreset: As `TrajectoryWriter.vector_writer`; with a number of environments it must be given.
+            autoreset: As `TrajectoryWriter.vector_writer`; with a number of environments it must be
+                given.
         Raises:
             DataError: No autoreset mode is given, or it is not the environment's.
             StoreError: The table holds a data set.
@@ -376,10 +387,12 @@ class Replay(ReplayBase):
     ) -> list[dict[str, Any]]:
         """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
 
-        An opaque column is its value: bytes, or the JSON value (None where a late one is not filled).
+        An opaque column is its value: bytes, or the JSON value (None where a late one is not
+        filled).
 
-        An evicted trajectory, such as a sampled one of a queue, can be read until its rows are freed: once
-        all ranks have their batch, an addition by any process may do that if it needs rows.
+        An evicted trajectory, such as a sampled one of a queue, can be read until its rows are
+        freed: once all ranks have their batch, an addition by any process may do that if it needs
+        rows.
 
         Raises:
             StoreError: An id is not stored, or its rows were freed.
@@ -418,24 +431,26 @@ class Replay(ReplayBase):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in this node's stores of the sampled tables; a shared prompt counts once."""
+        """Number of steps in this node's stores of the sampled tables; a shared prompt
+        counts once.
+        """
         return sum(table.num_steps for table in self._sampled)
 
     def sample(self) -> Batch:
         """Return this rank's next micro batch of the training stream.
 
         Returns:
-            A Batch of `batch_info.micro` samples, on the Replay's device, with the fields and the part of the
-            time axis that this rank needs. It lives until `sample` is called max(2, accumulation) times more;
-            `clone` keeps it.
+            A Batch of `batch_info.micro` samples, on the Replay's device, with the fields and the
+            part of the time axis that this rank needs. It lives until `sample` is called max(2,
+            accumulation) times more; `clone` keeps it.
         Raises:
-            StoreError: No item is admitted by the sampler, the Replay is closed, or the rank is an inner
-                stage of a pipeline.
-            PeerError: Another rank of the node is too late; with an engine also: it failed, died or ended.
-                The next call tries again.
-            NotReadyError: The table's rate limiter admits no batch in time, or a table with writers holds
-                no item to sample in time; at once where no other process may add any. With an engine on
-                all ranks. The next call tries again.
+            StoreError: No item is admitted by the sampler, the Replay is closed, or the rank is an
+                inner stage of a pipeline.
+            PeerError: Another rank of the node is too late; with an engine also: it failed, died or
+                ended. The next call tries again.
+            NotReadyError: The table's rate limiter admits no batch in time, or a table with writers
+                holds no item to sample in time; at once where no other process may add any. With an
+                engine on all ranks. The next call tries again.
         """
         self._check_reads()
         if not isinstance(self._loader, BatchLoader):
@@ -452,17 +467,20 @@ class Replay(ReplayBase):
 
         Raises:
             ConfigError: There is no `gear.pack`.
-            CheckpointError: A run was resumed in a rollout batch, and its trajectories have other lengths.
+            CheckpointError: A run was resumed in a rollout batch, and its trajectories have other
+                lengths.
             StoreError: As `sample`, like the others.
             PeerError: Another rank failed, died or ended.
-            NotReadyError: Too few items are there in time; at once where no other process may add any.
+            NotReadyError: Too few items are there in time; at once where no other process may add
+                any.
         """
         found = self._packed().next()
         self._warn()
         return found
 
     def step(self) -> TrainStep:
-        """Select the next batch of `gear.batch`; return its one optimizer step, an iterable of micro batches.
+        """Select the next batch of `gear.batch`; return its one optimizer step, an iterable of
+        micro batches.
 
         Raises:
             ConfigError: There is no `gear.pack`, or `gear.rollout` instead of `gear.batch`.
@@ -484,7 +502,9 @@ class Replay(ReplayBase):
 
     @property
     def gradient_divisor(self) -> float:
-        """What the framework divides the sum of all ranks' gradients by, which losses are multiplied by."""
+        """What the framework divides the sum of all ranks' gradients by, which losses are
+        multiplied by.
+        """
         return self._divisor.value
 
     @gradient_divisor.setter
@@ -494,25 +514,30 @@ class Replay(ReplayBase):
     def check_packing(
         self, model: Any, attention: str | None = None, tolerance: float | None = None
     ) -> float:
-        """Check that a model gives the trajectories of a pack the logits that each of them has alone.
+        """Check that a model gives the trajectories of a pack the logits that each of them has
+        alone.
 
-        Runs a pack of random tokens, as long as a micro batch, and its trajectories one by one, without
-        gradients and without dropout. With ZeRO 3 all ranks call it.
+        Runs a pack of random tokens, as long as a micro batch, and its trajectories one by one,
+        without gradients and without dropout. With ZeRO 3 all ranks call it.
 
         Args:
-            model: A causal language model of transformers, or an engine or another module around it.
+            model: A causal language model of transformers, or an engine or another module around
+                it.
             attention: The name that `MicroBatch.model_inputs` gets; None: it gets the model.
-            tolerance: Of the difference of a trajectory's logits, relative to their size (root mean squares);
-                None: 1e-4 in float32, 0.03 in 16 bits. Check in float32 where you can.
+            tolerance: Of the difference of a trajectory's logits, relative to their size (root mean
+                squares); None: 1e-4 in float32, 0.03 in 16 bits. Check in float32 where you can.
         Returns:
             The largest difference.
         Raises:
-            ConfigError: The logits differ, `model_inputs` refuses the model, or there is no `gear.pack`.
+            ConfigError: The logits differ, `model_inputs` refuses the model, or there is no
+                `gear.pack`.
         """
         return check_packing(model, attention, tolerance, self._packed().context.settings)
 
     def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
-        """Call a function with each train step before its first micro batch; all ranks raise its error."""
+        """Call a function with each train step before its first micro batch; all ranks raise its
+        error.
+        """
         self._packed().context.observers.append(begun)
 
     def _warn(self) -> None:
@@ -527,9 +552,11 @@ class Replay(ReplayBase):
         return self._loader
 
     def can_sample(self) -> bool:
-        """Return whether `sample` would return a batch now; the same answer on every rank. Collective.
+        """Return whether `sample` would return a batch now; the same answer on every rank.
+        Collective.
 
-        For simulators in the training ranks: step them while it is False, and sample once it is True.
+        For simulators in the training ranks: step them while it is False, and sample once it is
+        True.
         """
         self._check_reads()
         answer = self._loader.holds_batch or self._questions.ask(self._loader.next_key)
@@ -537,14 +564,16 @@ class Replay(ReplayBase):
         return answer
 
     def missing_groups(self, table: str | None = None) -> int:
-        """Return how many groups this rank should generate before the next batch is selected. Collective.
+        """Return how many groups this rank should generate before the next batch is selected.
+        Collective.
 
-        The groups of a batch less those that can be sampled, or that the rate limiter asks for, divided among
-        the replicas; the first ones have one more where it does not divide. The tensor and sequence ranks of
-        a replica get the same number, which they generate together: one of them adds the responses. With a
-        limit of draws, groups count as often as they can still be drawn. Groups that fail a condition leave
-        the table when they are complete, so it asks for more by the rate at which the latest 256 passed, at
-        most 8 times as many and no more than the table admits; and ask again: `while not replay.can_sample():
+        The groups of a batch less those that can be sampled, or that the rate limiter asks for,
+        divided among the replicas; the first ones have one more where it does not divide. The
+        tensor and sequence ranks of a replica get the same number, which they generate together:
+        one of them adds the responses. With a limit of draws, groups count as often as they can
+        still be drawn. Groups that fail a condition leave the table when they are complete, so it
+        asks for more by the rate at which the latest 256 passed, at most 8 times as many and no
+        more than the table admits; and ask again: `while not replay.can_sample():
         generate(replay.missing_groups())`.
 
         Raises:
@@ -586,22 +615,26 @@ class Replay(ReplayBase):
         """Report the priorities of a batch's items, as of their TD errors.
 
         The selection of global batch n applies what all ranks reported before they requested batch
-        n - prefetch. Of several updates of an item the one with the highest sample number of the newest batch
-        wins. Evicted items are ignored, and counted in `statistics()`. One rank of each replica reports: the
-        arguments of its other tensor, sequence and pipeline ranks are ignored.
+        n - prefetch. Of several updates of an item the one with the highest sample number of the
+        newest batch wins. Evicted items are ignored, and counted in `statistics()`. One rank of
+        each replica reports: the arguments of its other tensor, sequence and pipeline ranks are
+        ignored.
 
-        The call does not wait for priorities on a GPU: a thread reports them when they are computed, and
-        selections that need them wait until then. Errors in them are raised by a later call of this Replay.
+        The call does not wait for priorities on a GPU: a thread reports them when they are
+        computed, and selections that need them wait until then. Errors in them are raised by a
+        later call of this Replay.
 
         Args:
-            batch: From `sample`, or a micro batch of packs; may be None on a rank that reports nothing.
-            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`; of packs one for each
-                trajectory, [S]. Of any real dtype and any device, finite, at least 0; lists and NumPy arrays
-                are accepted.
-            mask: Which steps count. None: the batch's mask of this shape without burn-in (`batch.learns`), or
-                every step. [B, T], bool.
+            batch: From `sample`, or a micro batch of packs; may be None on a rank that reports
+                nothing.
+            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`; of packs one
+                for each trajectory, [S]. Of any real dtype and any device, finite, at least 0;
+                lists and NumPy arrays are accepted.
+            mask: Which steps count. None: the batch's mask of this shape without burn-in
+                (`batch.learns`), or every step. [B, T], bool.
         Raises:
-            ConfigError: The sampler has no priorities, or the batch is a micro batch and items are groups.
+            ConfigError: The sampler has no priorities, or the batch is a micro batch and items are
+                groups.
             DataError: A priority is negative, infinite or NaN; nothing has changed.
             ShapeError: A wrong shape.
             StoreError: More updates wait than the priority log holds.
@@ -623,7 +656,8 @@ class Replay(ReplayBase):
         steps: Ids | None = None,
         table: str | None = None,
     ) -> int:
-        """Report priorities of items by id; they count after those of the batch that was requested last.
+        """Report priorities of items by id; they count after those of the batch that was requested
+        last.
 
         Args:
             ids: Trajectories. [n].
@@ -692,12 +726,13 @@ class Replay(ReplayBase):
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.
 
-        Means per micro batch since the last call (times, bytes, padding fraction) or, of packed batches, per
-        optimizer step; where there was none, as after the monitor's call of the last step, those of the call
-        before, with `train_steps` 0. The epoch, and effective samples, duplicates, age and policy lag of the
-        newest global batch. Over nodes, on the rank that exchanges for its node: bytes per global batch, and
-        how late each node was. With a rate limiter: the total seconds that this rank has waited for it. With
-        groups: those held, and ever rejected, and the trajectories that came too late.
+        Means per micro batch since the last call (times, bytes, padding fraction) or, of packed
+        batches, per optimizer step; where there was none, as after the monitor's call of the last
+        step, those of the call before, with `train_steps` 0. The epoch, and effective samples,
+        duplicates, age and policy lag of the newest global batch. Over nodes, on the rank that
+        exchanges for its node: bytes per global batch, and how late each node was. With a rate
+        limiter: the total seconds that this rank has waited for it. With groups: those held, and
+        ever rejected, and the trajectories that came too late.
         """
         self._check_open()
         if self.config.pack is None:
@@ -754,9 +789,9 @@ class Replay(ReplayBase):
     def close(self) -> None:
         """Stop the prefetch thread and detach; safe to call twice and at exit.
 
-        An exception that is being handled, as where `finally` closes, is sent to the other ranks as the
-        reason of this rank's end. References of the program to a store (such as a column's tensor) stay
-        valid, and keep the store's memory until they are dropped.
+        An exception that is being handled, as where `finally` closes, is sent to the other ranks as
+        the reason of this rank's end. References of the program to a store (such as a column's
+        tensor) stay valid, and keep the store's memory until they are dropped.
         """
         if not self._closed:
             self._closed = True
@@ -771,7 +806,8 @@ class Replay(ReplayBase):
                 self._loader.abandon()  # a loop over its steps may still be there
             self._finalizer()
             self._folder_locks.release()
-            # Without references to the stores their memory is freed, unless the program holds a part of it.
+            # Without references to the stores their memory is freed, unless the program holds a
+            # part of it.
             self.__dict__.pop("_all_priorities", None)
             self.tables = {}
             self._warnings = []

@@ -37,8 +37,8 @@ _MOST_LOADS = 20  # saves that are replaced while they are read, one after the o
 class ReplayBase(ProcessBound, PublicNames, ABC):
     """Batches, priorities, checkpoints and statistics of the tables of a config.
 
-    Construction, `state_dict`, `load_state_dict`, `save`, `load` and `close` are collective. One thread per
-    process uses a replay.
+    Construction, `state_dict`, `load_state_dict`, `save`, `load` and `close` are collective. One
+    thread per process uses a replay.
     """
 
     _internal = frozenset(
@@ -84,7 +84,10 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         else:
             end = f", {len(self):,} trajectories, {self.num_steps:,} steps"
         name = type(self).__name__
-        return f"{name}({', '.join(self.config.sampled_tables)}: {kind}, {sizes}, on {self.device}{end})"
+        return (
+            f"{name}({', '.join(self.config.sampled_tables)}: {kind}, {sizes}, on "
+            f"{self.device}{end})"
+        )
 
     def _table_name(self, given: str | None, known: Iterable[str], choice: Sequence[str]) -> str:
         """Return the name of a known table that a call gives, else the only one of a choice."""
@@ -98,7 +101,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @property
     def exchange(self) -> ControlPlane:
-        """The control plane of all ranks, whose waits end when one is lost; once closed, a plain one."""
+        """The control plane of all ranks, whose waits end when one is lost; once closed, a plain
+        one.
+        """
         return ControlPlane() if self._closed else self._plan.exchange
 
     @property
@@ -118,11 +123,12 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @property
     def transform(self) -> Transform | None:
-        """A program's transform of batches: (batch, key per sample [B] int64) -> batch; set before sampling.
+        """A program's transform of batches: (batch, key per sample [B] int64) -> batch; set before
+        sampling.
 
-        The keys are random words that depend on seed, stream and sample number only, so values derived from
-        them are the same for any number of ranks. They are on the batch's device. `DeviceReplay.sample_` does
-        not call it.
+        The keys are random words that depend on seed, stream and sample number only, so values
+        derived from them are the same for any number of ranks. They are on the batch's device.
+        `DeviceReplay.sample_` does not call it.
         """
         self._check_open()
         return self._transform
@@ -148,10 +154,11 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         return self.iterator()
 
     def iterator(self, stream: str = TRAIN) -> Iterator[Batch]:
-        """Return an iterator over batches: endless for training, one pass over every item for a split.
+        """Return an iterator over batches: endless for training, one pass over every item for a
+        split.
 
-        All ranks iterate over a split together and get equally many batches; in the last ones `valid` is
-        False, and `is_weight` 0, for filler samples.
+        All ranks iterate over a split together and get equally many batches; in the last ones
+        `valid` is False, and `is_weight` 0, for filler samples.
 
         Raises:
             ConfigError: There is no such stream.
@@ -181,7 +188,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def normalizer(self) -> Normalizer:
         """The conversions of all fields; usable without this replay, and in other processes.
 
-        Of a table without a data set: those of the newest selection; another object once they change.
+        Of a table without a data set: those of the newest selection; another object once they
+        change.
         """
         known = self._statistics_of_fields()
         plan = self._plan
@@ -197,11 +205,15 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         return self._plan.statistics(self._plan.fields)
 
     def normalize(self, name: str, values: Any) -> Any:
-        """Convert an input of the model as a batch's field is converted; see `Normalizer.normalize`."""
+        """Convert an input of the model as a batch's field is converted; see
+        `Normalizer.normalize`.
+        """
         return self.normalizer.normalize(name, values)
 
     def denormalize(self, name: str, values: Any) -> Any:
-        """Convert an output of the model to a field's column's units; see `Normalizer.denormalize`."""
+        """Convert an output of the model to a field's column's units; see
+        `Normalizer.denormalize`.
+        """
         return self.normalizer.denormalize(name, values)
 
     @abstractmethod
@@ -214,8 +226,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: whole global batches that were used, not those that were prefetched.
 
-        Collective. Equal on all ranks; JSON-able. A global batch of which only some micro batches were used
-        is sampled again. A DeviceReplay waits for the device.
+        Collective. Equal on all ranks; JSON-able. A global batch of which only some micro batches
+        were used is sampled again. A DeviceReplay waits for the device.
 
         Raises:
             StoreError: Of a DeviceReplay: only some micro batches of a global batch were used.
@@ -227,8 +239,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         Captured graphs of a DeviceReplay stay valid.
 
         Raises:
-            CheckpointError: It has another format, other data or options that select other samples; nothing
-                has changed.
+            CheckpointError: It has another format, other data or options that select other samples;
+                nothing has changed.
         """
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict or save")
@@ -237,19 +249,21 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Save tables' additions, priorities and the position; return the position. Collective.
 
-        The save is written next to the previous one in the folder, fsynced and exchanged with it; the
-        previous one stays until the next save into the folder begins. After an interruption at any time one
-        of both can be loaded: by a returned state that was stored elsewhere, or by the state in the folder.
-        One run saves into a folder: from its first save until it is closed or ends, another is refused.
+        The save is written next to the previous one in the folder, fsynced and exchanged with it;
+        the previous one stays until the next save into the folder begins. After an interruption at
+        any time one of both can be loaded: by a returned state that was stored elsewhere, or by the
+        state in the folder. One run saves into a folder: from its first save until it is closed or
+        ends, another is refused.
 
         Args:
-            folder: Receives `position.json`, `normalizer.json` and a folder for each table with a capacity or
-                with priorities; other files in it stay unchanged. On a file system that the nodes share.
+            folder: Receives `position.json`, `normalizer.json` and a folder for each table with a
+                capacity or with priorities; other files in it stay unchanged. On a file system that
+                the nodes share.
         Returns:
             `state_dict()`, with the id and the checksums of this save.
         Raises:
-            CheckpointError: A file cannot be written, or another run saves into this folder; the save before
-                this one stays.
+            CheckpointError: A file cannot be written, or another run saves into this folder; the
+                save before this one stays.
             StoreError: Of a DeviceReplay: only some micro batches of a global batch were used.
         """
         self._check_open()
@@ -272,15 +286,16 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         """Load a save: replace the contents that it has written, and continue there. Collective.
 
-        Another process may save into the folder meanwhile: without a state, the newest whole save is loaded.
-        Priorities of earlier batches must not be reported afterwards: their trajectories may have moved.
+        Another process may save into the folder meanwhile: without a state, the newest whole save
+        is loaded. Priorities of earlier batches must not be reported afterwards: their trajectories
+        may have moved.
 
         Args:
             folder: The folder of the save.
             state: The state that `save` returned; None: the newest save of the folder.
         Raises:
-            CheckpointError: A file is missing, changed or of another save than the state, or the state does
-                not fit; nothing has changed.
+            CheckpointError: A file is missing, changed or of another save than the state, or the
+                state does not fit; nothing has changed.
             StoreFullError: A table is too small; nothing has changed.
         """
         self._check_open()
@@ -297,7 +312,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             self._last_saves[str(folder)] = loaded
 
     def _load_newest(self, folder: Path) -> Mapping[str, Any] | None:
-        """Load the newest save, and the next one where it was replaced before it was read. Collective."""
+        """Load the newest save, and the next one where it was replaced before it was read.
+        Collective.
+        """
         for _ in range(_MOST_LOADS):
             known = self._from_leader(partial(save_folders.read_position, folder))
             try:
@@ -325,8 +342,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @abstractmethod
     def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
-        """Continue at a state; load the tables of a save's folder, or leave them as they are (None: returns
-        None). Returns the save's state, which the next one into this folder keeps.
+        """Continue at a state; load the tables of a save's folder, or leave them as they are (None:
+        returns None). Returns the save's state, which the next one into this folder keeps.
         """
 
     @property
@@ -340,7 +357,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @abstractmethod
     def statistics(self) -> dict[str, Any]:
-        """Return sizes of the store, and statistics of samples and updates: docs/how-to/statistics.md."""
+        """Return sizes of the store, and statistics of samples and updates:
+        docs/how-to/statistics.md.
+        """
 
     @abstractmethod
     def take_metrics(self) -> dict[str, float]:
@@ -355,7 +374,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             A Progress, whose `str` is one line for a log.
         Raises:
             StoreError: The rank is an inner stage of a pipeline, or the replay is closed.
-        Cost: a difference of counters; where a table has versions, a copy of the newest selection. A
+        Cost: a difference of counters; where a table has versions, a copy of the newest selection.
+        A
             DeviceReplay waits for the device.
         """
         self._check_reads()

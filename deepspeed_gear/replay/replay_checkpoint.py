@@ -39,8 +39,8 @@ class ReplayCheckpoint:
     def state(
         self, save: State | None = None, columns: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Return the position, equal on all ranks: `Replay.state_dict`; of a save with its id and manifests,
-        and the file of the `columns` of the rollout batch whose training is under way.
+        """Return the position, equal on all ranks: `Replay.state_dict`; of a save with its id and
+        manifests, and the file of the `columns` of the rollout batch whose training is under way.
         """
         plan = self._parts.plan
         at = self._loader.position
@@ -55,10 +55,10 @@ class ReplayCheckpoint:
         return position.state_of(plan, passes, where, save, rollout)
 
     def save(self, folder: Path, kept: State | None) -> dict[str, Any]:
-        """Write the tables whose content is not a data set's, then the position, which is returned. One node
-        writes replicated tables, each node its shard of the others. A table's folder is renamed to its name
-        when all files are complete on the disk. `kept`: of the latest save here that this Replay has loaded
-        or made.
+        """Write the tables whose content is not a data set's, then the position, which is returned.
+        One node writes replicated tables, each node its shard of the others. A table's folder is
+        renamed to its name when all files are complete on the disk. `kept`: of the latest save here
+        that this Replay has loaded or made.
         """
         parts = self._parts
         loader = self._loader
@@ -114,7 +114,9 @@ class ReplayCheckpoint:
         return made
 
     def load(self, state: State, folder: Path | None) -> None:
-        """Continue at a state, with its save's tables (None: they stay); an error changes nothing."""
+        """Continue at a state, with its save's tables (None: they stay); an error
+        changes nothing.
+        """
         parts = self._parts
         loader = self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
@@ -190,7 +192,9 @@ class ReplayCheckpoint:
         }
 
     def _pause(self) -> None:
-        """Stop prefetching on all nodes after the same selection; `leave` ends waits for other nodes."""
+        """Stop prefetching on all nodes after the same selection; `leave` ends waits for other
+        nodes.
+        """
         self._parts.stop_prefetching()
         self._parts.exchange.leave()
         self._parts.plan.exchange.barrier()

@@ -37,7 +37,8 @@ class Rollout(PublicNames):
         num_trajectories: Trajectories of the batch.
         num_tokens: Steps of its trajectories.
         steps_done: Optimizer steps that are done.
-        columns: The columns of this rollout batch. [num_tokens] each, float32, trajectory by trajectory.
+        columns: The columns of this rollout batch. [num_tokens] each, float32, trajectory by
+            trajectory.
     """
 
     _internal = frozenset({"abandon", "check_open", "finish", "reader", "step"})
@@ -78,7 +79,9 @@ class Rollout(PublicNames):
 
     @property
     def table(self) -> torch.Tensor:
-        """Table of each item: its index in `sampler.shares` of a mixture, else 0. [num_items], int64."""
+        """Table of each item: its index in `sampler.shares` of a mixture, else 0. [num_items],
+        int64.
+        """
         _, first = np.unique(self._records.item, return_index=True)
         return torch.from_numpy(self._records.source[first])
 
@@ -100,15 +103,18 @@ class Rollout(PublicNames):
         return torch.from_numpy(self._columns.values(name))
 
     def forward(self, *names: str, tokens: int | None = None) -> Iterator[MicroBatch]:
-        """Yield micro batches of the whole batch, each of which the program fills with columns. Collective.
+        """Yield micro batches of the whole batch, each of which the program fills with columns.
+        Collective.
 
-        `for micro in rollout.forward("old_logp"): micro.fill(old_logp=logp(micro))`. After the last one the
-        columns are in the micro batches of every step on every rank, and stay for this rollout batch.
-        Columns that are there already, as in a run that is resumed, are not asked for again.
+        `for micro in rollout.forward("old_logp"): micro.fill(old_logp=logp(micro))`. After the last
+        one the columns are in the micro batches of every step on every rank, and stay for this
+        rollout batch. Columns that are there already, as in a run that is resumed, are not asked
+        for again.
 
         Args:
             *names: The columns.
-            tokens: Most steps of a micro batch; None: `gear.pack.tokens`. Without gradients more of them fit.
+            tokens: Most steps of a micro batch; None: `gear.pack.tokens`. Without gradients more of
+                them fit.
         Raises:
             FieldError: A name is a field of the config.
             ConfigError: `tokens` does not hold the longest trajectory.
@@ -140,11 +146,13 @@ class Rollout(PublicNames):
         columns.filled.update(filled.of_all_ranks())
 
     def set(self, name: str, values: torch.Tensor | np.ndarray) -> None:
-        """Set a column of this rollout batch from values of every trajectory, the same on every rank.
+        """Set a column of this rollout batch from values of every trajectory, the same on every
+        rank.
 
         Args:
             name: Of the column in micro batches, [1, N].
-            values: [n], or one for each place: [num_tokens], trajectory by trajectory, at predicting places.
+            values: [n], or one for each place: [num_tokens], trajectory by trajectory, at
+                predicting places.
         Raises:
             FieldError: A field of the config has the name.
             ShapeError: Another shape.
@@ -177,33 +185,37 @@ class Rollout(PublicNames):
         count_masked: bool | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Set and return each trajectory's advantage against its group, or each place's by a critic's values.
+        """Set and return each trajectory's advantage against its group, or each place's by a
+        critic's values.
 
-        Members without loss tokens, such as overlong ones that are masked, are no part of the baseline; their
-        own advantage is 0.
+        Members without loss tokens, such as overlong ones that are masked, are no part of the
+        baseline; their own advantage is 0.
 
-        "gae" and "vtrace" also set the column "value_target". A place of the loss mask is an action, others
-        take no time: the rewards after an action, up to the next one, are its own. The last action is
-        bootstrapped from the value after the trajectory unless that was terminated, as it is without a column
-        of the role terminated or truncated.
+        "gae" and "vtrace" also set the column "value_target". A place of the loss mask is an
+        action, others take no time: the rewards after an action, up to the next one, are its own.
+        The last action is bootstrapped from the value after the trajectory unless that was
+        terminated, as it is without a column of the role terminated or truncated.
 
         Args:
-            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`. "gae" or "vtrace": see
-                `options`.
-            reward: The per-trajectory column of rewards, with "gae" and "vtrace" of the last actions; or, as
-                their options, a column that was filled or set, or a field or column with a number per step.
+            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`. "gae" or "vtrace":
+                see `options`.
+            reward: The per-trajectory column of rewards, with "gae" and "vtrace" of the last
+                actions; or, as their options, a column that was filled or set, or a field or column
+                with a number per step.
             name: Of the column in micro batches, the same at all places of a trajectory.
-            group: The per-trajectory column of integers that names the group; None: items are groups.
-            member: That of its members; None: those of the table's groups, or each trajectory is one.
+            group: The per-trajectory column of integers that names the group; None: items are
+                groups.
+            member: That of its members; None: those of the table's groups, or each trajectory is
+                one.
             count_masked: Whether members without loss tokens count; None: `gear.loss.count_masked`.
-            **options: Of "gae" and "vtrace", as in `gear.advantage`: `value`, `gamma` (1 if left out), `lam`,
-                `next_value`, `log_prob`, `behaviour_log_prob`, `rho_bar`, `c_bar`.
+            **options: Of "gae" and "vtrace", as in `gear.advantage`: `value`, `gamma` (1 if left
+                out), `lam`, `next_value`, `log_prob`, `behaviour_log_prob`, `rho_bar`, `c_bar`.
         Returns:
             [n], float64; of "gae" and "vtrace" [num_tokens], float32.
         Raises:
             ConfigError: There is no such column, estimator or option.
-            DataError: A column, or that of the loss mask, is late, and a trajectory does not have it yet; or
-                there is no value after a trajectory that was not terminated.
+            DataError: A column, or that of the loss mask, is late, and a trajectory does not have
+                it yet; or there is no value after a trajectory that was not terminated.
             PeerError: Another rank failed.
         """
         self.check_open()
@@ -258,12 +270,13 @@ class Rollout(PublicNames):
         return torch.from_numpy(self._context.agree(compute))
 
     def whiten(self, name: str, over: str = "token") -> None:
-        """Shift and scale a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
+        """Shift and scale a column of this rollout batch to mean 0 and deviation 1 over the whole
+        batch.
 
         Args:
             name: Of a column that was filled or set.
-            over: "token": mean and deviation over all loss tokens; "sequence": over trajectories with loss
-                tokens, each by the mean of its loss tokens.
+            over: "token": mean and deviation over all loss tokens; "sequence": over trajectories
+                with loss tokens, each by the mean of its loss tokens.
         Raises:
             FieldError: There is no such column.
             ConfigError: `over` is another word.
@@ -342,7 +355,9 @@ class Rollout(PublicNames):
             self.close()
 
     def close(self) -> None:
-        """End the batch: its rows may be evicted, and the next one is selected next. Safe to call twice."""
+        """End the batch: its rows may be evicted, and the next one is selected next. Safe to call
+        twice.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._consume()
@@ -361,7 +376,8 @@ class TrainStep(PublicNames):
         num_trajectories: Their number.
         num_tokens: Their steps.
         loss_tokens: Their loss tokens.
-        shared_tokens: Their steps that have no places of their own, as `gear.pack.prefix` shares prompts.
+        shared_tokens: Their steps that have no places of their own, as `gear.pack.prefix` shares
+            prompts.
     """
 
     _internal = frozenset({"name", "packs"})
@@ -378,7 +394,8 @@ class TrainStep(PublicNames):
         self.loss_tokens = self.packs.loss.num_tokens
         self.shared_tokens = self.packs.shared_tokens
         self._is_used = False
-        #: Its name in errors: the number, and that of the rollout batch (of `gear_step` each is one).
+        #: Its name in errors: the number, and that of the rollout batch (of `gear_step` each is
+        #: one).
         self.name = f"train step {number} of rollout batch {rollout.number}"
 
     def __len__(self) -> int:
@@ -387,7 +404,8 @@ class TrainStep(PublicNames):
 
     def __repr__(self) -> str:
         return (
-            f"TrainStep({self.number} of rollout batch {self._rollout.number}: {self.num_trajectories} "
+            f"TrainStep({self.number} of rollout batch {self._rollout.number}: "
+            f"{self.num_trajectories} "
             f"trajectories, {self.num_tokens} tokens, {len(self)} micro batches)"
         )
 
@@ -436,10 +454,12 @@ class TrainStep(PublicNames):
 
         Collective: one all-reduce, and one copy from a device.
 
-        `step.mean(kl=kls, clip=clips)` after the loop, where `kls` has `micro.sum(kl)` of each micro batch.
+        `step.mean(kl=kls, clip=clips)` after the loop, where `kls` has `micro.sum(kl)` of each
+        micro batch.
 
         Args:
-            **values: Of each micro batch in their order: `micro.sum(x)`, []. The same names on every rank.
+            **values: Of each micro batch in their order: `micro.sum(x)`, []. The same names on
+                every rank.
         Raises:
             ShapeError: Not one number for each micro batch.
             PeerError: Another rank has raised it.
@@ -471,7 +491,9 @@ class TrainStep(PublicNames):
 
 
 class _FilledColumns:
-    """Columns of a rollout batch that a forward pass fills: each rank has the values of its places."""
+    """Columns of a rollout batch that a forward pass fills: each rank has the values of
+    its places.
+    """
 
     def __init__(self, columns: RolloutColumns, names: Sequence[str]) -> None:
         self._columns = columns

@@ -150,14 +150,18 @@ class TableRows:
         self._locate()
 
     def _join(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
+        """Return the sum of the bytes of arrays over all ranks, of which one has each byte.
+        Collective.
+        """
         flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         return (
             self._context.control_plane.sum(flat).numpy().view(values.dtype).reshape(values.shape)
         )
 
     def _joined(self, values: np.ndarray) -> np.ndarray:
-        """Return values of all trajectories from those that each rank contributes. [m, ...] -> [n, ...]."""
+        """Return values of all trajectories from those that each rank contributes. [m, ...] -> [n,
+        ...].
+        """
         if self._spread is None:
             return values
         whole = np.zeros((len(self.rows), *values.shape[1:]), values.dtype)
@@ -170,7 +174,9 @@ class TableRows:
         return self._joined(self.table.values(name, self._slots))
 
     def steps(self, name: str, offset: int, as_flags: bool = False) -> np.ndarray:
-        """Return the values of a column's steps, float64, or which are not 0, bool. [sum of their steps]."""
+        """Return the values of a column's steps, float64, or which are not 0, bool. [sum of their
+        steps].
+        """
         self.check_filled(name)
         column = self.table.schema[name]
         lengths = self.records.resolutions[:, Resolution.NUM_STEPS].numpy()
@@ -194,8 +200,9 @@ class TableRows:
         return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
 
     def leaders(self, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return the first trajectory of each one's item with as many first `rows`, at least 1, with equal
-        tokens and media. [n], int64. Collective over nodes: the trajectories of an item lie on one.
+        """Return the first trajectory of each one's item with as many first `rows`, at least 1,
+        with equal tokens and media. [n], int64. Collective over nodes: the trajectories of an item
+        lie on one.
         """
         own = self._own
         rows = rows[own]
@@ -223,7 +230,9 @@ class TableRows:
         return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
 
     def check_filled(self, name: str) -> None:
-        """Raise DataError if a late column is absent in one of the trajectories. Collective over nodes."""
+        """Raise DataError if a late column is absent in one of the trajectories. Collective over
+        nodes.
+        """
         bits = self.table.schema.late_bits([name])
         if not bits:
             return
@@ -231,7 +240,10 @@ class TableRows:
         absent = self._joined(np.asarray(present == 0))
         if absent.any():
             at = f"table {self.table.spec.name}: late column {name}"
-            remedy = "name it in gear.fields or in needs of the table's group: others are not sampled then"
+            remedy = (
+                "name it in gear.fields or in needs of the table's group: others are not "
+                "sampled then"
+            )
             value = f"absent in {int(absent.sum())} of {len(absent)} trajectories"
             raise DataError(at, "must be filled before it is read", value, remedy)
 
@@ -264,7 +276,9 @@ class RolloutColumns:
 
     @cached_property
     def mask(self) -> np.ndarray:
-        """Which steps count in the loss, at predicting places, one trajectory after the other. [tokens]."""
+        """Which steps count in the loss, at predicting places, one trajectory after the other.
+        [tokens].
+        """
         with self.access.reading(slice(None)) as has_rows:
             mask = self._read_mask()
         if has_rows is not None:  # what was evicted does not count
@@ -297,8 +311,9 @@ class RolloutColumns:
 
     @cached_property
     def prompts(self) -> Prefixes | None:
-        """Steps of each trajectory before its first loss place, and the first trajectory of its item with as
-        many, and equal tokens up to that place. None: prompts are not shared. Collective over nodes.
+        """Steps of each trajectory before its first loss place, and the first trajectory of its
+        item with as many, and equal tokens up to that place. None: prompts are not shared.
+        Collective over nodes.
         """
         token = self.context.settings.schema.role("token")
         if self.context.settings.pack.prefix == "own" or token is None or not len(self.records):
@@ -328,7 +343,10 @@ class RolloutColumns:
             schema = rows.table.schema
             if name not in schema or schema[name].rows != "1":
                 known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
-                rule = f"must be a column of table {rows.table.spec.name} with one value per trajectory"
+                rule = (
+                    f"must be a column of table {rows.table.spec.name} with one value per "
+                    f"trajectory"
+                )
                 raise ConfigError(f"column {name!r}", rule, None, f"there are: {known}")
 
     def values(self, name: str) -> np.ndarray:
@@ -337,7 +355,9 @@ class RolloutColumns:
         return np.concatenate([rows.values(name) for rows in self.tables])
 
     def _column(self, name: str) -> tuple[Column, int]:
-        """Return the column of numbers per step that micro batches have by a name, and its offset."""
+        """Return the column of numbers per step that micro batches have by a name, and
+        its offset.
+        """
         fields = {field.name: field for field in self.context.settings.fields}
         column = fields[name].column if name in fields else None
         if column is None and all(name in rows.table.schema for rows in self.tables):
@@ -351,9 +371,11 @@ class RolloutColumns:
         return column, int(fields[name].offset) if name in fields else follows
 
     def places(self, name: str, later: int = 0) -> np.ndarray:
-        """Return values where micro batches have them, or so many steps later. [num_tokens], float64.
+        """Return values where micro batches have them, or so many steps later. [num_tokens],
+        float64.
 
-        `name` is of a column of this rollout batch, a per-step field or column. Collective over nodes.
+        `name` is of a column of this rollout batch, a per-step field or column. Collective over
+        nodes.
         """
         if name in self.filled:
             return self.filled[name].double().numpy()
@@ -363,13 +385,14 @@ class RolloutColumns:
     def estimate(self, options: AdvantageConfig, reward: str) -> np.ndarray:
         """Estimate advantages and value targets by the op `advantages_`. [2, num_tokens], float32.
 
-        A place of the loss mask is an action, the others take no time: after an action comes the next one of
-        the trajectory, or its end; a reward at another place is added to that of the action before it.
-        Collective over nodes.
+        A place of the loss mask is an action, the others take no time: after an action comes the
+        next one of the trajectory, or its end; a reward at another place is added to that of the
+        action before it. Collective over nodes.
 
         Raises:
             ConfigError: There is no such column.
-            DataError: A late column is absent, or a trajectory that was not terminated has no value after it.
+            DataError: A late column is absent, or a trajectory that was not terminated has no value
+                after it.
         """
         records = self.records
         found = np.zeros((2, records.num_tokens), np.float32)
@@ -449,7 +472,9 @@ class RolloutColumns:
         )
 
     def set_column(self, name: str, values: np.ndarray) -> None:
-        """Set a column of this rollout batch: a value of each trajectory, [n], or place, [num_tokens]."""
+        """Set a column of this rollout batch: a value of each trajectory, [n], or place,
+        [num_tokens].
+        """
         self.check_names([name])
         lengths = self.records.lengths
         per_place = np.repeat(values, lengths) if len(values) == len(lengths) else values
@@ -464,7 +489,9 @@ class RolloutColumns:
             )
 
     def write(self, column: torch.Tensor, micro: MicroBatch, values: torch.Tensor) -> None:
-        """Write values of this rank's places of a pack, [rows of this rank], to a column, [num_tokens]."""
+        """Write values of this rank's places of a pack, [rows of this rank], to a column,
+        [num_tokens].
+        """
         shape = micro.pack_shape
         given = values.detach().to("cpu", torch.float32)
         begins = np.maximum(

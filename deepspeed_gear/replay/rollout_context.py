@@ -87,11 +87,14 @@ class RolloutContext:
     divisor: GradientDivisor
     metrics: Metrics = field(default_factory=Metrics)
     loss_warning: LossWarning | None = None  # of rank 0
-    #: An engine's: called with each train step before its first micro batch. All ranks raise errors.
+    #: An engine's: called with each train step before its first micro batch. All ranks raise
+    #: errors.
     observers: list[StepObserver] = field(default_factory=list)
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Return what an action returns, after the ranks' batch barrier: an error is raised on all ranks."""
+        """Return what an action returns, after the ranks' batch barrier: an error is raised on all
+        ranks.
+        """
         if self.barrier is not None:
             return self.barrier.agree(action)
         if self.is_spread:  # nodes exchange rows: ranks must not use them before or after
@@ -99,7 +102,9 @@ class RolloutContext:
         return action()
 
     def agree_on(self, what: str, value: object, check: Callable[[], None] = lambda: None) -> None:
-        """Where nodes exchange rows, run a check on all ranks, which raise unless they give one value."""
+        """Where nodes exchange rows, run a check on all ranks, which raise unless they give one
+        value.
+        """
         if self.is_spread:
             self.agree(check)
             self.control_plane.compare(what, value)

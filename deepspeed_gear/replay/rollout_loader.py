@@ -1,7 +1,8 @@
 """Rollout loader: selects, holds and consumes the rollout batches of one rank, one after the other.
 
-A batch whose size is in items is a selection. One whose size is in tokens has the items that fit, from the
-rest of a selection and the next one: what is left begins the next batch, so nothing is lost.
+A batch whose size is in items is a selection. One whose size is in tokens has the items that fit,
+from the rest of a selection and the next one: what is left begins the next batch, so nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from deepspeed_gear.store.table import Table
 
 
 class SelectedItems:
-    """The items of one selection, those of several tables in turn, in proportion to their numbers; its head;
-    and its trajectories in each table, `parts`, those of one item side by side.
+    """The items of one selection, those of several tables in turn, in proportion to their numbers;
+    its head; and its trajectories in each table, `parts`, those of one item side by side.
     """
 
     def __init__(self, key: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
@@ -154,7 +155,9 @@ class RolloutLoader:
         self._current = None
 
     def forward_gatherer(self, settings: PackSettings, table: Table) -> PackGatherer:
-        """Return the gatherer of the passes over a table, which have one `settings`: with the loss mask."""
+        """Return the gatherer of the passes over a table, which have one `settings`: with the loss
+        mask.
+        """
         found = self._of_forward.get(table.spec.name)
         if found is None:
             fields = settings.gathered()
@@ -178,7 +181,10 @@ class RolloutLoader:
         def check_tokens() -> None:
             if columns.records.num_tokens != saved_tokens:
                 rule = f"must have the {saved_tokens} steps with which it was saved"
-                remedy = "load it with its run's gear.pack: where it truncates, tokens decides the lengths"
+                remedy = (
+                    "load it with its run's gear.pack: where it truncates, tokens decides "
+                    "the lengths"
+                )
                 name = f"rollout batch {self._number}"
                 raise CheckpointError(name, rule, columns.records.num_tokens, remedy)
 
@@ -212,7 +218,9 @@ class RolloutLoader:
         return self.next().step(0)
 
     def _take(self) -> list[TableRecords]:
-        """Return the next batch's trajectories by table; a too long item is a batch. Errors take none."""
+        """Return the next batch's trajectories by table; a too long item is a batch. Errors take
+        none.
+        """
         while not self._next_items()[1]:
             self._held.append(self._select())
         self._num_taken = left = self._next_items()[0]
@@ -229,7 +237,9 @@ class RolloutLoader:
         return [TableRecords(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
 
     def _consume(self) -> None:
-        """Consume the rollout batch that was taken: rows of which no batch has an item may be evicted."""
+        """Consume the rollout batch that was taken: rows of which no batch has an item may be
+        evicted.
+        """
         self._number += 1
         self._first_item += self._num_taken
         self._num_taken = 0
@@ -243,7 +253,9 @@ class RolloutLoader:
                 stream.release(ended.key)
 
     def _next_items(self) -> tuple[int, bool]:
-        """Return how many items of those at hand are the next batch's, and whether it is complete."""
+        """Return how many items of those at hand are the next batch's, and whether it
+        is complete.
+        """
         if not self._held:
             return 0, False
         if self._size.tokens is None:
@@ -251,7 +263,8 @@ class RolloutLoader:
         steps = np.concatenate([items.steps for items in self._held])[self._first_item :]
         most = self._size.size
         ends = np.cumsum(steps[:most])
-        # Of 100 tokens, for steps [40, 50, 20] ends is [40, 90, 110]: 2 items, and the batch is full.
+        # Of 100 tokens, for steps [40, 50, 20] ends is [40, 90, 110]: 2 items, and the batch is
+        # full.
         count = int(np.searchsorted(ends, self._size.tokens, side="right"))
         if count == 0 and len(ends):
             return 1, True
@@ -305,7 +318,9 @@ class RolloutLoader:
 
     @property
     def position(self) -> LoaderPosition:
-        """The position, with the rollout batch after it; between two that are a selection each without."""
+        """The position, with the rollout batch after it; between two that are a selection each
+        without.
+        """
         current = self._under_way
         at = self._start
         if self._ended is not None:
@@ -322,10 +337,15 @@ class RolloutLoader:
         return LoaderPosition(at, rollout, {} if current is None else current.columns)
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
-        """Raise CheckpointError unless a rollout batch that is being trained has the size of this config."""
+        """Raise CheckpointError unless a rollout batch that is being trained has the size of this
+        config.
+        """
         if rollout is not None and rollout["size"] != self._size.model_dump():
             rule = f"must have the size of this config ({self._size.model_dump()})"
-            remedy = "load with the size that it was saved with, or take a checkpoint between rollout batches"
+            remedy = (
+                "load with the size that it was saved with, or take a checkpoint between "
+                "rollout batches"
+            )
             raise CheckpointError(
                 "the rollout batch of the gear state", rule, rollout["size"], remedy
             )

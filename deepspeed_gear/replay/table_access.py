@@ -1,4 +1,6 @@
-"""Access to the tables of a replay: additions, reads, removals, policy versions, copies of items."""
+"""Access to the tables of a replay: additions, reads, removals, policy versions, copies
+of items.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ _POLL_S = 500e-6
 def inserter_of(
     table: Table, streams: list[BatchStream], max_length: int | None, context: Context
 ) -> Inserter:
-    """Return the inserter of a table; its streams may sample new trajectories at their next selection."""
+    """Return the inserter of a table; its streams may sample new trajectories at their next
+    selection.
+    """
     refuse_read_only(table)
     name = f"table {table.spec.name}"
     rules = [stream.spec.rule for stream in streams]
@@ -94,7 +98,9 @@ def _media(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> Mapping[i
 def values(
     table: Table, rows: Mapping[str, np.ndarray], media: Mapping[int, Media]
 ) -> dict[str, Any]:
-    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with rows."""
+    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with
+    rows.
+    """
 
     def value(column: Column, rows: np.ndarray) -> Any:
         if column.role == "media":
@@ -107,7 +113,9 @@ def values(
 
 
 def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
-    """Evict trajectories, or their whole groups; ignore ids that are not stored. Returns their number."""
+    """Evict trajectories, or their whole groups; ignore ids that are not stored. Returns their
+    number.
+    """
     refuse_read_only(table)
     numbers = arguments.integers("ids", ids)
     with quiet(table, table.lock.timeout_s):
@@ -128,7 +136,9 @@ def clear(table: Table, streams: list[BatchStream]) -> None:
 
 
 def set_policy_version(table: Table, version: int, context: Context) -> None:
-    """Set the policy version of a node's store; it never decreases. See `Replay.set_policy_version`."""
+    """Set the policy version of a node's store; it never decreases. See
+    `Replay.set_policy_version`.
+    """
     name = f"table {table.spec.name}"
     retention = table.spec.retention
     if retention.version_column is None:
@@ -164,7 +174,8 @@ def copy_items(
     chosen: object = None,
     priorities: object = None,
 ) -> int:
-    """Add items to a table; see `Replay.copy_items`. `report` takes priorities by id. Collective over nodes.
+    """Add items to a table; see `Replay.copy_items`. `report` takes priorities by id. Collective
+    over nodes.
 
     Nothing is added unless every item fits. Cost: of an addition for each.
     """

@@ -1,4 +1,6 @@
-"""Forward passes over a table: micro batches of trajectories that lack late columns, to be filled."""
+"""Forward passes over a table: micro batches of trajectories that lack late columns, to
+be filled.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class StoredRows:
             yield self._locate(at)
 
     def _locate(self, at: Any) -> np.ndarray:
-        """Set where trajectories, and prompts that others hold for them, lie now; evicted ones: row 0.
+        """Set where trajectories, and prompts that others hold for them, lie now; evicted ones: row
+        0.
 
         Returns:
             Which have rows. Needs the lock.
@@ -134,7 +137,9 @@ def fill_place(table: Table, place: RankCoordinates, topology: Topology) -> Rank
 def forward(
     table: Table, names: Sequence[str], tokens: int | None, loader: RolloutLoader
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro batches of trajectories that lack one of the columns; as `Replay.forward`."""
+    """Yield this rank's micro batches of trajectories that lack one of the columns; as
+    `Replay.forward`.
+    """
     settings = loader.context.settings
     topology = loader.topology
     # Its collectives are those of all ranks, whether they train together or not.

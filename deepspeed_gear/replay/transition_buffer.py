@@ -1,4 +1,6 @@
-"""TransitionBuffer: a replay of single transitions with the calls of CleanRL and Stable-Baselines3."""
+"""TransitionBuffer: a replay of single transitions with the calls of CleanRL and
+Stable-Baselines3.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ FIRST_RESETS = 8  # episodes before the log may have a warning of the autoreset 
 class TransitionSamples(NamedTuple):
     """Sampled transitions, by the names of Stable-Baselines3.
 
-    [B, *shape] each, and [B, 1] for a column without a shape. The tensors are those of `batch`, and are
-    overwritten with it: see Batch.
+    [B, *shape] each, and [B, 1] for a column without a shape. The tensors are those of `batch`, and
+    are overwritten with it: see Batch.
 
     Attributes:
         observations: Before the actions.
@@ -40,8 +42,8 @@ class TransitionSamples(NamedTuple):
         next_observations: After the actions; with `n_step`, after its last step.
         dones: 1 where the episode terminated, 0 elsewhere: also where it was truncated. float32.
         rewards: The rewards; with `n_step`, the n-step returns. float32.
-        discounts: With `n_step`, of the value of the next observation: gamma^k, 0 where `dones` is 1. None
-            without it. float32.
+        discounts: With `n_step`, of the value of the next observation: gamma^k, 0 where `dones` is
+            1. None without it. float32.
         batch: The batch, with its own names, ids and weights.
     """
 
@@ -80,7 +82,10 @@ class _Rows(NamedTuple):
         rows = value if isinstance(value, np.ndarray) else arguments.array(self.argument, value)
         if rows.shape != self.shape:
             if rows.shape not in self.others:
-                remedy = "give the spaces of one environment: single_observation_space, single_action_space"
+                remedy = (
+                    "give the spaces of one environment: single_observation_space, "
+                    "single_action_space"
+                )
                 rule = f"must have shape {list(self.shape)}"
                 raise DataError(self.argument, rule, list(rows.shape), remedy)
             rows = rows.reshape(self.shape)
@@ -98,33 +103,35 @@ _OF_EPISODES = (  # go on where an episode is stored in parts
 
 
 class TransitionBuffer(ProcessBound, PublicNames):
-    """Stores transitions of one or many environments, and samples them one by one; each observation once.
+    """Stores transitions of one or many environments, and samples them one by one; each observation
+    once.
 
-    The next observation of a transition is the stored observation of the next one; only the last one of a
-    trajectory is stored besides. So the transitions of an environment are added in order. Where an
-    observation is not the next observation of the transition before it, as after a reset by the program, a
-    trajectory ends and another begins.
+    The next observation of a transition is the stored observation of the next one; only the last
+    one of a trajectory is stored besides. So the transitions of an environment are added in order.
+    Where an observation is not the next observation of the transition before it, as after a reset
+    by the program, a trajectory ends and another begins.
 
-    One process and one thread. A transition can be sampled as soon as it is added. `replay` saves, loads,
-    takes priorities and has statistics.
+    One process and one thread. A transition can be sampled as soon as it is added. `replay` saves,
+    loads, takes priorities and has statistics.
 
     Args:
-        buffer_size: Transitions: at least so many are held, where a trajectory has 16 on average. Whole
-            trajectories are evicted, the oldest first, when rows are needed, so up to 1/32 of `buffer_size`
-            and (N + 1) * max_length more are held.
+        buffer_size: Transitions: at least so many are held, where a trajectory has 16 on average.
+            Whole trajectories are evicted, the oldest first, when rows are needed, so up to 1/32 of
+            `buffer_size` and (N + 1) * max_length more are held.
         observation_space: Of one environment: Box, Discrete, MultiDiscrete or MultiBinary.
         action_space: Of one environment, as its observations'.
         device: Of the samples.
         n_envs: N; or the environment, whose number and autoreset mode are read.
-        autoreset: As `Replay.vector_writer`; with a number it must be given. With "next_step" the step that
-            resets an environment is no transition and is left out; with "same_step" `next_obs` holds the last
-            observation where an episode was truncated.
-        table: More options of the table, such as `max_length`, the steps of the longest trajectory. A longer
-            episode is stored in parts, at whose ends n-step returns and windows end. By default 128; where a
-            field reads other steps than a transition's (frame stacks, time steps), the environment's
-            `spec.max_episode_steps`, or without one as many as fit; and at most `buffer_size` / (N + 1).
-        **options: More options of the `gear` section: `batch_size` (256 by default), `seed`, `sampler`,
-            `n_step`, `fields`, ...
+        autoreset: As `Replay.vector_writer`; with a number it must be given. With "next_step" the
+            step that resets an environment is no transition and is left out; with "same_step"
+            `next_obs` holds the last observation where an episode was truncated.
+        table: More options of the table, such as `max_length`, the steps of the longest trajectory.
+            A longer episode is stored in parts, at whose ends n-step returns and windows end. By
+            default 128; where a field reads other steps than a transition's (frame stacks, time
+            steps), the environment's `spec.max_episode_steps`, or without one as many as fit; and
+            at most `buffer_size` / (N + 1).
+        **options: More options of the `gear` section: `batch_size` (256 by default), `seed`,
+            `sampler`, `n_step`, `fields`, ...
     Raises:
         ConfigError, DataError, SchemaError: An option, a space or the autoreset mode does not suit.
         StoreError, BuildError: As `Replay`.
@@ -162,7 +169,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
         most = getattr(getattr(n_envs, "spec", None), "max_episode_steps", None)
         section = _section(buffer_size, self.num_envs, table or {}, options, most)
         self.replay = Replay(section, schemas={"main": Schema(columns)}, device=device)
-        # "same_step" is "disabled" here: an episode's first observation comes with its first transition.
+        # "same_step" is "disabled" here: an episode's first observation comes with its first
+        # transition.
         self._resets_itself = mode == "next_step"
         own: Autoreset = "next_step" if self._resets_itself else "disabled"
         self._writer = self.replay.vector_writer(self.num_envs, own)
@@ -170,7 +178,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
             False  # after an error, which may have come before or after the step was taken
         )
         self._num_gaps = self._num_equal = self._num_resets = 0
-        #: Environments whose transition before this one may have an overwritten `obs`; None: none. [N], bool.
+        #: Environments whose transition before this one may have an overwritten `obs`; None: none.
+        #: [N], bool.
         self._suspects: np.ndarray | None = None
 
     def add(
@@ -179,16 +188,19 @@ class TransitionBuffer(ProcessBound, PublicNames):
         """Add a transition of every environment.
 
         Args:
-            obs: Observations that were acted on. [N, *shape]; all arguments also without N if N is 1.
+            obs: Observations that were acted on. [N, *shape]; all arguments also without N if N is
+                1.
             next_obs: Observations that followed; where an episode ends, its last one. [N, *shape].
             action: Actions. [N, *shape], also [N, 1] where they have no shape.
             reward: [N].
             terminated: Which episodes have ended by themselves. [N], bool.
-            truncated: Which episodes were cut off; their next observation still has a value. [N], bool.
+            truncated: Which episodes were cut off; their next observation still has a value. [N],
+                bool.
         Raises:
-            DataError: An argument does not fit its space, or is not finite; or `obs` is the memory of
-                `next_obs`, which the environment has overwritten. Nothing was added.
-            StoreFullError, NotReadyError: As `VectorWriter.step`; the next transitions begin trajectories.
+            DataError: An argument does not fit its space, or is not finite; or `obs` is the memory
+                of `next_obs`, which the environment has overwritten. Nothing was added.
+            StoreFullError, NotReadyError: As `VectorWriter.step`; the next transitions begin
+                trajectories.
         """
         done_by = {
             "action": action,
@@ -221,8 +233,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
             raise
 
     def _begin(self, observations: np.ndarray, following: np.ndarray, is_one_memory: bool) -> None:
-        """Begin trajectories where episodes have ended, or where observations do not follow the last ones.
-        `is_one_memory`: observations and those that follow them were given in the same memory.
+        """Begin trajectories where episodes have ended, or where observations do not follow the
+        last ones. `is_one_memory`: observations and those that follow them were given in the same
+        memory.
         """
         writer = self._writer
         differs = self._differ(observations, writer.last_states("observation"))
@@ -247,25 +260,32 @@ class TransitionBuffer(ProcessBound, PublicNames):
         return np.asarray((one != other).reshape(self.num_envs, -1).any(axis=1))
 
     def _clear(self, begins: np.ndarray | None) -> None:
-        """Clear the suspects that go on from their last observation; of `begins` nothing is known."""
+        """Clear the suspects that go on from their last observation; of `begins`
+        nothing is known.
+        """
         if self._suspects is not None and begins is not None:
             self._suspects &= begins
 
     def _check_overwritten(self, suspects: np.ndarray, begins: np.ndarray) -> None:
-        """Raise where two transitions in a row begin at what was not the next observation before, each in
-        the memory of its own next observation. A program that resets may do so once. First transitions of
-        episodes, `begins`, are passed over: nothing is known of their observations.
+        """Raise where two transitions in a row begin at what was not the next observation before,
+        each in the memory of its own next observation. A program that resets may do so once. First
+        transitions of episodes, `begins`, are passed over: nothing is known of their observations.
         """
         before = np.zeros_like(suspects) if self._suspects is None else self._suspects
         self._suspects = suspects | (before & begins)
         if (before & suspects).any():
             environment = int(np.argmax(before & suspects))
-            rule = "must be what the policy got, but it is the memory of next_obs, which step has overwritten"
+            rule = (
+                "must be what the policy got, but it is the memory of next_obs, which step "
+                "has overwritten"
+            )
             remedy = "the environment returns one array again and again: keep obs = next_obs.copy()"
             raise DataError(f"obs of environment {environment}", rule, None, remedy)
 
     def _note(self, num_gaps: int, num_equal: int, num_resets: int) -> None:
-        """Log, once, resets that do not begin at last states, and gaps: each stores an observation twice."""
+        """Log, once, resets that do not begin at last states, and gaps: each stores an observation
+        twice.
+        """
         gaps = self._num_gaps
         resets = self._num_resets
         added = self._writer.num_steps
@@ -275,21 +295,27 @@ class TransitionBuffer(ProcessBound, PublicNames):
         are_most = self._num_resets > self._writer.num_trajectories / 2
         if resets < FIRST_RESETS <= self._num_resets and are_most:
             LOG.warning(
-                'gear: TransitionBuffer: autoreset "next_step": obs after the end of an episode should be '
-                f"its last next_obs, in the step that resets it, got another one after {self._num_resets} "
+                'gear: TransitionBuffer: autoreset "next_step": obs after the end of an episode '
+                "should be "
+                f"its last next_obs, in the step that resets it, got another one after "
+                f"{self._num_resets} "
                 "episodes: give the environment as n_envs, or its own autoreset mode"
             )
         if gaps < FIRST_CHECK <= self._num_gaps and self._num_gaps > MOST_GAPS * added:
             cause = ""
             if self._num_equal > self._num_gaps / 2:
                 cause = (
-                    f". In {self._num_equal} of them obs equals next_obs: if the environment overwrites the "
+                    f". In {self._num_equal} of them obs equals next_obs: if the environment "
+                    f"overwrites the "
                     "array that it has returned, keep obs = next_obs.copy()"
                 )
             LOG.warning(
-                "gear: TransitionBuffer: obs should be the next_obs of the environment's transition before "
-                f"it, unless an episode begins, got {self._num_gaps} others in {added} transitions; each "
-                "begins a trajectory, and fewer transitions are held: add them in order, with obs as the "
+                "gear: TransitionBuffer: obs should be the next_obs of the environment's "
+                "transition before "
+                f"it, unless an episode begins, got {self._num_gaps} others in {added} "
+                f"transitions; each "
+                "begins a trajectory, and fewer transitions are held: add them in order, with "
+                "obs as the "
                 f"policy gets them{cause}"
             )
 
@@ -297,7 +323,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
         """Return a batch of transitions.
 
         Args:
-            batch_size: B, as it was given to the constructor: the batches of a buffer have one size.
+            batch_size: B, as it was given to the constructor: the batches of a buffer have one
+                size.
         Raises:
             ConfigError: Another size.
             StoreError, NotReadyError: As `Replay.sample`.
@@ -375,8 +402,8 @@ def _section(
 ) -> dict[str, Any]:
     """Return a buffer's `gear` section; `most_steps` of an episode, None where they are not known.
 
-    Rows for the longest trajectory of each environment are reserved while it grows. These come on top of
-    `buffer_size`, and those that an eviction may free in excess.
+    Rows for the longest trajectory of each environment are reserved while it grows. These come on
+    top of `buffer_size`, and those that an eviction may free in excess.
     """
     for name in ("tables", "data"):
         if name in options:

@@ -1,9 +1,10 @@
-"""Batch stream: global batches of one purpose (train, eval), selected once per node, read by its ranks.
+"""Batch stream: global batches of one purpose (train, eval), selected once per node, read by its
+ranks.
 
-The first process that requests a batch selects it under the store's lock; the others read it from a ring in
-the store, and the sum tree never changes during a draw. Where a table lies on several nodes, one process of
-each selects together with the others', and its node's other processes follow it (`follows`) or read its
-error.
+The first process that requests a batch selects it under the store's lock; the others read it from a
+ring in the store, and the sum tree never changes during a draw. Where a table lies on several
+nodes, one process of each selects together with the others', and its node's other processes follow
+it (`follows`) or read its error.
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ _LISTEN_S = 0.02  # after which a wait checks whether to end
 _CLEAN_S = 1.0  # how often a selection checks for dead writers
 # Regions of a stream whose addresses its native call takes under their names.
 _REGIONS = (
-    "position heads ring consumed last_drawn changes sums minima priorities counts window bases generations "
+    "position heads ring consumed last_drawn changes sums minima priorities counts window bases "
+    "generations "
     "steps row_slots ends asked numbers"
 ).split()
 
 
-# A wait of a moment for what keeps a process from selecting: takes the deadline so far, returns the new one.
+# A wait of a moment for what keeps a process from selecting: takes the deadline so far, returns the
+# new one.
 Wait = Callable[[float | None], float | None]
 
 
 class BatchStream:
-    """A batch stream in this process, whose methods take the table's lock, but `prepare`, which requires it.
+    """A batch stream in this process, whose methods take the table's lock, but `prepare`, which
+    requires it.
 
     Args:
         selector: The items, of this store or of all nodes; None: of this store.
@@ -100,8 +104,9 @@ class BatchStream:
         return self.masses.total if self._num_items is None else self._num_items
 
     def take(self, key: int, part: int, num_parts: int) -> Selection:
-        """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one end of
-        it. One native call makes and reads a plain selection; `get`, whose errors it has, makes the others.
+        """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one
+        end of it. One native call makes and reads a plain selection; `get`, whose errors it has,
+        makes the others.
         """
         if self._native is not None and not (
             self._is_online and time.monotonic() > self._next_cleaning
@@ -114,8 +119,8 @@ class BatchStream:
     def part_of(
         self, selection: Selection, which: slice | torch.Tensor, of_mixture: bool = False
     ) -> Selection:
-        """Return copies of samples of a selection; of a mixture with the weights and epochs that another
-        table of it may have.
+        """Return copies of samples of a selection; of a mixture with the weights and epochs that
+        another table of it may have.
         """
         records = selection.records[which].clone(memory_format=torch.contiguous_format)
         weighs = self.spec.priorities is not None or of_mixture
@@ -126,7 +131,9 @@ class BatchStream:
         return Selection(selection.head, records, weights, epochs, origins)
 
     def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
-        """Return the PER weights of resolutions, 1 where the stream has no priorities. [B, 8], contiguous."""
+        """Return the PER weights of resolutions, 1 where the stream has no priorities. [B, 8],
+        contiguous.
+        """
         weights = torch.ones(records.size(0))
         if self.spec.priorities is not None and len(weights):
             words = head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
@@ -181,8 +188,8 @@ class BatchStream:
             deadline = obstacle(deadline)
 
     def _obstacle(self, key: int, entry: int) -> Wait | None:
-        """Return the wait for what keeps this process from selecting; None: nothing does, or it is selected.
-        Requires the lock.
+        """Return the wait for what keeps this process from selecting; None: nothing does, or it is
+        selected. Requires the lock.
         """
         state = self.state
         state.catch_up()
@@ -209,8 +216,9 @@ class BatchStream:
     def _wait_for_ranks(
         self, key: int, late: list[int], slow: list[int], held: int, deadline: float | None
     ) -> float | None:
-        """Wait for local ranks that still read the selection `held` in the ring entry (`late`), or whose
-        priorities are not complete (`slow`); for none: the leader of this node has yet to select.
+        """Wait for local ranks that still read the selection `held` in the ring entry (`late`), or
+        whose priorities are not complete (`slow`); for none: the leader of this node has yet to
+        select.
         """
         if (
             self.follows and self._words[Position.LIMITED]
@@ -240,12 +248,16 @@ class BatchStream:
         return deadline
 
     def request(self, key: int) -> None:
-        """Record that the program waits for a global batch; a prefetch thread may `get` later ones."""
+        """Record that the program waits for a global batch; a prefetch thread may `get`
+        later ones.
+        """
         self.state.ask(key)
         self._requested = key
 
     def withdraw(self) -> None:
-        """Take back this process's request of a batch that is not ready; it is requested again later."""
+        """Take back this process's request of a batch that is not ready; it is requested again
+        later.
+        """
         reports = self.state.reports
         key = self._requested
         if reports is not None and key is not None:
@@ -255,7 +267,9 @@ class BatchStream:
             )
 
     def give_up(self) -> None:
-        """Withdraw this process's request; its priority updates are then due at the next selection."""
+        """Withdraw this process's request; its priority updates are then due at the
+        next selection.
+        """
         if self.state.reports is not None:
             self.state.reports.give_up()
 
@@ -287,7 +301,9 @@ class BatchStream:
             return None if self.prepare(key) or limiter is None else limiter.held()
 
     def missing_items(self, key: int, held: Sequence[ItemsHeld | None]) -> int:
-        """Return how many items must be added for a global batch, given `held_items` of each store."""
+        """Return how many items must be added for a global batch, given `held_items` of
+        each store.
+        """
         limiter = self.state.limiter
         known = [one for one in held if one is not None]
         if limiter is None or len(known) < len(held):
@@ -295,7 +311,9 @@ class BatchStream:
         return limiter.missing(self.spec.num_samples(key), known)
 
     def prepare(self, key: int) -> bool:
-        """Evict stale trajectories; return whether a batch is selected already. Requires the lock."""
+        """Evict stale trajectories; return whether a batch is selected already.
+        Requires the lock.
+        """
         if key < self._words[Head.KEY]:
             return True
         ledger = self.table.ledger
@@ -311,7 +329,9 @@ class BatchStream:
         return False
 
     def note_writer(self) -> None:
-        """Mark this process as a writer too: it must not wait for items that it would add itself."""
+        """Mark this process as a writer too: it must not wait for items that it would
+        add itself.
+        """
         self._writes_here = True
         if self.state.joint_limiter is not None:
             self._words[Position.WRITES] = 1
@@ -338,7 +358,9 @@ class BatchStream:
         return Selection(head, records, None, epochs, origins)
 
     def _select_together(self, key: int, entry: int) -> None:
-        """Make a selection with the other nodes, without holding the lock while waiting for them."""
+        """Make a selection with the other nodes, without holding the lock while waiting
+        for them.
+        """
         self._is_ahead(key)
         with self.table.lock:
             self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
@@ -379,9 +401,10 @@ class BatchStream:
         empty: NothingToSampleError | None,
         deadline: float | None,
     ) -> float | None:
-        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`. `awaited`:
-        count of the table's changes before the limiter was evaluated; `alone`: no other process may add them;
-        `empty`: why the limiter's items cannot be sampled, None: it admits none.
+        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`.
+        `awaited`: count of the table's changes before the limiter was evaluated; `alone`: no other
+        process may add them; `empty`: why the limiter's items cannot be sampled, None: it admits
+        none.
         """
         limiter = self.state.limiter
         wait = self.state.limiter_wait
@@ -412,14 +435,17 @@ class BatchStream:
         return deadline
 
     def _is_ahead(self, key: int) -> bool:
-        """Return whether this thread prefetches a global batch that the program has not requested yet."""
+        """Return whether this thread prefetches a global batch that the program has not requested
+        yet.
+        """
         return self.state.limiter_wait.note(self._requested is not None and key > self._requested)
 
     def _few_items(self, key: int, empty: NothingToSampleError | None = None) -> Wait:
         """Return the wait for items, and request a wake-up at a slot's next change.
 
-        No other process may add them if this one writes, or all ranks of the node wait: none of them has
-        added since its latest look, and this one has evaluated the limiter under the lock. Requires the lock.
+        No other process may add them if this one writes, or all ranks of the node wait: none of
+        them has added since its latest look, and this one has evaluated the limiter under the lock.
+        Requires the lock.
         """
         alone = False
         limiter = self.state.limiter
@@ -438,7 +464,9 @@ class BatchStream:
 
 
 class NativeStream:
-    """The native call of a batch stream that `is_plain`. Process safety: `take` takes the table's lock."""
+    """The native call of a batch stream that `is_plain`. Process safety: `take` takes the table's
+    lock.
+    """
 
     def __init__(self, state: StreamState) -> None:
         table = state.table
@@ -474,7 +502,9 @@ class NativeStream:
         self._priorities = state.priorities
 
     def take(self, key: int, part: int, num_parts: int) -> Selection | None:
-        """Return a part of a global batch, as `BatchStream.take`; None: Python must make its selection."""
+        """Return a part of a global batch, as `BatchStream.take`; None: Python must make its
+        selection.
+        """
         masses = self._priorities
         alpha, beta = (0, 0) if masses is None else (masses.alpha_at(key), masses.beta_at(key))
         found = self._take(self._address, key, alpha, beta, part, num_parts)

@@ -1,4 +1,6 @@
-"""Exclusions: why trajectories cannot be sampled, counted from a store's regions when it is inspected."""
+"""Exclusions: why trajectories cannot be sampled, counted from a store's regions when it is
+inspected.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,11 @@ def count_exclusions(
 ) -> tuple[list[Exclusion], int]:
     """Count the items that a stream cannot draw, each trajectory under the first reason that holds.
 
-    Returns reasons, in the order of the checks (for groups, those after the groups' own count leaders), and
-    the leaves that the next selection adds, written since the latest one: steps where these have priorities,
-    else trajectories or groups. `views` are the store's regions; `values` reads a column's values of slots.
-    Cost: one pass over the slots; with priorities of steps one over the rows.
+    Returns reasons, in the order of the checks (for groups, those after the groups' own count
+    leaders), and the leaves that the next selection adds, written since the latest one: steps where
+    these have priorities, else trajectories or groups. `views` are the store's regions; `values`
+    reads a column's values of slots. Cost: one pass over the slots; with priorities of steps one
+    over the rows.
     """
     found, left = _admitted(rule, schema, views, values)
     slots = views["slots"]
@@ -150,7 +153,9 @@ def _add(
 
 
 def summary_of(masses: ItemMasses) -> tuple[str, str]:
-    """Return a store's contents and exclusions as text, and the remedy of the largest. Requires the lock."""
+    """Return a store's contents and exclusions as text, and the remedy of the largest. Requires the
+    lock.
+    """
     table = masses.table
     spec = masses.spec
     found, _ = count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)

@@ -1,4 +1,6 @@
-"""Mass rules: each trajectory's integer mass and anchors (in C++: ops/csrc/common), masses of priorities."""
+"""Mass rules: each trajectory's integer mass and anchors (in C++: ops/csrc/common), masses of
+priorities.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ class AnchorRule:
 
     @classmethod
     def fits(cls, windows: Sequence[tuple[int, int, int]]) -> AnchorRule:
-        """Admit anchors whose windows need no padding: offset, length, extra; rows [anchor + offset, anchor +
-        offset + length) of T + extra.
+        """Admit anchors whose windows need no padding: offset, length, extra; rows [anchor +
+        offset, anchor + offset + length) of T + extra.
         """
         first = max((-offset for offset, _, _ in windows), default=0)
         trim = max((offset + length - 1 - extra for offset, length, extra in windows), default=0)
@@ -63,7 +65,9 @@ class AnchorRule:
         return num_steps - 1 - distance if self.from_end else distance
 
     def admits(self, steps: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
-        """Return which steps are anchors of trajectories of these lengths. [n], [n] -> [n], bool."""
+        """Return which steps are anchors of trajectories of these lengths. [n], [n] ->
+        [n], bool.
+        """
         distance = (num_steps - 1 - steps if self.from_end else steps) - self.first
         index = distance // self.stride
         inside = (steps < num_steps) & (distance >= 0) & (distance % self.stride == 0)
@@ -91,7 +95,8 @@ class Condition:
         if self.among is not None:
             among = np.asarray(self.among)
             if values.dtype.kind in "iu":
-                # As integers: through float64, large ones would be rounded. No value equals the others.
+                # As integers: through float64, large ones would be rounded. No value equals the
+                # others.
                 limits = np.iinfo(values.dtype)
                 fitting = [
                     int(n) for n in self.among if limits.min <= n <= limits.max and n == int(n)
@@ -129,11 +134,13 @@ class AgeWindow:
         values: np.ndarray | None,
         gather: Callable[[np.ndarray], np.ndarray] = lambda words: words[None],
     ) -> WindowEdge:
-        """Return the window's edge among the trajectories of all nodes, given those of this one. Collective.
+        """Return the window's edge among the trajectories of all nodes, given those of this one.
+        Collective.
 
-        A larger id is newer; `values` are those of the window's column, if it has one. [n] each. `gather`
-        returns the same number of words of every node, [k] -> [S, k], int64; by default there is one node.
-        Cost: a sort, and about 4 exchanges of 64 words for 10^7 trajectories, however many nodes.
+        A larger id is newer; `values` are those of the window's column, if it has one. [n] each.
+        `gather` returns the same number of words of every node, [k] -> [S, k], int64; by default
+        there is one node. Cost: a sort, and about 4 exchanges of 64 words for 10^7 trajectories,
+        however many nodes.
         """
         there = num_items > 0
         newest = None
@@ -182,8 +189,8 @@ class AgeWindow:
 class MassRule:
     """The integer mass of each trajectory in one stream."""
 
-    # What an item is. A step item has one unit of mass per anchor, so all steps are equally likely. The rule
-    # of a group applies to its leader, with the number of steps of the whole group.
+    # What an item is. A step item has one unit of mass per anchor, so all steps are equally likely.
+    # The rule of a group applies to its leader, with the number of steps of the whole group.
     unit: Unit
     by_length: bool  # trajectories in proportion to their number of steps
     anchors: AnchorRule  # which steps are admissible; a trajectory without one has mass 0
@@ -200,7 +207,9 @@ class MassRule:
 
     @property
     def draws_anchor(self) -> bool:
-        """Whether a second draw selects the anchor; else one unit of a trajectory's mass is one anchor."""
+        """Whether a second draw selects the anchor; else one unit of a trajectory's mass is one
+        anchor.
+        """
         return self.unit != "step" or self.has_weights
 
     @property
@@ -209,7 +218,9 @@ class MassRule:
 
     @property
     def plain_unit(self) -> int | None:
-        """Return the unit of `slot_masses_`; None unless masses follow from lengths and late columns."""
+        """Return the unit of `slot_masses_`; None unless masses follow from lengths and late
+        columns.
+        """
         if (
             self.has_weights
             or self.where
@@ -234,7 +245,9 @@ class MassRule:
     def masses(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]
     ) -> np.ndarray:
-        """Return the mass of trajectories by id, length and the values that `column` returns. [n], int64."""
+        """Return the mass of trajectories by id, length and the values that `column` returns. [n],
+        int64.
+        """
         anchors = self.anchors.num_anchors(num_steps)
         if self.has_weights:
             items = anchors if self.unit == "step" else np.minimum(anchors, 1)
@@ -266,7 +279,8 @@ class MassRule:
             raise ConfigError(
                 "gear.sampler.masses",
                 f"must return {len(ids)} integers in [0, 2^{MOST_MASS_BITS}]",
-                f"{masses.dtype} {list(masses.shape)} in [{masses.min(initial=0)}, {masses.max(initial=0)}]",
+                f"{masses.dtype} {list(masses.shape)} in [{masses.min(initial=0)}, "
+                f"{masses.max(initial=0)}]",
             )
         return masses.astype(np.int64)
 
@@ -275,8 +289,9 @@ class MassRule:
 class Decay:
     """Exponential decay of priorities by age, without touching old items: those of new ones grow.
 
-    A priority counts times exp(-age / batches) up to a factor that all items have in common. It changes with
-    each era, in which new items grow by at most 2^8; then all masses are computed again.
+    A priority counts times exp(-age / batches) up to a factor that all items have in common. It
+    changes with each era, in which new items grow by at most 2^8; then all masses are computed
+    again.
     """
 
     batches: float  # in which a priority falls by the factor e
@@ -287,9 +302,11 @@ class Decay:
         return int(5.5 * self.batches)
 
     def decayed(self, priorities: np.ndarray, born: np.ndarray, era: int) -> np.ndarray:
-        """Return priorities as they count in an era; a positive one stays so. [n]; [n], batches; float32.
+        """Return priorities as they count in an era; a positive one stays so. [n]; [n], batches;
+        float32.
 
-        Cost: one multiplication for each bit of the largest age. The bits do not depend on the machine.
+        Cost: one multiplication for each bit of the largest age. The bits do not depend on the
+        machine.
         """
         left = np.maximum(
             (era + 1) * self.era_batches - 1 - born, 0
@@ -338,14 +355,18 @@ def check_finite(name: str, values: np.ndarray, remedy: str = "") -> None:
 
 
 def masses_of_weights(weights: np.ndarray, bits: int) -> np.ndarray:
-    """Return round(weight * 2^bits), in [1, 2^MOST_BITS] for a positive weight. [n] -> [n], int64."""
+    """Return round(weight * 2^bits), in [1, 2^MOST_BITS] for a positive weight. [n] ->
+    [n], int64.
+    """
     scaled = np.ldexp(weights.astype(np.float64), bits)  # exact
     masses = np.rint(np.clip(scaled, 0, 2.0**MOST_BITS)).astype(np.int64)
     return np.where(weights > 0, np.maximum(masses, 1), 0)
 
 
 def weight_bits(total: float) -> int:
-    """Return the scale (log2) at which masses of this total weight, 0 if unknown, stay below 2^MOST_BITS."""
+    """Return the scale (log2) at which masses of this total weight, 0 if unknown, stay below
+    2^MOST_BITS.
+    """
     if total <= 0:
         return WEIGHT_BITS
     return int(np.clip(MOST_BITS - np.frexp(total)[1], -_MOST_SHIFT, _MOST_SHIFT))

@@ -17,13 +17,14 @@ _NUM_KEPT = 4096  # latest global batches whose counts are kept
 class Mixture:
     """Numbers of samples by table for each global batch. Thread-safe.
 
-    A table that has had a share of S samples since global batch 0 has had floor(S) or ceil(S) samples: sample
-    j falls due at the first batch that takes S to j, and may come once S is above j - 1. Each batch takes the
-    samples that are due, then those that fall due first. With constant shares this never fails (jobs of unit
-    length on one machine); where shares change, a table may be up to 2 samples off.
+    A table that has had a share of S samples since global batch 0 has had floor(S) or ceil(S)
+    samples: sample j falls due at the first batch that takes S to j, and may come once S is above j
+    - 1. Each batch takes the samples that are due, then those that fall due first. With constant
+    shares this never fails (jobs of unit length on one machine); where shares change, a table may
+    be up to 2 samples off.
 
-    Cost: some microseconds a global batch, once; after a resume also for those before it. Source: Tijdeman,
-    "The chairman assignment problem", Discrete Mathematics 32, 1980.
+    Cost: some microseconds a global batch, once; after a resume also for those before it. Source:
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Mixture:
         )  # each table's parts so far less its samples, in 1 / _ONE
 
     def counts(self, number: int) -> np.ndarray:
-        """Return the samples of each table in a global batch; raises as `shares`. [tables], int64."""
+        """Return the samples of each table in a global batch; raises as `shares`.
+        [tables], int64.
+        """
         with self._mutex:
             if number not in self._kept:
                 if number < self._next:
@@ -76,8 +79,8 @@ class Mixture:
         return shares
 
     def part(self, number: int, part: int, num_parts: int) -> list[np.ndarray]:
-        """Return each table's samples of a part: every num_parts-th of all, table by table, so that parts
-        have the same size and shares.
+        """Return each table's samples of a part: every num_parts-th of all, table by table, so that
+        parts have the same size and shares.
         """
         counts = self.counts(number)
         first = (part - (np.cumsum(counts) - counts)) % num_parts

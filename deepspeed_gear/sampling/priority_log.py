@@ -1,9 +1,9 @@
 """Priority log: each process appends updates to its own log; a selection applies all in one order.
 
-A selection of batch n applies exactly the updates (reports) of batches before n - lag. An update belongs to
-the batch that its process had last requested, so those of a batch are complete when it requests a later one:
-no clock is involved. Within a batch they are ordered by sample number, those by id last; an item's last one
-wins.
+A selection of batch n applies exactly the updates (reports) of batches before n - lag. An update
+belongs to the batch that its process had last requested, so those of a batch are complete when it
+requests a later one: no clock is involved. Within a batch they are ordered by sample number, those
+by id last; an item's last one wins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class _Promise:
 
 
 class PriorityLog:
-    """All processes' priority logs. `ask`, `add`, `promise`, `keep` take the lock; the rest requires it."""
+    """All processes' priority logs. `ask`, `add`, `promise`, `keep` take the lock; the rest
+    requires it.
+    """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         assert spec.priorities is not None
@@ -88,8 +90,8 @@ class PriorityLog:
         self.asked[:] = NEVER
 
     def ask(self, key: int) -> None:
-        """Record that this process requests a batch, which later updates belong to; while updates of an older
-        one are deferred (`promise`), publish that one, so that others wait for them.
+        """Record that this process requests a batch, which later updates belong to; while updates
+        of an older one are deferred (`promise`), publish that one, so that others wait for them.
         """
         with self._mutex:
             latest = self._latest
@@ -109,8 +111,9 @@ class PriorityLog:
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def withdraw(self, is_made: Callable[[], bool]) -> None:
-        """Take back this process's last request unless its batch `is_made`: later updates belong to the batch
-        before, and count for this one. No process makes it until this one requests it again.
+        """Take back this process's last request unless its batch `is_made`: later updates belong to
+        the batch before, and count for this one. No process makes it until this one requests it
+        again.
         """
         with self._mutex, self.table.lock:
             if not is_made():
@@ -128,12 +131,16 @@ class PriorityLog:
             self._current = self._asked_words[self._peer] = NEVER
 
     def _waiting(self, peer: int) -> np.ndarray:
-        """Return the places of a process's waiting updates in its log, in their order. [n], int64."""
+        """Return the places of a process's waiting updates in its log, in their order.
+        [n], int64.
+        """
         ends = self.ends[peer]
         return np.arange(ends[LogEnds.HEAD], ends[LogEnds.TAIL]) % self.rule.log_size
 
     def too_early(self, key: int) -> bool:
-        """Return whether this process itself has yet to request a batch that this selection waits for."""
+        """Return whether this process itself has yet to request a batch that this selection waits
+        for.
+        """
         return self.rule.lag > 0 and bool(self._asked_words[self._peer] < key - self.rule.lag)
 
     def late(self, key: int) -> list[int]:
@@ -147,16 +154,20 @@ class PriorityLog:
     def add_items(
         self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int
     ) -> None:
-        """As `add`, of any items: slot, generation, anchor [n, 3]; sample numbers or BY_ID [n]. int64."""
+        """As `add`, of any items: slot, generation, anchor [n, 3]; sample numbers or BY_ID [n].
+        int64.
+        """
         samples = np.zeros((len(updates), Resolution.NUM_WORDS), np.int64)
         samples[:, (Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR)] = updates
         samples[:, Resolution.SAMPLE_NUMBER] = order
         self.add(torch.from_numpy(samples), torch.from_numpy(np.array(priorities, np.float32)))
 
     def add(self, samples: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Append priorities [n], float32, of drawn samples [n, 8], for a later selection; both contiguous.
+        """Append priorities [n], float32, of drawn samples [n, 8], for a later selection; both
+        contiguous.
 
-        DataError: one is negative or not finite; StoreError: more wait than the log holds. Nothing changes.
+        DataError: one is negative or not finite; StoreError: more wait than the log holds. Nothing
+        changes.
         """
         with self._mutex:
             assert not self._promises, "reports lie in the log in the order of their batches"
@@ -169,7 +180,9 @@ class PriorityLog:
         return self._current if self._promises else int(self._asked_words[self._peer])
 
     def promise(self, count: int) -> None:
-        """Reserve log entries for deferred updates of the batch that this process last requested."""
+        """Reserve log entries for deferred updates of the batch that this process last
+        requested.
+        """
         with self._mutex:
             self.check_room(count)
             self._current = batch = self._latest
@@ -242,7 +255,9 @@ class PriorityLog:
         return due
 
     def take(self, due: list[tuple[int, np.ndarray]]) -> None:
-        """Remove applied updates from all logs or none: a part, applied again, would override others."""
+        """Remove applied updates from all logs or none: a part, applied again, would override
+        others.
+        """
         first = self.ends[0]
         for peer, entries in due:
             ends = self.ends[peer]
@@ -280,8 +295,11 @@ class PriorityLog:
         for peer, part in enumerate(
             np.array_split(log, self._num_peers)
         ):  # in the order of a selection
-            self._log[peer, : len(part)], ends = part, self.ends[peer]
-            ends[LogEnds.HEAD], ends[LogEnds.NEXT], ends[LogEnds.TAIL] = 0, 0, len(part)
+            self._log[peer, : len(part)] = part
+            ends = self.ends[peer]
+            ends[LogEnds.HEAD] = 0
+            ends[LogEnds.NEXT] = 0
+            ends[LogEnds.TAIL] = len(part)
         self.asked[:] = NEVER
 
 
@@ -290,8 +308,9 @@ def check_priorities(priorities: np.ndarray) -> None:
 
 
 def without_slots(log: np.ndarray, is_saved: np.ndarray, any_slot: np.ndarray) -> np.ndarray:
-    """Return updates of which those of slots that are not saved go to `any_slot` as stale ones, which count
-    for the highest priority, or are dropped where it is [0]. [n, 6], int64; [n], bool; [1] or [0].
+    """Return updates of which those of slots that are not saved go to `any_slot` as stale ones,
+    which count for the highest priority, or are dropped where it is [0]. [n, 6], int64; [n], bool;
+    [1] or [0].
     """
     found = log.copy() if len(any_slot) else log[is_saved]
     if len(any_slot):

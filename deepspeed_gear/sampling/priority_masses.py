@@ -1,5 +1,5 @@
-"""Masses from priorities: priorities of trajectories (a leaf per slot) or steps (per row) are authoritative;
-masses, sum and min tree are derived from them. A selection applies the priority log.
+"""Masses from priorities: priorities of trajectories (a leaf per slot) or steps (per row) are
+authoritative; masses, sum and min tree are derived from them. A selection applies the priority log.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class PriorityMasses(ItemMasses):
             self.reports.take(due)
 
     def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
-        """Write queued changes of slots to the tree, then priority updates in any order. [n, 6] each."""
+        """Write queued changes of slots to the tree, then priority updates in any order. [n, 6]
+        each.
+        """
         self.words[TreeChanges.BATCH] = key
         super().apply(key)
         era = 0 if self.rule.decay is None else key // self.rule.decay.era_batches
@@ -168,7 +170,9 @@ class PriorityMasses(ItemMasses):
         window[at, 1] = counts[UpdateCount.CLAMPED] - clamped
 
     def _of_leaders(self, reports: np.ndarray) -> np.ndarray:
-        """Return reports in which those of a group's trajectories are of its leader. [n, 6], int64."""
+        """Return reports in which those of a group's trajectories are of its leader.
+        [n, 6], int64.
+        """
         if self._groups is None:
             return reports
         slots = reports[:, PriorityUpdate.SLOT]
@@ -199,7 +203,9 @@ class PriorityMasses(ItemMasses):
         return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
 
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
-        """Replace ids (slot -1, id for generation) by handles; drop items of other stores. [n, 6], int64."""
+        """Replace ids (slot -1, id for generation) by handles; drop items of other stores. [n, 6],
+        int64.
+        """
         by_id = reports[:, PriorityUpdate.SLOT] < 0
         if not by_id.any():
             return reports
@@ -212,8 +218,8 @@ class PriorityMasses(ItemMasses):
         return np.asarray(found[keep])
 
     def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return slot, generation and anchor of items by ids and, of steps, anchors, and which can be drawn:
-        [n] -> [n, 3], int64, and [n], bool. Any trajectory of a group names its leader.
+        """Return slot, generation and anchor of items by ids and, of steps, anchors, and which can
+        be drawn: [n] -> [n, 3], int64, and [n], bool. Any trajectory of a group names its leader.
         """
         slots = self.table.slots_of(ids)
         known = slots >= 0
@@ -229,8 +235,8 @@ class PriorityMasses(ItemMasses):
         return np.stack([slots, records[:, Slot.GENERATION], anchors], axis=1), known
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Set the first priority of new items, and clear that of evicted ones; of slots already free, whose
-        rows may be another trajectory's, the process that freed them has cleared it.
+        """Set the first priority of new items, and clear that of evicted ones; of slots already
+        free, whose rows may be another trajectory's, the process that freed them has cleared it.
         """
         if self.by_step and self.table.spec.dataset is None:
             there = is_among(
@@ -350,8 +356,8 @@ class PriorityMasses(ItemMasses):
         items = items[items >= 0]
         if self.table.spec.dataset is not None or not len(items):
             return items
-        # In a table with a capacity a newer trajectory may lie before an older one: of all items with the
-        # least priority among those found, the ones of the lowest ids are taken.
+        # In a table with a capacity a newer trajectory may lie before an older one: of all items
+        # with the least priority among those found, the ones of the lowest ids are taken.
         found = items.numpy()
         values = self.values
         least = values[found[-1]]
@@ -384,7 +390,9 @@ class PriorityMasses(ItemMasses):
         return int(self.rule.beta(key) * ONE_Q62)
 
     def priority_counts(self) -> tuple[int, int]:
-        """Return how many updates were ever applied, and clamped to the smallest or the largest mass."""
+        """Return how many updates were ever applied, and clamped to the smallest or the largest
+        mass.
+        """
         return self._count_words[UpdateCount.APPLIED], self._count_words[UpdateCount.CLAMPED]
 
     def recent(self) -> tuple[int, int]:
@@ -393,7 +401,9 @@ class PriorityMasses(ItemMasses):
         return applied, clamped
 
     def statistics(self) -> dict[str, int]:
-        """Return how many updates were applied, ignored because their item was evicted, and clamped."""
+        """Return how many updates were applied, ignored because their item was evicted, and
+        clamped.
+        """
         counts = self._count_words
         (applied, clamped) = self.recent()
         return {
@@ -437,13 +447,15 @@ class PriorityMasses(ItemMasses):
         items, admitted = self._items_of(slots, content["bases"])
         # Where a slot has no mass, they are an earlier trajectory's.
         self.values[items] = np.where(admitted, content["priorities"], 0)
-        self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
+        self._bases[slots] = content["bases"]
+        self.queued[slots] = content["queued"]
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
         if self._steps is not None:
             self._steps[slots] = content["steps"]
         if self._born is not None:
             self._born[slots] = content.get("born", 0)
-        self.counts[:], self.words[TreeChanges.ALPHA] = content["counts"], int(content["alpha"][0])
+        self.counts[:] = content["counts"]
+        self.words[TreeChanges.ALPHA] = int(content["alpha"][0])
         self._requeue()
         self._build()
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]

@@ -1,4 +1,6 @@
-"""Rate limiting of selections: the rate limiter of a table, on one node or several, and limits of draws."""
+"""Rate limiting of selections: the rate limiter of a table, on one node or several, and limits of
+draws.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MOST_ASKED = 8  # times as many groups as are missing, where few pass the condit
 
 
 class NothingToSampleError(StoreError):
-    """Too few items can be drawn for a selection. Never leaves the stream, which may wait for items."""
+    """Too few items can be drawn for a selection. Never leaves the stream, which may wait for
+    items.
+    """
 
     def final(self) -> StoreError:
         """Return the error of a stream that does not wait."""
@@ -43,8 +47,8 @@ class ItemsHeld(NamedTuple):
 
 
 class LimiterWait:
-    """Measures how long a stream of this process waits for its rate limiter. A prefetch thread waits without
-    a limit for a batch not requested yet: the program may still add the items.
+    """Measures how long a stream of this process waits for its rate limiter. A prefetch thread
+    waits without a limit for a batch not requested yet: the program may still add the items.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -75,7 +79,9 @@ class LimiterWait:
 
 
 class NodeRate:
-    """Words of a node's rate record, sent to the other nodes: sizes, quota and samples of its shard."""
+    """Words of a node's rate record, sent to the other nodes: sizes, quota and samples of its
+    shard.
+    """
 
     SIZE: Final = 0
     INSERTED: Final = 1
@@ -102,10 +108,12 @@ class GaveUp:
 
 
 class SelectionLimiter:
-    """Decides whether a global batch may be drawn of a table with a capacity. Every method requires the lock.
+    """Decides whether a global batch may be drawn of a table with a capacity. Every method requires
+    the lock.
 
-    Over several nodes, one process of each exchanges its `record`; `records` are those of all nodes, in the
-    order of shards. [S, NodeRate.NUM_WORDS], int64; with prompts `PromptLedger.due` follows.
+    Over several nodes, one process of each exchanges its `record`; `records` are those of all
+    nodes, in the order of shards. [S, NodeRate.NUM_WORDS], int64; with prompts `PromptLedger.due`
+    follows.
     """
 
     def __init__(
@@ -139,8 +147,9 @@ class SelectionLimiter:
         self._seen = self._waits.copy()
 
     def begin_call(self) -> None:
-        """Begin a call for a selection: ranks that wait on from here count as waiting; one that has not
-        looked again may be about to leave an earlier wait, with an error that it has yet to read.
+        """Begin a call for a selection: ranks that wait on from here count as waiting; one that has
+        not looked again may be about to leave an earlier wait, with an error that it has yet to
+        read.
         """
         self._seen = self._waits.copy()
 
@@ -159,7 +168,9 @@ class SelectionLimiter:
         return int(self._position[Head.SAMPLES])
 
     def left(self, count: int, exact: bool = True) -> int:
-        """Return samples still admitted, at most `count`; `exact`: with changes since the last selection."""
+        """Return samples still admitted, at most `count`; `exact`: with changes since the last
+        selection.
+        """
         each_once = self._spec.sampler.each_once
         if not self.most and not each_once:
             has_mass = (self._masses.total > 0 and not exact) or self._masses.will_have_mass()
@@ -180,8 +191,9 @@ class SelectionLimiter:
     def missing(self, count: int, held: Sequence[ItemsHeld]) -> int:
         """Return how many items must be added before `count` different ones may be drawn.
 
-        Items drawn repeatedly count once. Of groups: how many must be made at the rate at which the latest
-        passed, at most `MOST_ASKED` times as many, and as may be added. `held` is of each store.
+        Items drawn repeatedly count once. Of groups: how many must be made at the rate at which the
+        latest passed, at most `MOST_ASKED` times as many, and as may be added. `held` is of each
+        store.
         """
         draws, size, inserted, passed, failed, room = (int(words) for words in np.sum(held, axis=0))
         missing = max(count - draws, 0)
@@ -201,8 +213,8 @@ class SelectionLimiter:
         return drawable if self._table.ledger is None else self._table.ledger.in_order(drawable)
 
     def num_admitted(self, slots: np.ndarray, counted: np.ndarray) -> int:
-        """Return how many draws, of slots [n], come before the first that uses up a trajectory, after the
-        `counted` draws of each slot. [slots].
+        """Return how many draws, of slots [n], come before the first that uses up a trajectory,
+        after the `counted` draws of each slot. [slots].
         """
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
@@ -213,7 +225,9 @@ class SelectionLimiter:
         return int(used_up[0]) if len(used_up) else len(slots)
 
     def draws_left(self, counted: np.ndarray) -> int:
-        """Return how many draws items with a mass admit after the `counted` ones of each slot. [slots]."""
+        """Return how many draws items with a mass admit after the `counted` ones of each slot.
+        [slots].
+        """
         return int((self.most - self._times - counted)[self._masses.leaves > 0].sum())
 
     def count(self, records: np.ndarray) -> None:
@@ -225,8 +239,9 @@ class SelectionLimiter:
 
     @property
     def may_be_filled(self) -> bool:
-        """Whether another process may add items while this one waits: one that only writes (attached; with a
-        limit of draws or rates, one that may attach), or a rank that does not wait itself.
+        """Whether another process may add items while this one waits: one that only writes
+        (attached; with a limit of draws or rates, one that may attach), or a rank that does not
+        wait itself.
         """
         spec = self._table.spec
         table = self._table
@@ -240,13 +255,17 @@ class SelectionLimiter:
     def too_late(
         self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
     ) -> NotReadyError:
-        """Return the error of a batch that cannot be drawn yet; a stream that waited 0 s cannot wait. `size`:
-        what all nodes hold ("": this one holds all); `is_empty`: nothing can be sampled.
+        """Return the error of a batch that cannot be drawn yet; a stream that waited 0 s cannot
+        wait. `size`: what all nodes hold ("": this one holds all); `is_empty`: nothing can be
+        sampled.
         """
         held, remedy = summary_of(self._masses)
         within = f" within {round(waited_s, 1):g} s" if waited_s else " first"
         if is_empty or self.is_plain:
-            rule = f"must hold what the sampler admits{within}, for the {count} samples of global batch {key}"
+            rule = (
+                f"must hold what the sampler admits{within}, for the {count} samples of "
+                f"global batch {key}"
+            )
         else:
             limit = "max_times_sampled" if self._rate is None else "rate limiter"
             needed = f"the {count} samples of global batch {key}"
@@ -268,8 +287,9 @@ class SelectionLimiter:
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
     def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
-        """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed` nothing
-        changes, as a thread may be in a selection, and no process may `apply`. `exact` as `left`.
+        """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed`
+        nothing changes, as a thread may be in a selection, and no process may `apply`. `exact` as
+        `left`.
         """
         control = self._table.control
         ledger = self._table.ledger
@@ -328,7 +348,9 @@ class SelectionLimiter:
         return bool(rate_admits and left >= count and may_draw)
 
     def apply(self, records: np.ndarray, count: int) -> bool:
-        """Take what the others hold: add this node's part of the pool to its quota. Return `are_open`."""
+        """Take what the others hold: add this node's part of the pool to its quota. Return
+        `are_open`.
+        """
         if self._rate is not None and self._rate.holds_back:
             words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]
             size, inserted, admitted, quota = records[:, words].sum(0).tolist()
@@ -351,7 +373,9 @@ class SelectionLimiter:
         self.was_empty = True
 
     def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
-        """Return the error that all nodes raise if one of them stops waiting for the rate limiter."""
+        """Return the error that all nodes raise if one of them stops waiting for the
+        rate limiter.
+        """
         was_empty, self.was_empty = self.was_empty, False
         why = int(records[:, NodeRate.GIVES_UP].max())
         if not records[:, NodeRate.MAY_BE_FILLED].any():

@@ -1,4 +1,6 @@
-"""Sample counts: how often each item was drawn (counters in the store), and copies of recent selections."""
+"""Sample counts: how often each item was drawn (counters in the store), and copies of recent
+selections.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as 
 
 
 class SampleCounts:
-    """A counter for each trajectory, or for each row where items are steps. Every method requires the lock.
+    """A counter for each trajectory, or for each row where items are steps. Every method requires
+    the lock.
 
-    A process that dies inside a selection may lose its counts, or count it twice: nothing depends on them.
+    A process that dies inside a selection may lose its counts, or count it twice: nothing depends
+    on them.
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
@@ -32,7 +36,9 @@ class SampleCounts:
 
     @staticmethod
     def regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
-        """Return the regions of a stream's counters: 4 bytes an item; none without `count_draws`."""
+        """Return the regions of a stream's counters: 4 bytes an item; none without
+        `count_draws`.
+        """
         items = table.num_rows if spec.rule.unit == "step" else table.num_slots
         if not spec.count_draws:
             return []
@@ -63,7 +69,9 @@ class SampleCounts:
         return {"draws": self.counts[self._items(slots)]}
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        """Restore counters that `export` returned; without any in the checkpoint they begin at 0."""
+        """Restore counters that `export` returned; without any in the checkpoint they
+        begin at 0.
+        """
         self.counts[:] = 0
         if self._generations is not None:
             self._generations[:] = self._table.slots[:, Slot.GENERATION]
@@ -86,7 +94,9 @@ class SampleCounts:
 
 
 def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Selection]:
-    """Return copies of the latest selections of a stream by their numbers, ascending. Takes the lock."""
+    """Return copies of the latest selections of a stream by their numbers, ascending. Takes the
+    lock.
+    """
     heads = table.views[spec.at + "heads"]
     ring = table.views[spec.at + "ring"]
     with table.lock:

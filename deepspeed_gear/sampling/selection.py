@@ -1,4 +1,6 @@
-"""A selection: the samples of one global batch in the store, its readers, and the record of a failed one."""
+"""A selection: the samples of one global batch in the store, its readers, and the record of a
+failed one.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ class Selection(NamedTuple):
     epochs: torch.Tensor | None = (
         None  # epoch (or pass) of each sample; None: there are none. [B], int64.
     )
-    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record holds the
-    # place of its rows on this node. [B], int64.
+    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record
+    # holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
 
 
@@ -42,8 +44,8 @@ _AWAKE_S = 500e-6
 
 
 class SelectionReaders:
-    """How far each process has consumed a stream: selections released, or the batch requested. [peers],
-    int64. Each process writes its own word only.
+    """How far each process has consumed a stream: selections released, or the batch requested.
+    [peers], int64. Each process writes its own word only.
     """
 
     def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray) -> None:
@@ -60,8 +62,9 @@ class SelectionReaders:
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
     def wait_awake(self, key: int) -> None:
-        """Spin briefly until the peers reach a key; without the lock. They are late by microseconds; after a
-        sleep, of milliseconds on a busy core, they would wait for this rank, and so in turn forever.
+        """Spin briefly until the peers reach a key; without the lock. They are late by
+        microseconds; after a sleep, of milliseconds on a busy core, they would wait for this rank,
+        and so in turn forever.
         """
         until = time.monotonic() + _AWAKE_S
         while time.monotonic() < until and min(self._reached) < key:
@@ -79,11 +82,10 @@ class SelectionReaders:
         )
 
 
-_NUMBER, _KEY, _OUTCOME = (
-    0,
-    1,
-    2,
-)  # words of a failure: its number, its global batch, and its outcome
+# words of a failure: its number, its global batch, and its outcome
+_NUMBER = 0
+_KEY = 1
+_OUTCOME = 2
 
 
 class SelectionFailure:

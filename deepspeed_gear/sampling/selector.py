@@ -1,11 +1,12 @@
 """Selector: decides the samples of a global batch and commits them as an entry of the ring.
 
-A process may die at any instruction: first priority updates and queued masses go to the tree (repeatable),
-then samples to a ring entry marked empty, the entry's key (the commit point), and the position.
+A process may die at any instruction: first priority updates and queued masses go to the tree
+(repeatable), then samples to a ring entry marked empty, the entry's key (the commit point), and the
+position.
 
-Ranks that sample concurrently would wait for each other's selections in every step. So they draw ahead in
-turn while nothing changes: Position.AHEAD is the batch whose draws are already in its ring entry. Any change
-discards them; the first rank that requests the batch selects it.
+Ranks that sample concurrently would wait for each other's selections in every step. So they draw
+ahead in turn while nothing changes: Position.AHEAD is the batch whose draws are already in its ring
+entry. Any change discards them; the first rank that requests the batch selects it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 
 class LocalSelector:
-    """Makes the selections of a stream of one store, whose `lock` is held meanwhile (None: by the caller).
-    `select` calls the phases; for several nodes: distributed/sharded_selection.py.
+    """Makes the selections of a stream of one store, whose `lock` is held meanwhile (None: by the
+    caller). `select` calls the phases; for several nodes: distributed/sharded_selection.py.
     """
 
     def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:
@@ -57,8 +58,8 @@ class LocalSelector:
         return self.masses.total
 
     def begin(self, key: int, entry: int, count: int) -> int | None:
-        """Begin the selection of a global batch. Returns how many samples of `count` the rate limiter admits,
-        all or, of a stream that `is_optional`, none; None: it must wait.
+        """Begin the selection of a global batch. Returns how many samples of `count` the rate
+        limiter admits, all or, of a stream that `is_optional`, none; None: it must wait.
         """
         limiter = self.state.limiter if self.spec.is_optional else None
         return count if limiter is None or limiter.is_open(count) else 0
@@ -69,14 +70,18 @@ class LocalSelector:
         return self.masses.total
 
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
-        """Resolve coordinates, from sample number `first`, to rows[done:]. [n], int64; [count, 8]."""
+        """Resolve coordinates, from sample number `first`, to rows[done:]. [n], int64;
+        [count, 8].
+        """
         count = coordinates.size(0)  # `len` of a tensor takes ten times as long
         into = rows if count == rows.size(0) else rows[done : done + count]
         with self.lock:
             self.masses.resolve(into, coordinates, first)
 
     def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
-        """Resolve an epoch's next coordinates but those of evicted items; return how many are left."""
+        """Resolve an epoch's next coordinates but those of evicted items; return how
+        many are left.
+        """
         self.resolve(rows, done, coordinates, first)
         if self.state.walked is None:
             return coordinates.size(0)
@@ -90,7 +95,9 @@ class LocalSelector:
         return coordinates.size(0)
 
     def drop(self) -> None:
-        """Drop the samples of the selection so far: they do not fill a batch at the end of an epoch."""
+        """Drop the samples of the selection so far: they do not fill a batch at the end of an
+        epoch.
+        """
 
     def resolve_until(
         self,
@@ -100,9 +107,9 @@ class LocalSelector:
         first: int,
         counted: np.ndarray,
     ) -> int:
-        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0; return
-        their number. The rest must be drawn again. Adds to `counted`, the samples of each slot so far,
-        [slots].
+        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0;
+        return their number. The rest must be drawn again. Adds to `counted`, the samples of each
+        slot so far, [slots].
         """
         self.resolve(rows, done, coordinates, first)
         slots = rows[done:, Resolution.SLOT].numpy()
@@ -123,7 +130,9 @@ class LocalSelector:
         return self.state.table.extents.moments
 
     def highest(self, count: int) -> torch.Tensor:
-        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
+        """Return the coordinates of the items of highest priority; fewer if there are fewer items.
+        [n].
+        """
         masses = self.state.with_priorities
         with self.lock:
             return masses.coordinates_of(masses.highest_items(count))
@@ -134,8 +143,8 @@ class LocalSelector:
         return items_of(masses, first, count, newest)
 
     def finish(self, key: int, entry: int, count: int) -> tuple[int, np.ndarray]:
-        """Pin the samples of `count` items for the gather. Returns the number of records, of groups those of
-        all members, and the records that lie in this store, [n, 8], int64.
+        """Pin the samples of `count` items for the gather. Returns the number of records, of groups
+        those of all members, and the records that lie in this store, [n, 8], int64.
         """
         with self.lock:
             self.state.pin(key, self.state.drawn[entry][0][:count])
@@ -143,7 +152,9 @@ class LocalSelector:
             return num_records, self.state.ring_words[entry, :num_records]
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor * mass))**exponent."""
+        """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor *
+        mass))**exponent.
+        """
         masses = self.state.with_priorities
         beta = masses.beta_at(key)
         normalize = masses.rule.normalize
@@ -154,9 +165,9 @@ class LocalSelector:
         return total, masses.num_drawable, beta
 
     def select(self, key: int, entry: int) -> bool:
-        """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
-        Requires the table's lock where no other node takes part. NothingToSampleError: too few items have a
-        mass.
+        """Make and commit a batch's selection; False: the limiter of all nodes does not admit it
+        yet. Requires the table's lock where no other node takes part. NothingToSampleError: too few
+        items have a mass.
         """
         state = self.state
         head = state.head_words[entry]
@@ -203,7 +214,9 @@ class LocalSelector:
         return True
 
     def draw_ahead(self, key: int) -> None:
-        """Draw for the next batch if no change precedes it; every process has released its ring entry."""
+        """Draw for the next batch if no change precedes it; every process has released its ring
+        entry.
+        """
         state = self.state
         words = self.state.words
         if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
@@ -225,7 +238,9 @@ class LocalSelector:
         return rows if count == self.spec.batch else rows[:count]
 
     def _coordinates_of(self, count: int, first: int, total: int) -> torch.Tensor:
-        """Return coordinates from the native op, or from the sampler, which are checked. [count], int64."""
+        """Return coordinates from the native op, or from the sampler, which are checked. [count],
+        int64.
+        """
         if self._native is not None:
             coordinates = (
                 self._coordinates if count == self.spec.batch else self._coordinates[:count]
@@ -250,7 +265,9 @@ class LocalSelector:
         return torch.as_tensor(found)
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
-        """Draw as if one by one: a used-up trajectory leaves at once (Reverb's `max_times_sampled`)."""
+        """Draw as if one by one: a used-up trajectory leaves at once (Reverb's
+        `max_times_sampled`).
+        """
         done = 0
         counted = np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
@@ -260,11 +277,13 @@ class LocalSelector:
             done += self.resolve_until(rows, done, coordinates, first + done, counted)
 
     def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
-        """Resolve the next items of an epoch; at its end, apply queued masses and begin the next epoch.
+        """Resolve the next items of an epoch; at its end, apply queued masses and begin the next
+        epoch.
 
-        A selection that fails after that point continues after the old epoch's last items (Position.DONE,
-        their resolutions are in the ring), since the tree has changed. Evicted items keep their masses, so
-        that coordinates keep their meaning; they are skipped, and the epoch moves forward by as many.
+        A selection that fails after that point continues after the old epoch's last items
+        (Position.DONE, their resolutions are in the ring), since the tree has changed. Evicted
+        items keep their masses, so that coordinates keep their meaning; they are skipped, and the
+        epoch moves forward by as many.
         """
         state = self.state
         sampler = self._sampler

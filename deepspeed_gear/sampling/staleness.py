@@ -1,4 +1,6 @@
-"""Staleness: eviction of trajectories that are too old, by policy version or age in global batches."""
+"""Staleness: eviction of trajectories that are too old, by policy version or age in
+global batches.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from deepspeed_gear.store.table import Table
 
 
 class Staleness:
-    """Evicts the stale trajectories of a table with such limits. Every method requires the table's lock."""
+    """Evicts the stale trajectories of a table with such limits. Every method requires the table's
+    lock.
+    """
 
     def __init__(self, table: Table) -> None:
         self._table = table

@@ -1,5 +1,6 @@
-"""State of a batch stream, in shared memory: tree, waiting priority updates, position, and a ring of
-selections; its copy in a checkpoint. Every process of a node has a `StreamState` over the same memory.
+"""State of a batch stream, in shared memory: tree, waiting priority updates, position, and a ring
+of selections; its copy in a checkpoint. Every process of a node has a `StreamState` over the same
+memory.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
 
 
 class StreamState:
-    """A stream's part of a store. Every method requires the lock, but `initialise` memory not linked yet."""
+    """A stream's part of a store. Every method requires the lock, but `initialise` memory not
+    linked yet.
+    """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self.spec = spec
@@ -93,20 +96,23 @@ class StreamState:
         self.ring = torch.from_numpy(self.ring_words)
         self.epochs = torch.from_numpy(views[at + "epochs"])
         self.origins = torch.from_numpy(views[at + "origins"]) if spec.num_shards > 1 else None
-        #: Running moments that each selection is normalised with, by ring entry, and last those of the newest
-        #: one before the ring was emptied; None: no field is. [depth + 1, 6, elements], float64.
+        #: Running moments that each selection is normalised with, by ring entry, and last those of
+        #: the newest one before the ring was emptied; None: no field is. [depth + 1, 6, elements],
+        #: float64.
         self.numbers: np.ndarray | None = views.get(at + "numbers")
         self.last_drawn: np.ndarray | None = views.get(
             at + "last_drawn"
         )  # newest selection of each slot
-        #: Generation of each slot when the epoch began; None: its items stay until the end. [slots], int64.
+        #: Generation of each slot when the epoch began; None: its items stay until the end.
+        #: [slots], int64.
         self.walked: np.ndarray | None = views.get(at + "walked")
         # Words one by one: with cold caches, as after a batch, a NumPy call takes 10 us and more.
         self.words: memoryview = self.position.data
         self.control: memoryview = table.control.data
         self.head_words: list[memoryview] = [head.data for head in self.heads]
         self.entries = list(zip(self.ring, self.epochs, strict=True))
-        # The drawn items of each entry: of groups the leaders, apart from the trajectories in the ring.
+        # The drawn items of each entry: of groups the leaders, apart from the trajectories in the
+        # ring.
         self.drawn_words = self.ring_words
         self.drawn = self.entries
         if spec.by_group:
@@ -156,7 +162,9 @@ class StreamState:
         return self.masses
 
     def ask(self, key: int) -> None:
-        """Record that this process requests a global batch: its later priorities belong to that one."""
+        """Record that this process requests a global batch: its later priorities belong to that
+        one.
+        """
         if self.reports is not None:
             self.reports.ask(key)
 
@@ -194,7 +202,9 @@ class StreamState:
 
     @property
     def newest_numbers(self) -> np.ndarray:
-        """The running moments that the newest selection is normalised with, a view. [6, elements]."""
+        """The running moments that the newest selection is normalised with, a view. [6,
+        elements].
+        """
         assert self.numbers is not None
         key = self.words[Head.KEY] - 1
         entry = key % self.spec.depth
@@ -203,7 +213,9 @@ class StreamState:
         )
 
     def pin(self, key: int, records: torch.Tensor) -> None:
-        """Keep the rows of sampled items (of leaders: their groups, [n, 8]) until all have released them."""
+        """Keep the rows of sampled items (of leaders: their groups, [n, 8]) until all have released
+        them.
+        """
         if self.last_drawn is not None:
             slots = records[:, Resolution.SLOT].numpy()
             if self.spec.by_group:
@@ -220,7 +232,9 @@ class StreamState:
         return np.asarray(~is_same | (records[:, Slot.STATE] != SlotState.COMMITTED))
 
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of the groups of drawn leaders, [n, 8] -> [m, 8], and the group of each, [m]."""
+        """Return the records of the groups of drawn leaders, [n, 8] -> [m, 8], and the group of
+        each, [m].
+        """
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
         found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
         found[:, Resolution.SLOT] = slots
@@ -237,7 +251,9 @@ class StreamState:
         return found, item
 
     def expand(self, entry: int, count: int) -> int:
-        """Write the trajectories of the `count` drawn groups to a ring entry; return their number."""
+        """Write the trajectories of the `count` drawn groups to a ring entry; return
+        their number.
+        """
         found, item = self.members(self.drawn_words[entry, :count])
         self.ring_words[entry, : len(found)] = found
         self.entries[entry][1][: len(found)] = self.drawn[entry][1][torch.from_numpy(item)]
@@ -250,7 +266,9 @@ class StreamState:
 
     @property
     def skipped_slots(self) -> np.ndarray:
-        """Slots that hold no trajectory, but whose evicted items the epoch still counts. [n], int64."""
+        """Slots that hold no trajectory, but whose evicted items the epoch still counts. [n],
+        int64.
+        """
         if self.walked is None:
             return np.empty(0, np.int64)
         is_held = np.isin(self.table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
@@ -269,7 +287,9 @@ class StreamState:
     def seek(
         self, key: int, samples: int, epoch: int, first: int, size: int, *, fresh: bool = False
     ) -> None:
-        """Set the position to a global batch; its epoch ends if masses stay (not `fresh`) of another."""
+        """Set the position to a global batch; its epoch ends if masses stay (not `fresh`) of
+        another.
+        """
         ends = not fresh and self.walked is not None and epoch != self.position[Head.EPOCH]
         if self.numbers is not None:
             self.numbers[-1] = self.newest_numbers
@@ -289,11 +309,14 @@ class StreamState:
 
     # ---- in a checkpoint -------------------------------------------------------------------------
     #
-    # Where several nodes hold the table, each saves its own samples of every selection; the others have the
-    # id -1. Priority updates are saved unchanged, with their shard, since they may be of any.
+    # Where several nodes hold the table, each saves its own samples of every selection; the others
+    # have the id -1. Priority updates are saved unchanged, with their shard, since they may be of
+    # any.
 
     def export(self, slots: np.ndarray, since: int) -> dict[str, np.ndarray]:
-        """Return masses of ascending slots, position, and unused selections, of batches from `since` on."""
+        """Return masses of ascending slots, position, and unused selections, of batches from
+        `since` on.
+        """
         self.catch_up()
         unused = np.nonzero(self.heads[:, Head.KEY] >= since)[0]
         if self.origins is not None and self.spec.sampler.is_pass:
@@ -333,8 +356,9 @@ class StreamState:
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
         """Restore what `export` returned; the table's slots are restored already.
 
-        Unused selections are kept if the batch size is the same and the ring large enough; over several nodes
-        the caller writes them (`keep_selections`). Trajectories of a data set after `slots` are new.
+        Unused selections are kept if the batch size is the same and the ring large enough; over
+        several nodes the caller writes them (`keep_selections`). Trajectories of a data set after
+        `slots` are new.
         """
         self.masses.restore(slots, content)
         if self.table.spec.dataset is not None:
@@ -369,7 +393,8 @@ class StreamState:
         """Set the position after restored selections, whose samples are in the ring."""
         heads = content["heads"]
         entries = heads[:, Head.KEY] % self.spec.depth
-        self.heads[entries], self.epochs.numpy()[entries] = heads, content["epochs"]
+        self.heads[entries] = heads
+        self.epochs.numpy()[entries] = content["epochs"]
         if self.numbers is not None:
             self.numbers[entries] = content["numbers"]
         self.position[: Head.NUM_SET] = content["position"]

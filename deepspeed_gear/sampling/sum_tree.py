@@ -1,8 +1,8 @@
 """Sum tree of a stream: the masses of its items in the store, and the changes that wait.
 
-Every change of a slot is appended to the table's log. The next selection queues their masses by the rule and
-writes them to the tree, which never changes during a draw. After a death, or if more changed than the log
-holds, it is compared with the slot table, which is authoritative.
+Every change of a slot is appended to the table's log. The next selection queues their masses by the
+rule and writes them to the tree, which never changes during a draw. After a death, or if more
+changed than the log holds, it is compared with the slot table, which is authoritative.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class TreeChanges:
 
 
 class ItemMasses:
-    """The sum tree of a stream, with one mass for each slot. Every method requires the lock, but `initialise`
-    memory not linked yet. Functions `on_change` get the committed slots that may hold something new.
+    """The sum tree of a stream, with one mass for each slot. Every method requires the lock, but
+    `initialise` memory not linked yet. Functions `on_change` get the committed slots that may hold
+    something new.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class ItemMasses:
 
     @staticmethod
     def count_items(spec: StreamSpec, table: TableSpec) -> int:
-        """Return the leaves of the tree: a row each where steps have priorities, else a slot each."""
+        """Return the leaves of the tree: a row each where steps have priorities, else a
+        slot each.
+        """
         by_row = spec.priorities is not None and spec.rule.unit == "step"
         return table.num_rows if by_row else table.num_slots
 
@@ -117,7 +120,9 @@ class ItemMasses:
             self._take(torch.from_numpy(slots), 0, len(slots), self._plain_unit)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the masses of committed slots by the rule; of leaders those of their groups. [n], int64."""
+        """Return the masses of committed slots by the rule; of leaders those of their groups. [n],
+        int64.
+        """
         if self._groups is None:
             at = np.arange(len(slots))
             chosen = slots
@@ -170,12 +175,16 @@ class ItemMasses:
         return wanted
 
     def _differing(self) -> np.ndarray:
-        """Return the slots whose masses, including queued ones, differ from the slot table's. [n]."""
+        """Return the slots whose masses, including queued ones, differ from the slot
+        table's. [n].
+        """
         effective = np.where(self.queued != NOTHING, self.queued, self.applied)
         return np.nonzero(effective != self._wanted(np.arange(len(effective))))[0]
 
     def queue(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Queue masses of different slots for the next selection; the last one of a slot wins. [n], int64."""
+        """Queue masses of different slots for the next selection; the last one of a slot wins. [n],
+        int64.
+        """
         new = slots[self.queued[slots] == NOTHING]
         count = self.words[TreeChanges.NUM_QUEUED]
         self._dirty[count : count + len(new)] = new
@@ -192,7 +201,9 @@ class ItemMasses:
         )
 
     def apply(self, key: int) -> None:
-        """Apply all changes that precede a global batch to the tree; `recover` repairs it after a death."""
+        """Apply all changes that precede a global batch to the tree; `recover` repairs it after a
+        death.
+        """
         seen = self.words[TreeChanges.SEEN]
         changed = self._control[Control.CHANGED]
         unit = self._plain_unit
@@ -261,7 +272,9 @@ class ItemMasses:
         )  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
-        """Write the resolutions of coordinates to rows, numbered from `first` on. [n, 8]; [n]; int64."""
+        """Write the resolutions of coordinates to rows, numbered from `first` on. [n, 8]; [n];
+        int64.
+        """
         self.ops.resolve_(rows, self.sums, self._slots, coordinates, *self._how, first)
         if self.spec.rule.has_weights and self.spec.rule.unit == "step":
             words = rows.numpy()  # the mass of one step
@@ -286,7 +299,9 @@ class ItemMasses:
             words[:, Resolution.ANCHOR] = rule.anchor_at(index, steps)
 
     def coordinates_of(self, items: torch.Tensor) -> torch.Tensor:
-        """Return the first coordinate of each item. [n] -> [n], int64. Cost: 32 additions a level."""
+        """Return the first coordinate of each item. [n] -> [n], int64. Cost: 32
+        additions a level.
+        """
         coordinates = torch.zeros_like(items)
         nodes = items
         for offset, _ in tree_levels(self.num_items):
@@ -304,7 +319,8 @@ class ItemMasses:
         """Restore masses that `export` returned; all other slots have none."""
         self.leaves[:] = 0
         self.queued[:] = NOTHING
-        self.leaves[slots], self.queued[slots] = content["leaves"], content["queued"]
+        self.leaves[slots] = content["leaves"]
+        self.queued[slots] = content["queued"]
         self._requeue()
         self._build()
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
@@ -320,8 +336,9 @@ class ItemMasses:
 class AgeMasses(ItemMasses):
     """Masses in the order of age: the oldest and the newest items, and windows of the newest ones.
 
-    A smaller id is older: ids follow arrival, or the stored order of a data set. What a window admits depends
-    on all trajectories; a selection after a change computes all masses again (a sort of all trajectories).
+    A smaller id is older: ids follow arrival, or the stored order of a data set. What a window
+    admits depends on all trajectories; a selection after a change computes all masses again (a sort
+    of all trajectories).
     """
 
     def initialise(self) -> None:
@@ -337,7 +354,9 @@ class AgeMasses(ItemMasses):
         super().apply(key)
 
     def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the committed slots, their masses by the rule, ids, items, and values of the window."""
+        """Return the committed slots, their masses by the rule, ids, items, and values of the
+        window.
+        """
         slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         masses = self.of(slots)
         rule = self.spec.rule
@@ -347,7 +366,9 @@ class AgeMasses(ItemMasses):
         return slots, masses, self.table.slots[slots, Slot.ID], counts, values
 
     def queue_window(self, edge: WindowEdge | None = None) -> None:
-        """Queue what enters or leaves the window (`edge` over all nodes, else this store's) after changes."""
+        """Queue what enters or leaves the window (`edge` over all nodes, else this store's) after
+        changes.
+        """
         window = self.spec.rule.window
         if window is None:
             return
@@ -359,7 +380,9 @@ class AgeMasses(ItemMasses):
         self.queue(changed, wanted[changed])
 
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return age, mass and first coordinate of the oldest or newest trajectories, in order. [n] each."""
+        """Return age, mass and first coordinate of the oldest or newest trajectories, in order. [n]
+        each.
+        """
         slots = np.nonzero(self.leaves)[0]
         ledger = self.table.ledger
         ages = self.table.slots[:, Slot.ID]
@@ -374,7 +397,9 @@ class AgeMasses(ItemMasses):
 
 
 def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:
-    """Return coordinates of at most `count` items of trajectories, each one's last first if `newest`. [n]."""
+    """Return coordinates of at most `count` items of trajectories, each one's last first if
+    `newest`. [n].
+    """
     index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
     index = np.repeat(masses, masses) - 1 - index if newest else index
     return torch.from_numpy((np.repeat(first, masses) + index)[:count])

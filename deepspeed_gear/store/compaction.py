@@ -1,11 +1,12 @@
 """Compaction: moves extents where enough rows are free but no run of them is long enough.
 
-Neighbouring extents slide towards each other until the gaps between them are one run (`RowAllocator.move`).
+Neighbouring extents slide towards each other until the gaps between them are one run
+(`RowAllocator.move`).
 
-Cost: of all sufficient neighbours, those with the fewest rows move. Where one of n rows is free, they have at
-most about n rows for each row of the run, and those whose gap is too short are copied twice. A table is
-compacted as long as more than one of 32 rows is free: 2.8 rows were copied for each row added, with uniform
-eviction and random lengths (docs/design/0003-data-and-store.md).
+Cost: of all sufficient neighbours, those with the fewest rows move. Where one of n rows is free,
+they have at most about n rows for each row of the run, and those whose gap is too short are copied
+twice. A table is compacted as long as more than one of 32 rows is free: 2.8 rows were copied for
+each row added, with uniform eviction and random lengths (docs/design/0003-data-and-store.md).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ CHEAP = 4  # so many rows may move for each one of the run
 
 
 def make_run(table: Table, readers: SelectionPins, num_rows: int) -> bool:
-    """Move extents until a run of `num_rows` is free, where the next search begins. Requires the lock.
+    """Move extents until a run of `num_rows` is free, where the next search begins. Requires the
+    lock.
 
-    Open trajectories, or those that a process still reads, stay; without spare rows all do. False: there is
-    no such run; eviction is cheaper, or extents that cannot move separate the free rows.
+    Open trajectories, or those that a process still reads, stay; without spare rows all do. False:
+    there is no such run; eviction is cheaper, or extents that cannot move separate the free rows.
     """
     control = table.control
     spec = table.spec
@@ -77,8 +79,9 @@ def slide(table: Table, readers: SelectionPins, slot: int, to: int) -> None:
 def cheapest_run(
     gaps: np.ndarray, lengths: np.ndarray, can_move: np.ndarray, wanted: int
 ) -> tuple[int, int] | None:
-    """Choose the first and last gap to join: the first for which at most 4 * `wanted` rows move, else those
-    for which the fewest do; None: none suffice. gaps [n], int64; lengths, can_move between them [n - 1].
+    """Choose the first and last gap to join: the first for which at most 4 * `wanted` rows move,
+    else those for which the fewest do; None: none suffice. gaps [n], int64; lengths, can_move
+    between them [n - 1].
     """
     free = np.concatenate([[0], np.cumsum(gaps)])
     rows, fixed = (np.concatenate([[0], np.cumsum(values)]) for values in (lengths, ~can_move))

@@ -1,6 +1,6 @@
-"""Registration of shared memory with CUDA: which columns, in which calls, and why not the others. CUDA
-registers whole pages, none twice, so a column is registered if all its pages are. It refuses read-only file
-maps.
+"""Registration of shared memory with CUDA: which columns, in which calls, and why not the others.
+CUDA registers whole pages, none twice, so a column is registered if all its pages are. It refuses
+read-only file maps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def plan(
     page: int = mmap.PAGESIZE,
     most: int = MOST_CALL_BYTES,
 ) -> RegistrationPlan:
-    """Choose columns to register: whole ones in order, while their pages of `memory` fit `budget` bytes."""
+    """Choose columns to register: whole ones in order, while their pages of `memory` fit `budget`
+    bytes.
+    """
     taken: dict[str, Span] = {}
     left_out: dict[str, str] = {}
     calls: list[Span] = []
@@ -80,7 +82,9 @@ def plan(
 
 
 def _calls(columns: Sequence[Span], page: int, most: int) -> list[Span]:
-    """Return the calls that register columns: of whole pages, none of them twice, in pieces of `most`."""
+    """Return the calls that register columns: of whole pages, none of them twice, in pieces of
+    `most`.
+    """
     calls = list[Span]()
     end = 0
     for column in sorted(columns, key=lambda column: column.begin):
@@ -103,8 +107,8 @@ def memory_span(memory: SharedMemory) -> Span:
 
 
 class CudaRuntime:
-    """CUDA's calls, for memory of all devices; they return its error codes. The reading device is current
-    during registration, so torch takes the memory for a tensor of this device.
+    """CUDA's calls, for memory of all devices; they return its error codes. The reading device is
+    current during registration, so torch takes the memory for a tensor of this device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,7 +116,9 @@ class CudaRuntime:
         self._calls: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def reads_host_addresses(self) -> bool:
-        """Return whether the device reads registered memory at the address that it has on the host."""
+        """Return whether the device reads registered memory at the address that it has
+        on the host.
+        """
         driver = ctypes.CDLL("libcuda.so.1")  # torch's runtime has no call for attributes
         device = ctypes.c_int()
         found = ctypes.c_int()
@@ -139,11 +145,11 @@ class CudaRuntime:
 
 
 class Registration:
-    """The registered columns of one table in this process, which stays mapped until `close`. Main thread
-    only.
+    """The registered columns of one table in this process, which stays mapped until `close`. Main
+    thread only.
 
-    Nothing is registered for a device that would read it at another address than the host's, which columns
-    are addressed by: that would end the process's CUDA context.
+    Nothing is registered for a device that would read it at another address than the host's, which
+    columns are addressed by: that would end the process's CUDA context.
     """
 
     @classmethod
@@ -212,7 +218,9 @@ class Registration:
 
 
 def why_impossible() -> str:
-    """Return why this process cannot register memory; empty if it can. Registers a page to test it."""
+    """Return why this process cannot register memory; empty if it can. Registers a page
+    to test it.
+    """
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -243,7 +251,9 @@ class _Alias:
 
 
 def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """View a registered column, contiguous, as a device tensor at its address; it is never written to."""
+    """View a registered column, contiguous, as a device tensor at its address; it is never written
+    to.
+    """
     if column.numel() == 0:
         return torch.empty_like(column, device=device)
     is_bfloat = column.dtype == torch.bfloat16  # which NumPy does not have

@@ -34,8 +34,8 @@ _PARTS = 4  # of a store that is kept one of so many parts of the retired slots 
 
 
 class Evictor:
-    """Reserves rows for this process's trajectories where the native module cannot. Methods require the lock
-    where documented; `wait` takes none. If it `samples` too, it must not wait for itself.
+    """Reserves rows for this process's trajectories where the native module cannot. Methods require
+    the lock where documented; `wait` takes none. If it `samples` too, it must not wait for itself.
     """
 
     def __init__(self, table: Table, context: Context, samples: bool = False) -> None:
@@ -66,8 +66,8 @@ class Evictor:
         return rate.may_insert(size + pending, inserted + pending, sampled, count)
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
-        """Reserve a slot with rows for `num_steps`, `inserts` of them inserted now (None: all); evict as the
-        retention defines. Returns the slot, or a Refusal. Requires the lock.
+        """Reserve a slot with rows for `num_steps`, `inserts` of them inserted now (None: all);
+        evict as the retention defines. Returns the slot, or a Refusal. Requires the lock.
         """
         inserted = num_steps if inserts is None else inserts
         if not self.may_insert(inserted):
@@ -113,12 +113,15 @@ class Evictor:
         )
 
     def being_read(self) -> np.ndarray:
-        """Return the retired slots that are free as soon as no selection pins them, by age. [n], int64."""
+        """Return the retired slots that are free as soon as no selection pins them, by age. [n],
+        int64.
+        """
         slots = self.table.extents.retired()
         return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
 
     def free_retired(self) -> bool:
-        """Free retired slots that no selection pins, and those of dead processes. Requires the lock.
+        """Free retired slots that no selection pins, and those of dead processes. Requires the
+        lock.
 
         Of a store that is kept only the oldest ones. Returns whether all are free.
         """
@@ -134,7 +137,9 @@ class Evictor:
         return count == len(free)
 
     def release(self, may_evict: bool = True) -> bool:
-        """Free retired slots, or else evict one; return whether it has done either. Requires the lock."""
+        """Free retired slots, or else evict one; return whether it has done either. Requires the
+        lock.
+        """
         waiting = len(self.being_read())
         self.free_retired()
         if len(self.being_read()) < waiting:
@@ -155,8 +160,8 @@ class Evictor:
         return found
 
     def wait(self, refusal: int, num_steps: int, until: float, what: str = "rows") -> None:
-        """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time; StoreFullError:
-        too few rows are free, and nothing may be evicted.
+        """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time;
+        StoreFullError: too few rows are free, and nothing may be evicted.
         """
         if refusal in (Refusal.NO_SLOT, Refusal.NO_ROWS, Refusal.SCATTERED):
             raise self.table.full(refusal, num_steps)
@@ -189,8 +194,8 @@ class Evictor:
 def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iterator[None]:
     """Hold the lock while a control word is 0; StoreError if it does not become so in `timeout_s`.
 
-    SELECTING: no selection over several nodes is under way, which draws from the current contents. PENDING:
-    no process writes rows, so replaced rows belong to no writer.
+    SELECTING: no selection over several nodes is under way, which draws from the current contents.
+    PENDING: no process writes rows, so replaced rows belong to no writer.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -209,7 +214,9 @@ def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iter
 
 
 class EvictionPolicy(ABC):
-    """Chooses the trajectory (its group, in a table of groups) to evict when rows or slots are too few."""
+    """Chooses the trajectory (its group, in a table of groups) to evict when rows or slots are too
+    few.
+    """
 
     evicts: ClassVar[bool] = True
     code: ClassVar[int] = (
@@ -221,7 +228,9 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victim(self, table: Table, pins: SelectionPins) -> int:
-        """Return the committed slot to evict next, -1 if there is none. Called with the lock held."""
+        """Return the committed slot to evict next, -1 if there is none. Called with the
+        lock held.
+        """
 
 
 class NoEviction(EvictionPolicy):
@@ -244,7 +253,9 @@ class EvictOldest(EvictionPolicy):
 
 
 class EvictNewest(EvictionPolicy):
-    """Last in, first out; of groups the newest complete one, as the newest may still be added to."""
+    """Last in, first out; of groups the newest complete one, as the newest may still be
+    added to.
+    """
 
     code = EvictionCode.NEWEST
 
@@ -264,7 +275,9 @@ def _complete(table: Table) -> np.ndarray:
 
 
 class EvictUniform(EvictionPolicy):
-    """Each trajectory or group with the same probability, keyed by the next id: runs are reproducible."""
+    """Each trajectory or group with the same probability, keyed by the next id: runs are
+    reproducible.
+    """
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
         slots = _complete(table)
@@ -279,7 +292,9 @@ class EvictUniform(EvictionPolicy):
 
 
 class EvictLowest(EvictionPolicy):
-    """Base of policies that evict the lowest value (of groups the highest one's), then the lowest id."""
+    """Base of policies that evict the lowest value (of groups the highest one's), then the lowest
+    id.
+    """
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
         slots = _complete(table)
@@ -296,7 +311,9 @@ class EvictLowest(EvictionPolicy):
 
 
 class EvictLowestPriority(EvictLowest):
-    """The trajectory whose highest priority is the lowest; incomplete groups, which have none, last."""
+    """The trajectory whose highest priority is the lowest; incomplete groups, which have none,
+    last.
+    """
 
     def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
         found = pins.highest_priorities(slots)
@@ -325,7 +342,9 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 
 def policy_class(name: str, option: str = "remove") -> type[EvictionPolicy]:
-    """Return the class of a key of `POLICIES` or of a "module:Class"; `option` names it in ConfigErrors."""
+    """Return the class of a key of `POLICIES` or of a "module:Class"; `option` names it in
+    ConfigErrors.
+    """
     if ":" not in name:
         return POLICIES[name]
     found = imported(name, option)

@@ -1,7 +1,7 @@
 """Fill ledger: which process computes a late column of which trajectory.
 
-`SlotRetention.PRESENT` alone says what is filled. So a lease only keeps processes from the same work:
-there is nothing to recover, and two processes that compute the same rows cost time only.
+`SlotRetention.PRESENT` alone says what is filled. So a lease only keeps processes from the same
+work: there is nothing to recover, and two processes that compute the same rows cost time only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 class FillLedger:
     """The leases of a store's late columns. Every method requires the table's lock.
 
-    A lease is a `FillClaim` of a column and a slot. It counts while its id is that of the trajectory in
-    the slot, its process is alive and its time has not passed. `late` is the index of a column among the
-    late ones.
+    A lease is a `FillClaim` of a column and a slot. It counts while its id is that of the
+    trajectory in the slot, its process is alive and its time has not passed. `late` is the index of
+    a column among the late ones.
     """
 
     def __init__(self, claims: np.ndarray, memory: SharedMemory) -> None:
@@ -47,7 +47,8 @@ class FillLedger:
         is_free = np.ones(len(lacking), bool)
         is_free[held] = is_dead | is_late
         chosen = lacking[is_free][:count]
-        # The id comes last, so that a death in between leaves no claim of a trajectory that had none.
+        # The id comes last, so that a death in between leaves no claim of a trajectory that had
+        # none.
         at = chosen[:, Resolution.SLOT]
         claims[at, FillClaim.OWNER] = self._memory.peer
         claims[at, FillClaim.DEADLINE] = now + lease_ns

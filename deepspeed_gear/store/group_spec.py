@@ -1,4 +1,6 @@
-"""Specification of a table's groups: which trajectories belong together, and when a group is complete."""
+"""Specification of a table's groups: which trajectories belong together, and when a group is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from deepspeed_gear.schema import Column
 
 
 class SlotGroup:
-    """Words of a slot in a table of groups. Of the leader of a complete group also those from FIRST on."""
+    """Words of a slot in a table of groups. Of the leader of a complete group also those from FIRST
+    on.
+    """
 
     LEADER: Final = (
         0  # slot of the group's leader, plus 1; 0: the group is not complete; or REJECTED
@@ -56,7 +60,8 @@ class GroupCount:
 
 
 RECENT: Final = 256  # groups
-# Counts of `TableGroups.statistics`, in its order, beside the numbers of complete and incomplete groups.
+# Counts of `TableGroups.statistics`, in its order, beside the numbers of complete and incomplete
+# groups.
 _COUNTED = "rejected oversized late late_consumed unfilled surplus evicted_unsampled".split()
 COUNTED: Final[dict[str, int]] = {name: getattr(GroupCount, name.upper()) for name in _COUNTED}
 
@@ -98,8 +103,9 @@ STATISTICS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 class GroupCondition:
     """Bounds of a statistic of a per-trajectory column over the members of a group.
 
-    The statistic is computed in float64. Of a floating column it is compared as precisely as the column
-    stores numbers: four of five float32 rewards of 1 have a mean of at least, and of at most, 0.8.
+    The statistic is computed in float64. Of a floating column it is compared as precisely as the
+    column stores numbers: four of five float32 rewards of 1 have a mean of at least, and of at
+    most, 0.8.
     """
 
     column: str  # of a member of several trajectories the last one's value counts
@@ -123,8 +129,8 @@ class GroupCondition:
         return cls(column.name, statistic, low, high, bits)
 
     def holds(self, values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return which groups pass, [groups], bool; one with a NaN does not. `values` group by group, [n];
-        `begins` of each group's first, and `counts` >= 1, [groups], int64.
+        """Return which groups pass, [groups], bool; one with a NaN does not. `values` group by
+        group, [n]; `begins` of each group's first, and `counts` >= 1, [groups], int64.
         """
         with np.errstate(invalid="ignore", over="ignore"):
             found = _rounded(
@@ -144,10 +150,12 @@ class GroupSpec:
 
     column: str  # per-trajectory column of integers; the trajectories of a group have one value
     size: int  # members of a group
-    # Per-trajectory column of integers that tells the members of a group apart; None: each trajectory is one.
+    # Per-trajectory column of integers that tells the members of a group apart; None: each
+    # trajectory is one.
     member: str | None = None
     late: tuple[str, ...] = ()  # late columns that a trajectory must have
-    # Seconds after its latest commit or `fill` at which a group with `min_size` members is complete.
+    # Seconds after its latest commit or `fill` at which a group with `min_size` members is
+    # complete.
     after_s: float | None = None  # None: never
     min_size: int = 0
     where: tuple[GroupCondition, ...] = ()  # a group that fails one is evicted when it is complete

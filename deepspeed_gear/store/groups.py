@@ -1,13 +1,16 @@
-"""Groups of a table: which are complete, what their trajectories are, and their eviction as a whole.
+"""Groups of a table: which are complete, what their trajectories are, and their eviction as a
+whole.
 
-A complete group is represented by its leader, the trajectory with the highest id at the moment when the group
-became complete: a stream gives it the mass of the group and its other trajectories none. Words of the slots
-record the leader and the order of a group's trajectories. Any process brings them up to date (`update`) from
-the table's log of changes, and logs the leaders of new groups, so that all streams give them their masses.
+A complete group is represented by its leader, the trajectory with the highest id at the moment when
+the group became complete: a stream gives it the mass of the group and its other trajectories none.
+Words of the slots record the leader and the order of a group's trajectories. Any process brings
+them up to date (`update`) from the table's log of changes, and logs the leaders of new groups, so
+that all streams give them their masses.
 
-Order of writes, so that a process may die at any instruction: the words of a group, the leader in those of
-its other trajectories, and last in those of the leader (the commit point). A group that is evicted is marked
-before the first of its trajectories is retired. `recover` finishes what was begun.
+Order of writes, so that a process may die at any instruction: the words of a group, the leader in
+those of its other trajectories, and last in those of the leader (the commit point). A group that is
+evicted is marked before the first of its trajectories is retired. `recover` finishes what was
+begun.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ NEVER: Final = 1 << 62
 
 
 class TableGroups:
-    """A table's groups; without `extents` a data set's, which never change. All methods require the lock."""
+    """A table's groups; without `extents` a data set's, which never change. All methods require the
+    lock.
+    """
 
     def __init__(
         self,
@@ -79,7 +84,9 @@ class TableGroups:
         return np.asarray(self.words[slots, SlotGroup.LEADER] == slots + 1)
 
     def items(self, slots: np.ndarray) -> np.ndarray:
-        """Return each slot's leader, which represents it in trees; without one itself. [n] -> [n], int64."""
+        """Return each slot's leader, which represents it in trees; without one itself. [n] -> [n],
+        int64.
+        """
         leaders = self.words[slots, SlotGroup.LEADER]
         return np.where(leaders > 0, leaders - 1, slots)
 
@@ -88,8 +95,8 @@ class TableGroups:
         return np.asarray(self.words[leaders, SlotGroup.STEPS])
 
     def trajectories(self, leaders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slots of groups, in order by member and id, and the index of each's leader: [n] -> [m],
-        int64. Cost: a pass over the leaders for each trajectory of the largest group.
+        """Return the slots of groups, in order by member and id, and the index of each's leader:
+        [n] -> [m], int64. Cost: a pass over the leaders for each trajectory of the largest group.
         """
         counts = self.words[leaders, SlotGroup.COUNT]
         begins = np.cumsum(counts) - counts
@@ -108,7 +115,9 @@ class TableGroups:
         return self._of_numbers(distinct(self.numbers(slots)))[0]
 
     def highest(self, slots: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return for each slot the highest value among the given ones of its group. [n], [n] -> [n]."""
+        """Return for each slot the highest value among the given ones of its group. [n], [n] ->
+        [n].
+        """
         numbers = self.numbers(slots)
         order = np.argsort(numbers, kind="stable")
         begins = _begins(numbers[order])
@@ -120,7 +129,9 @@ class TableGroups:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Return how many groups are held, and how many were left out. Cost: one pass over the slots."""
+        """Return how many groups are held, and how many were left out. Cost: one pass over the
+        slots.
+        """
         words = self._count_words
         return {
             "complete": words[GroupCount.HELD],
@@ -129,7 +140,9 @@ class TableGroups:
         }
 
     def counted(self) -> tuple[int, int, int]:
-        """Return the groups held, ever complete, and those that additions under way may complete at most."""
+        """Return the groups held, ever complete, and those that additions under way may complete at
+        most.
+        """
         self.update()
         words = self._count_words
         return words[GroupCount.HELD], words[GroupCount.INSERTED], self._control[Control.PENDING]
@@ -166,7 +179,9 @@ class TableGroups:
         self.note_time(slot)
 
     def note_time(self, slot: int | np.ndarray) -> None:
-        """Restart `after_s` of the group of a slot, or of several: it was committed or gets a late column."""
+        """Restart `after_s` of the group of a slot, or of several: it was committed or gets a late
+        column.
+        """
         self.words[slot, SlotGroup.TIME] = time.monotonic_ns()
 
     @property
@@ -177,12 +192,15 @@ class TableGroups:
 
     @property
     def waits_for_time(self) -> bool:
-        """Whether a group will be complete without more of its members as time goes on, as of `update`."""
+        """Whether a group will be complete without more of its members as time goes on, as of
+        `update`.
+        """
         return bool(self._count_words[GroupCount.DUE] != NEVER)
 
     def update(self) -> None:
-        """Form complete groups; evict those that fail a condition, and late trajectories. Cost: after commits
-        or fills a pass over the slots, and a sort of the trajectories of these groups.
+        """Form complete groups; evict those that fail a condition, and late trajectories. Cost:
+        after commits or fills a pass over the slots, and a sort of the trajectories of these
+        groups.
         """
         words = self._count_words
         changed = self._control[Control.CHANGED]
@@ -222,7 +240,9 @@ class TableGroups:
             self._is_kept = False
 
     def _form(self, slots: np.ndarray, now: int) -> None:
-        """Form those groups of slots that are complete; none of the slots has a leader. [n], int64."""
+        """Form those groups of slots that are complete; none of the slots has a leader.
+        [n], int64.
+        """
         if not len(slots):
             return
         ids = self._slots[slots, Slot.ID]
@@ -270,7 +290,9 @@ class TableGroups:
         return np.asarray(self._members[slots].astype(np.int64))
 
     def _accept(self, slots: np.ndarray, numbers: np.ndarray, members: np.ndarray) -> None:
-        """Form complete groups or evict those that fail a condition; by group, member and id. [n], int64."""
+        """Form complete groups or evict those that fail a condition; by group, member and id. [n],
+        int64.
+        """
         begins = _begins(numbers)
         counts = _sizes(begins, len(slots))
         is_small = counts <= self.spec.max_trajectories
@@ -310,13 +332,17 @@ class TableGroups:
 
     @property
     def recent(self) -> tuple[int, int]:
-        """How many of the latest groups are complete, and how many failed a condition or were too large."""
+        """How many of the latest groups are complete, and how many failed a condition or were too
+        large.
+        """
         return self._count_words[GroupCount.RECENT_PASSED], self._count_words[
             GroupCount.RECENT_FAILED
         ]
 
     def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Write the words of groups, of slots group by group, [n]; return their leaders. [groups], int64."""
+        """Write the words of groups, of slots group by group, [n]; return their leaders. [groups],
+        int64.
+        """
         begins = _begins(groups)
         ends = np.append(begins[1:], len(slots))
         counts = _sizes(begins, len(slots))
@@ -341,8 +367,8 @@ class TableGroups:
         return np.asarray(leaders)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict the whole groups of committed slots; return the evicted slots, [n] -> [m]. With `removed` the
-        program removes them, and may add groups of the same numbers again.
+        """Evict the whole groups of committed slots; return the evicted slots, [n] -> [m]. With
+        `removed` the program removes them, and may add groups of the same numbers again.
         """
         members = self.whole(slots) if len(slots) else slots
         leaders = members[self.is_leader(members)]
@@ -374,18 +400,24 @@ class TableGroups:
 
     @property
     def consumed(self) -> np.ndarray:
-        """Numbers of the groups that have left the table and are remembered, the oldest first. [n], int64."""
+        """Numbers of the groups that have left the table and are remembered, the oldest first. [n],
+        int64.
+        """
         count = self._count_words[GroupCount.CONSUMED]
         size = len(self._ring)
         return self._ring.copy()[:count] if count <= size else np.roll(self._ring, -(count % size))
 
     def _is_consumed(self, wanted: np.ndarray) -> np.ndarray:
-        """Return which groups have left the table and are remembered. Numbers, [n], int64 -> [n], bool."""
+        """Return which groups have left the table and are remembered. Numbers, [n], int64 -> [n],
+        bool.
+        """
         known = self._ring[: self._count_words[GroupCount.CONSUMED]]
         return np.isin(wanted, known[np.isin(known, wanted)])
 
     def _remember(self, numbers: np.ndarray) -> None:
-        """Write the numbers of groups that leave the table to the ring, unless they are there. [n], int64."""
+        """Write the numbers of groups that leave the table to the ring, unless they are there. [n],
+        int64.
+        """
         if not len(self._ring):
             return
         numbers = numbers[~self._is_consumed(numbers)][-len(self._ring) :]
@@ -420,7 +452,9 @@ class TableGroups:
         self.counts[GroupCount.INSERTED] = max(self.counts[GroupCount.INSERTED], newest)
 
     def export(self, slots: np.ndarray) -> np.ndarray:
-        """Return the leaders' positions, plus 1, and SlotGroup.NUMBER and DRAWN. [n] -> [n, 3], int64."""
+        """Return the leaders' positions, plus 1, and SlotGroup.NUMBER and DRAWN. [n] -> [n, 3],
+        int64.
+        """
         leaders = self.words[slots, SlotGroup.LEADER] - 1
         at = np.minimum(np.searchsorted(slots, leaders), max(len(slots) - 1, 0))
         is_saved = (leaders >= 0) & (slots[at] == leaders) if len(slots) else np.zeros(0, bool)
@@ -428,8 +462,9 @@ class TableGroups:
         return np.concatenate([np.where(is_saved, at + 1, 0)[:, None], words], axis=1)
 
     def restore(self, saved: np.ndarray, counts: np.ndarray, consumed: np.ndarray) -> None:
-        """Restore what `export`, `counts` and `consumed` were; the table's first n slots are already
-        restored. [n, 3]; `GroupCount` [16]; left groups' numbers, the oldest first, [m]. int64.
+        """Restore what `export`, `counts` and `consumed` were; the table's first n slots are
+        already restored. [n, 3]; `GroupCount` [16]; left groups' numbers, the oldest first, [m].
+        int64.
         """
         self.words[:] = 0
         self.words[:, SlotGroup.TIME] = time.monotonic_ns()
@@ -445,7 +480,8 @@ class TableGroups:
         self.forget()
         self._remember(consumed)
         self._count()
-        # Streams are restored after this: what has changed since is formed before their next selection.
+        # Streams are restored after this: what has changed since is formed before their next
+        # selection.
         self._count_words[GroupCount.SEEN] = self._control[Control.CHANGED]
         self._count_words[GroupCount.DUE] = 0
 
@@ -456,16 +492,17 @@ _CHANGED = ("slots", "groups", "group_counts", "consumed_groups", "retention", "
 def forecast_groups(
     name: str, spec: GroupSpec, schema: Schema, views: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Form the groups of a running store as its next selection will, on copies, for a reader that changes
-    nothing.
+    """Form the groups of a running store as its next selection will, on copies, for a reader that
+    changes nothing.
 
     Returns the store's regions, those that groups change as copies, and the counts of
-    `TableGroups.statistics`. Cost: a pass over the slots, and a sort of the trajectories of groups that are
-    not formed.
+    `TableGroups.statistics`. Cost: a pass over the slots, and a sort of the trajectories of groups
+    that are not formed.
     """
     found = {**views, **{region: np.array(views[region]) for region in _CHANGED}}
     columns = {column.name: views[f"column/{column.name}"] for column in schema}
-    # Evictions change the copied slots only; every slot may have changed, and no stream reads the log.
+    # Evictions change the copied slots only; every slot may have changed, and no stream reads the
+    # log.
     extents: Any = SimpleNamespace(
         changed_since=lambda seen: None,
         note=lambda slot: None,

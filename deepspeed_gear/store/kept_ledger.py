@@ -1,9 +1,10 @@
-"""Ledger of a store that outlives its job: numbers whose groups it still has are held, not generated again.
+"""Ledger of a store that outlives its job: numbers whose groups it still has are held, not
+generated again.
 
-A group that was drawn, and one that a load does not know, is retired: its rows stay until writers need them.
-Where its number is to be leased, the group is committed again instead, with the late columns that it has. So
-a new job and a load only retire what the store has (`begin`), and may die at any instruction: whole groups
-are found again by their numbers.
+A group that was drawn, and one that a load does not know, is retired: its rows stay until writers
+need them. Where its number is to be leased, the group is committed again instead, with the late
+columns that it has. So a new job and a load only retire what the store has (`begin`), and may die
+at any instruction: whole groups are found again by their numbers.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 Views = Mapping[str, np.ndarray]
-# Words of a store's life. 1: no number is leased until a rank asks, and a death is followed by `begin`;
-# numbers below _END may have retired groups; _TOKEN: the latest lease before the latest start or load.
-# Of several stores in the order of completion: _AGREED are the trained batches for which the words from
-# _SHARES on hold, or one of _VOID and _UNKNOWN. Each is how many more entries of this store may be due by a
-# batch, from the next one on.
+# Words of a store's life. 1: no number is leased until a rank asks, and a death is followed by
+# `begin`; numbers below _END may have retired groups; _TOKEN: the latest lease before the latest
+# start or load. Of several stores in the order of completion: _AGREED are the trained batches for
+# which the words from _SHARES on hold, or one of _VOID and _UNKNOWN. Each is how many more entries
+# of this store may be due by a batch, from the next one on.
 _IS_BEGUN, _END, _TOKEN, _AGREED, _SHARES = range(5)
 # until the stores agree again; for the first time since a start or load
 _VOID = -1
@@ -43,7 +44,9 @@ _UNKNOWN = -2
 
 
 class KeptLedger(PromptLedger):
-    """The ledger of a table whose store outlives its job. Every method requires the table's lock."""
+    """The ledger of a table whose store outlives its job. Every method requires the
+    table's lock.
+    """
 
     def __init__(
         self,
@@ -64,15 +67,17 @@ class KeptLedger(PromptLedger):
         return self._issue(count)
 
     def update(self) -> None:
-        """Bring the entries up to date as in any ledger, and hold the groups whose numbers come next."""
+        """Bring the entries up to date as in any ledger, and hold the groups whose numbers come
+        next.
+        """
         self.reclaim()
         self._issue(0)
 
     def _issue(self, count: int) -> list[LeaseRecord]:
         """Hold each next number that has a whole group in time, and lease up to `count` others.
 
-        Numbers are taken in their order, up to the one that would be lease `count + 1`. A group that
-        is not whole, or too old for its number, is freed.
+        Numbers are taken in their order, up to the one that would be lease `count + 1`. A group
+        that is not whole, or too old for its number, is freed.
         """
         if self._life[_IS_BEGUN] and self._memory.peer >= self._num_ranks:
             return []  # until a rank asks
@@ -111,7 +116,9 @@ class KeptLedger(PromptLedger):
             self._revive(slots)
 
     def _is_in_time(self, number: int, version: int) -> bool:
-        """Return whether a group of a version may hold a number, so that no group becomes too old."""
+        """Return whether a group of a version may hold a number, so that no group
+        becomes too old.
+        """
         spec = self.spec
         selected = self.num_selected
         others = (self._states != EntryState.FREE) & (self._of_entries != number)
@@ -131,7 +138,9 @@ class KeptLedger(PromptLedger):
         return bool((num_due <= (due + spec.max_lag - selected + 1) * spec.groups).all())
 
     def _shares(self, version: int) -> np.ndarray:
-        """Return the shares that a group of an older version than a lease has needs: by each batch before."""
+        """Return the shares that a group of an older version than a lease has needs: by each batch
+        before.
+        """
         spec = self.spec
         newest = version_of(self.spec, self.views)
         at, end = (max(one + spec.max_lag - self.num_selected, 0) for one in (version, newest))
@@ -143,7 +152,9 @@ class KeptLedger(PromptLedger):
         return super().progress()
 
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
-        """Take what the other stores hold, and a share of what all may hold, unless a batch is drawn."""
+        """Take what the other stores hold, and a share of what all may hold, unless a batch is
+        drawn.
+        """
         super().note_others(num_held, is_drawn)
         spec = self.spec
         selected = self.num_selected
@@ -171,7 +182,9 @@ class KeptLedger(PromptLedger):
 
     @contextmanager
     def committing(self, lease: LeaseRecord, members: int) -> Iterator[None]:
-        """End a lease as in any ledger; the group of one that came back, if it is open, is retired."""
+        """End a lease as in any ledger; the group of one that came back, if it is open,
+        is retired.
+        """
         if not self._is_open(lease.number):
             with super().committing(lease, members):
                 yield
@@ -185,7 +198,9 @@ class KeptLedger(PromptLedger):
             super().renew(lease)
 
     def _is_open(self, number: int) -> bool:
-        """Return whether a number is to be leased, for the first time or again, and has no group."""
+        """Return whether a number is to be leased, for the first time or again, and has
+        no group.
+        """
         is_returned = self._of_entries[self._states == EntryState.RETURNED] == number
         return bool(number >= self._next or is_returned.any()) and not len(self.retired(number))
 
@@ -196,7 +211,9 @@ class KeptLedger(PromptLedger):
         return np.nonzero(is_retired & is_own)[0]
 
     def _revive(self, slots: np.ndarray) -> None:
-        """Commit retired trajectories again, as new ones; the caller rebuilds what follows from slots."""
+        """Commit retired trajectories again, as new ones; the caller rebuilds what follows from
+        slots.
+        """
         control = self._extents.control
         slots = slots[np.argsort(self._slots[slots, Slot.ID])]  # members stay in their order
         ids = control[Control.NEXT_ID] + np.arange(len(slots))
@@ -250,10 +267,11 @@ class KeptLedger(PromptLedger):
         self._extents.rebuild()
 
     def place(self, records: np.ndarray, saved: Views) -> tuple[np.ndarray, np.ndarray]:
-        """Reserve slots and rows for a checkpoint's trajectories after `begin`; return them and the records.
+        """Reserve slots and rows for a checkpoint's trajectories after `begin`; return them and the
+        records.
 
-        Frees retired groups that the saved ledger holds or has counted, and others where there is no room.
-        Records of trajectories that fit into the store: [n, 8] -> [n] and [n, 8], int64.
+        Frees retired groups that the saved ledger holds or has counted, and others where there is
+        no room. Records of trajectories that fit into the store: [n, 8] -> [n] and [n, 8], int64.
         """
         entries = saved["prompt_entries"]
         retired = self.retired()

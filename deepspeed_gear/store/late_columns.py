@@ -28,13 +28,13 @@ def fill(
 ) -> None:
     """Write late columns of a stored trajectory; batches from the next selection on may read them.
 
-    The rows are written with the lock held, so the slot cannot become another trajectory's; rows of a process
-    that dies in between are never visible, and may be written again. With a `lineage`, `Table.lineage` when
-    the id was given, nothing happens if the trajectory is gone.
+    The rows are written with the lock held, so the slot cannot become another trajectory's; rows of
+    a process that dies in between are never visible, and may be written again. With a `lineage`,
+    `Table.lineage` when the id was given, nothing happens if the trajectory is gone.
 
     Raises:
-        DataError: A column is not late, has been written, does not fit, or is not finite and must be; nothing
-            has changed.
+        DataError: A column is not late, has been written, does not fit, or is not finite and must
+            be; nothing has changed.
         StoreError: The trajectory is not stored on this node.
     """
     name = f"table {table.spec.name}"
@@ -91,11 +91,12 @@ def _write(rows: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> 
 def fill_each(
     table: Table, column: Column, records: np.ndarray, values: Any, lineage: str, offset: int = 0
 ) -> None:
-    """Write a late column of records of `absent`, as `fill` with `lineage`; what is there already is counted.
+    """Write a late column of records of `absent`, as `fill` with `lineage`; what is there already
+    is counted.
 
-    `values` are the rows of one trajectory after the other; row i takes the one that is `offset` before it in
-    its trajectory, or zeros. Of a prompt that another trajectory holds they are left out. Cost: a copy of the
-    rows, with the lock held.
+    `values` are the rows of one trajectory after the other; row i takes the one that is `offset`
+    before it in its trajectory, or zeros. Of a prompt that another trajectory holds they are left
+    out. Cost: a copy of the rows, with the lock held.
     """
     name = f"table {table.spec.name}"
     schema = table.spec.schema
@@ -147,10 +148,11 @@ def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) ->
 def _without_prompts(
     counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int
 ) -> np.ndarray:
-    """Return the values of the rows that trajectories hold themselves: all but the `shared` first, [n].
+    """Return the values of the rows that trajectories hold themselves: all but the `shared` first,
+    [n].
 
-    Of 5 rows of which 2 are shared, with an offset of 1, the rows [2, 5) have the values [1, 4). `counts` of
-    rows, [n], of which the values are one trajectory's after the other.
+    Of 5 rows of which 2 are shared, with an offset of 1, the rows [2, 5) have the values [1, 4).
+    `counts` of rows, [n], of which the values are one trajectory's after the other.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     rows = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
@@ -163,8 +165,8 @@ def _without_prompts(
 
 
 def absent(table: Table, *names: str) -> np.ndarray:
-    """Return resolutions of trajectories that lack a late column, by group and id: as of a selection, but
-    with the slot that holds a shared prompt as MASS. Requires the lock.
+    """Return resolutions of trajectories that lack a late column, by group and id: as of a
+    selection, but with the slot that holds a shared prompt as MASS. Requires the lock.
     """
     retention = table.views["retention"]
     bits = table.spec.schema.late_bits(names)

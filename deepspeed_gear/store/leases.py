@@ -1,4 +1,5 @@
-"""Lease: work that a process holds until it commits it, gives it back, dies, or its time has passed.
+"""Lease: work that a process holds until it commits it, gives it back, dies, or its time has
+passed.
 
 A ledger of a store (`prompt_ledger.py`, `fill_ledger.py`) keeps the process that holds each lease,
 and a deadline. Nothing happens when a process dies or a deadline passes: the ledger looks for both
@@ -15,7 +16,9 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 
 
 class LeaseRecord(NamedTuple):
-    """A lease of a prompt, or of a trajectory that lacks a late column, as its ledger has issued it."""
+    """A lease of a prompt, or of a trajectory that lacks a late column, as its ledger has issued
+    it.
+    """
 
     entry: int  # where the ledger keeps it: the entry of a prompt, the slot of a trajectory
     token: (

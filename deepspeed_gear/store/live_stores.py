@@ -1,8 +1,8 @@
 """Read-only access to the stores of running processes, and to those that are kept without any.
 
-A store has no name once its ranks are attached, but /proc/PID/fd leads its user to the memory as long as a
-process holds it. It is mapped read-only and no lock is taken, so a reader can neither change nor block a run;
-it may read in the middle of a selection.
+A store has no name once its ranks are attached, but /proc/PID/fd leads its user to the memory as
+long as a process holds it. It is mapped read-only and no lock is taken, so a reader can neither
+change nor block a run; it may read in the middle of a selection.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class LiveStore:
 
 
 def living_stores(process: int | None = None) -> list[LiveStore]:
-    """Return the stores of this user's other processes and those that are kept, or those of one process.
+    """Return the stores of this user's other processes and those that are kept, or those of one
+    process.
 
     Raises:
         StoreError: The process does not exist, is another user's, or a store of it cannot be read.
@@ -115,7 +116,9 @@ class NamedStore:
     places: range  # indices for processes that only write
 
     def differences(self, section: Mapping[str, Any]) -> list[str]:
-        """Return the options in which an actor's `gear` section differs from the run's; empty if it fits."""
+        """Return the options in which an actor's `gear` section differs from the run's; empty if it
+        fits.
+        """
         mine = filled(section, self.table, self.writing["defaults"], self.schema)
         return [] if digest(mine) == self.run.digest else differences(mine, self.writing["options"])
 
@@ -145,7 +148,9 @@ def named_stores(prefix: str | None) -> tuple[list[NamedStore], list[str]]:
 
 
 def named_store(file: str) -> NamedStore:
-    """Return the store of a file; raise a StoreError if it admits no writers, or its run has ended."""
+    """Return the store of a file; raise a StoreError if it admits no writers, or its
+    run has ended.
+    """
     path = file_path(file)
     with opened_file(path) as fd:
         store = _store(fd, file)
@@ -173,7 +178,8 @@ def _store(fd: int, file: str) -> NamedStore | None:
 
 
 def run_names(option: str | None, given: str | None = None) -> list[str]:
-    """Return the names and ids of the run that a process asks for; the run must have all. Empty: any run.
+    """Return the names and ids of the run that a process asks for; the run must have all. Empty:
+    any run.
 
     An argument (`given`) takes the place of the option and of the environment's GEAR_RUN.
 
@@ -195,7 +201,9 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
 
 
 def new_run_name(option: str | None) -> str:
-    """Return the name of a run that begins, "" without one; ConfigError: config and environment differ."""
+    """Return the name of a run that begins, "" without one; ConfigError: config and environment
+    differ.
+    """
     names = run_names(option)
     if len(names) > 1:
         rule = f"must be the run that {RUN_VARIABLE} names, where both are given"

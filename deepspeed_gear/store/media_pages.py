@@ -1,9 +1,9 @@
 """Pages of a store that hold media: each item once, under the number of its content.
 
-An item is a chain of pages; the state of its first page, written last, is the commit point. What is needed
-follows from the rows: those of slots that are not free, and those from other nodes, name it, so there is no
-count that a death could leave wrong. A trajectory's rows are written first, into a reserved slot,
-then its media are added, and it is committed last.
+An item is a chain of pages; the state of its first page, written last, is the commit point. What is
+needed follows from the rows: those of slots that are not free, and those from other nodes, name it,
+so there is no count that a death could leave wrong. A trajectory's rows are written first, into a
+reserved slot, then its media are added, and it is committed last.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ class MediaPages:
         self.words = views["media_pages"]
         self.bytes = views["media"]
         self._slots = views["slots"]
-        self._rows, self.arrivals = (
-            rows,
-            arrivals,
-        )  # numbers; rows from other nodes are 0 while not in use
+        # numbers; rows from other nodes are 0 while not in use
+        self._rows = rows
+        self.arrivals = arrivals
 
     def needed(self, pinned: np.ndarray | None = None, with_arrivals: bool = True) -> np.ndarray:
-        """Return the numbers that trajectories name, or only those in reserved and `pinned` slots, [slots];
-        and rows from other nodes. [n], int64. Cost: a pass over the rows.
+        """Return the numbers that trajectories name, or only those in reserved and `pinned` slots,
+        [slots]; and rows from other nodes. [n], int64. Cost: a pass over the rows.
         """
         states = self._slots[:, Slot.STATE]
         named = np.flatnonzero(self._rows)
@@ -63,14 +62,16 @@ class MediaPages:
         return distinct(np.concatenate([own, arrived]))
 
     def find(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the first page of each item, -1 where the store does not hold it. [n] -> [n], int64."""
+        """Return the first page of each item, -1 where the store does not hold it. [n] -> [n],
+        int64.
+        """
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
         heads = heads[np.argsort(self.words[heads, MediaPage.NUMBER])]
         return look_up(self.words[heads, MediaPage.NUMBER], numbers, heads)
 
     def contents(self, numbers: np.ndarray, lock: Any) -> dict[int, np.ndarray]:
-        """Return copies of those items that the store holds, by number: [n] -> [bytes] each. Takes the lock
-        itself; the trajectories must be pinned.
+        """Return copies of those items that the store holds, by number: [n] -> [bytes] each. Takes
+        the lock itself; the trajectories must be pinned.
         """
         with lock:
             heads = self.find(numbers)
@@ -83,7 +84,9 @@ class MediaPages:
         return found
 
     def named(self, numbers: np.ndarray, lock: Any) -> dict[int, Media]:
-        """Return the media of a pinned trajectory by step, from the numbers of its steps. [T], int64."""
+        """Return the media of a pinned trajectory by step, from the numbers of its steps. [T],
+        int64.
+        """
         steps = np.flatnonzero(numbers)
         found = dict[int, Media]()
         for number, content in self.contents(distinct(numbers[steps]), lock).items():
@@ -100,15 +103,17 @@ class MediaPages:
         pinned: Callable[[], np.ndarray] | None = None,
         keep: np.ndarray | None = None,
     ) -> None:
-        """Add what the store lacks; takes the lock itself. `named` are all numbers that the rows name, [n]:
-        these rows are written, so nothing of them is evicted.
+        """Add what the store lacks; takes the lock itself. `named` are all numbers that the rows
+        name, [n]: these rows are written, so nothing of them is evicted.
 
-        `release` frees slots or evicts a trajectory, and returns whether it has; `pinned` returns which slots
-        it cannot free, [slots], bool. `keep` are numbers that stay, beside what rows name. [n].
+        `release` frees slots or evicts a trajectory, and returns whether it has; `pinned` returns
+        which slots it cannot free, [slots], bool. `keep` are numbers that stay, beside what rows
+        name. [n].
 
         Raises:
             DataError: An item is neither given nor held, or its number is that of another content.
-            StoreFullError: What is named by slots that stay leaves too few pages; nothing was evicted.
+            StoreFullError: What is named by slots that stay leaves too few pages; nothing was
+                evicted.
         """
         named = distinct(named)
         is_given = np.array([number in items for number in named.tolist()], bool)
@@ -171,7 +176,9 @@ class MediaPages:
         release: Callable[[], bool],
         pinned: Callable[[], np.ndarray] | None,
     ) -> None:
-        """Free so many pages: those of dead processes, then of what nothing names, then of trajectories."""
+        """Free so many pages: those of dead processes, then of what nothing names, then of
+        trajectories.
+        """
         if self._num_free() >= wanted:
             return
         self.recover()
@@ -196,7 +203,9 @@ class MediaPages:
             raise StoreFullError(self.name, rule, f"{free} of {len(self.words)}", remedy)
 
     def _evict(self, wanted: int, named: np.ndarray) -> None:
-        """Evict items that nothing needs, beside those `named`, the oldest first, until so many are free."""
+        """Evict items that nothing needs, beside those `named`, the oldest first, until so many are
+        free.
+        """
         needed = distinct(np.concatenate([self.needed(), named]))
         free = self._num_free()
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
@@ -211,7 +220,9 @@ class MediaPages:
             self.words[pages, MediaPage.STATE] = PageState.FREE
 
     def _reserve(self, numbers: np.ndarray, lengths: np.ndarray, digests: np.ndarray) -> np.ndarray:
-        """Return pages for items, marked as being written: those of the first one, of the next one, ..."""
+        """Return pages for items, marked as being written: those of the first one, of the next one,
+        ...
+        """
         sizes = self._num_pages(lengths)
         words = self.words
         ends = np.cumsum(sizes)
@@ -220,7 +231,8 @@ class MediaPages:
         heads = pages[ends - sizes]
         following = np.append(pages[1:] + 1, 0)[: len(pages)]
         following[ends - 1] = 0
-        words[pages, MediaPage.NEXT], words[pages, MediaPage.STATE] = following, PageState.FOLLOWING
+        words[pages, MediaPage.NEXT] = following
+        words[pages, MediaPage.STATE] = PageState.FOLLOWING
         words[heads, MediaPage.NUMBER] = numbers
         words[heads, MediaPage.NUM_BYTES] = lengths
         words[heads, MediaPage.OWNER] = self._memory.peer
@@ -257,7 +269,9 @@ class MediaPages:
 
 
 def chain(words: np.ndarray, heads: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the first pages of items, [n], then their second pages, ..., from the words of all pages."""
+    """Yield the first pages of items, [n], then their second pages, ..., from the words of all
+    pages.
+    """
     while len(heads):
         yield heads
         following = words[heads, MediaPage.NEXT]

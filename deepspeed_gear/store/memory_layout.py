@@ -118,15 +118,20 @@ def write_header(buffer: Any, layout: Layout, run: RunIdentity) -> None:
     text = layout.description.encode()
     buffer[HEADER_BYTES : HEADER_BYTES + len(text)] = text
     header = np.ndarray((), HEADER, buffer=buffer)
-    header["format"], header["total_bytes"] = FORMAT, layout.total_bytes
-    header["layout_digest"], header["config_digest"] = layout.digest.encode(), run.digest.encode()
-    header["run_id"], header["run_name"] = run.id.encode(), run.name.encode()
+    header["format"] = FORMAT
+    header["total_bytes"] = layout.total_bytes
+    header["layout_digest"] = layout.digest.encode()
+    header["config_digest"] = run.digest.encode()
+    header["run_id"] = run.id.encode()
+    header["run_name"] = run.name.encode()
     header["description_bytes"] = len(text)
     header["magic"] = MAGIC
 
 
 def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
-    """Return layout and run of an open store file; StoreError: no store, other format version or damaged."""
+    """Return layout and run of an open store file; StoreError: no store, other format version or
+    damaged.
+    """
     num_bytes = os.fstat(fd).st_size
     head = os.pread(fd, HEADER_BYTES, 0)
     if len(head) < HEADER_BYTES:

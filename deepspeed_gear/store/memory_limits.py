@@ -1,8 +1,8 @@
 """Memory limits of this process: its cgroups (v1 and v2) and the machine's available memory.
 
-Pages of /dev/shm are charged to the cgroup that first touches them, and beyond its limit the kernel ends the
-process with SIGKILL: so a store's size is checked before it is allocated. Page cache (active_file,
-inactive_file) counts as available, since the kernel reclaims it first; swap does not.
+Pages of /dev/shm are charged to the cgroup that first touches them, and beyond its limit the kernel
+ends the process with SIGKILL: so a store's size is checked before it is allocated. Page cache
+(active_file, inactive_file) counts as available, since the kernel reclaims it first; swap does not.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from deepspeed_gear.errors import StoreFullError, show_bytes
 
 Read = Callable[[str], str | None]
 _REMEDY = (
-    "lower the table's capacity, use load: mmap for a data set, or raise the limit (docker run --memory, "
+    "lower the table's capacity, use load: mmap for a data set, or raise the limit (docker run "
+    "--memory, "
     "systemd MemoryMax, Slurm --mem, Kubernetes resources.limits.memory)"
 )
 #: Part of a remedy. Docker gives a container 64 MB, and Kubernetes a pod.
 ENLARGE_SHM = (
-    "enlarge /dev/shm (mount -o remount,size=50% /dev/shm; docker run --shm-size; Kubernetes: mount an "
+    "enlarge /dev/shm (mount -o remount,size=50% /dev/shm; docker run --shm-size; Kubernetes: "
+    "mount an "
     "emptyDir of medium Memory there)"
 )
-# Of each cgroup version: the files of the limit and the usage, and the page cache's entries in memory.stat.
+# Of each cgroup version: the files of the limit and the usage, and the page cache's entries in
+# memory.stat.
 _FILES = {
     # usage_in_bytes of version 1 includes the children's; so do the entries that begin with total_.
     1: (
@@ -45,8 +48,9 @@ class MemoryLimit(NamedTuple):
 
 
 def check_available(num_bytes: int) -> None:
-    """Raise StoreFullError if a limit leaves less memory, without allocating it (about 1 ms, three files of
-    /proc and each cgroup). Others may take it meanwhile: this detects stores that never fit.
+    """Raise StoreFullError if a limit leaves less memory, without allocating it (about 1 ms, three
+    files of /proc and each cgroup). Others may take it meanwhile: this detects stores that never
+    fit.
     """
     limit = tightest(read_file)
     if limit is not None and num_bytes > limit.available:
@@ -64,7 +68,9 @@ def read_file(path: str) -> str | None:
 
 
 def tightest(read: Read) -> MemoryLimit | None:
-    """Return the limit that leaves the least memory; None: no limit is known, where `read` finds no file."""
+    """Return the limit that leaves the least memory; None: no limit is known, where `read` finds no
+    file.
+    """
     return min(_limits(read), key=lambda limit: limit.available, default=None)
 
 
@@ -87,10 +93,11 @@ def _limits(read: Read) -> Iterator[MemoryLimit]:
 
 
 def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, str]]:
-    """Return version and folder of this process's memory cgroups and their parents, innermost first.
+    """Return version and folder of this process's memory cgroups and their parents, innermost
+    first.
 
-    From /proc/self/cgroup and mountinfo (None: missing). A cgroup outside the mounted tree, as in a container
-    without its own cgroup namespace, is taken for the mounted root.
+    From /proc/self/cgroup and mountinfo (None: missing). A cgroup outside the mounted tree, as in a
+    container without its own cgroup namespace, is taken for the mounted root.
     """
     own = {}
     for line in (cgroups or "").splitlines():
@@ -113,8 +120,8 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
 
 
 def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield version, root, mount point of hierarchies with memory limits: proc_pid_mountinfo(5), where "-"
-    precedes type, source and super options.
+    """Yield version, root, mount point of hierarchies with memory limits: proc_pid_mountinfo(5),
+    where "-" precedes type, source and super options.
     """
     for line in text.splitlines():
         head, _, tail = line.partition(" - ")

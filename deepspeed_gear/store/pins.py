@@ -1,5 +1,5 @@
-"""Pins: which trajectories the batch streams of a store still read. A writer, which has no batch streams,
-computes them from the streams' regions in the store.
+"""Pins: which trajectories the batch streams of a store still read. A writer, which has no batch
+streams, computes them from the streams' regions in the store.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class SelectionPins:
         self.have_step_priorities = bool(self._steps)
         meaning = table.layout.meaning
         described = [meaning.get(name.removeprefix("stream/"), {}) for name in names]
-        #: Whether a stream may walk epochs, whose items stay until their end; one that is not described may.
+        #: Whether a stream may walk epochs, whose items stay until their end; one that is not
+        #: described may.
         self.may_walk: bool = any(stream.get("walks", True) for stream in described)
 
     @property
@@ -74,7 +75,9 @@ class SelectionPins:
 
     @property
     def ahead(self) -> list[int] | None:
-        """The address of each stream's word of draws made ahead; None: rows have more that moves along."""
+        """The address of each stream's word of draws made ahead; None: rows have more that moves
+        along.
+        """
         if not self._table.rows_are_columns:
             return None
         return [address(reader.position[Position.AHEAD :]) for reader in self._readers]
@@ -94,7 +97,9 @@ class SelectionPins:
         return pinned
 
     def reading(self, slots: np.ndarray) -> np.ndarray:
-        """Return which slots a selection has drawn that some process still reads. [n] -> [n], bool."""
+        """Return which slots a selection has drawn that some process still reads. [n]
+        -> [n], bool.
+        """
         found = np.zeros(len(slots), bool)
         for reader in self._readers:
             consumed = reader.consumed
@@ -107,7 +112,9 @@ class SelectionPins:
         return found
 
     def forget(self, slot: int) -> None:
-        """Clear the priorities of a retired slot's rows, so that another trajectory can use them."""
+        """Clear the priorities of a retired slot's rows, so that another trajectory can
+        use them.
+        """
         first, count = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         for steps in self._steps:
             steps.forget(first, count)
@@ -123,7 +130,9 @@ class SelectionPins:
             reader.position[Position.AHEAD] = NOTHING
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
-        """Return priorities, or the highest of steps; inf: newer than the latest selection. [n] -> [n]."""
+        """Return priorities, or the highest of steps; inf: newer than the latest selection. [n] ->
+        [n].
+        """
         table = self._table
         end = "/priorities"
         name = next(name for name in table.views if name.endswith(end)).removesuffix(end)

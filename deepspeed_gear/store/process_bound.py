@@ -1,6 +1,6 @@
-"""Objects of one process: neither pickled nor copied, nor used by a forked child, which has its parent's
-locks, sample numbers and memory but no threads: two would return the same batches, and an end would detach
-the parent.
+"""Objects of one process: neither pickled nor copied, nor used by a forked child, which has its
+parent's locks, sample numbers and memory but no threads: two would return the same batches, and an
+end would detach the parent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _living: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound:
-    """Base of classes whose objects only the process that made them may use; a `with` block closes them."""
+    """Base of classes whose objects only the process that made them may use; a `with` block closes
+    them.
+    """
 
     def __new__(cls: type[Bound], *arguments: Any, **options: Any) -> Bound:
         """Register an object, weakly, for `_leave_to_parent`."""
@@ -54,7 +56,11 @@ class InForkedChild:
     def __refuse(self, *_: object) -> NoReturn:
         rule = "must be used in the process that made it"
         given = f"process {os.getpid()}, which was forked"
-        remedy = "make one in the child, or start it by spawn; a DataLoader over a Replay needs num_workers=0"
+        remedy = (
+            "make one in the child, or start it by spawn; a DataLoader over a Replay "
+            "needs "
+            "num_workers=0"
+        )
         raise StoreError("a replay or writer", rule, given, remedy)
 
     __reduce_ex__ = __len__ = __iter__ = __next__ = __getitem__ = __enter__ = __setattr__ = __refuse

@@ -34,11 +34,11 @@ def stored_books(
 ) -> dict[str, Any]:
     """Return the account of a store, JSON-able; the sums over all stores are that of the table.
 
-    `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
-    not drawn), `incomplete` (without late columns), `leased`, `returned`, and of the values of `dropped`, by
-    reason: of one store, and of several together once they were loaded. `epochs` has the same of the latest
-    ones, with `drawn` for those that are trained or in training, and of all before them, "earlier". `numbers`
-    of groups, by slot.
+    `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting`
+    (complete, not drawn), `incomplete` (without late columns), `leased`, `returned`, and of the
+    values of `dropped`, by reason: of one store, and of several together once they were loaded.
+    `epochs` has the same of the latest ones, with `drawn` for those that are trained or in
+    training, and of all before them, "earlier". `numbers` of groups, by slot.
     """
     counts = views["prompt_counts"].tolist()
     left = views["prompt_left"][0]

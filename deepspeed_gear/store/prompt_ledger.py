@@ -1,22 +1,24 @@
 """Prompt ledger: the account of every prompt of a table of groups, from its lease to its training.
 
-A prompt has a number, epoch * prompts + place in the epoch's order, which is also that of its group. Numbers
-are issued in their order, to rollout workers that lease them. An entry holds a number until its group leaves
-the table: leased, returned, or held (committed and not drawn yet). Then a counter has it: drawn, or dropped
-for a reason. So at every moment under the lock
+A prompt has a number, epoch * prompts + place in the epoch's order, which is also that of its
+group. Numbers are issued in their order, to rollout workers that lease them. An entry holds a
+number until its group leaves the table: leased, returned, or held (committed and not drawn yet).
+Then a counter has it: drawn, or dropped for a reason. So at every moment under the lock
 
     issued = entries + drawn + dropped, by reason
 
 and likewise for each of the latest epochs, and for all earlier ones together.
 
-Of K stores, one on each node, store k issues the numbers n with n % K == k. Batches are in the order of all
-numbers; what a store needs of the others comes with their selections (`progress`, `agree`, `note_others`).
-Or they are in one order of completion, by stamps that follow from these exchanges (`due`, `merged`).
+Of K stores, one on each node, store k issues the numbers n with n % K == k. Batches are in the
+order of all numbers; what a store needs of the others comes with their selections (`progress`,
+`agree`, `note_others`). Or they are in one order of completion, by stamps that follow from these
+exchanges (`due`, `merged`).
 
-Order of writes, so that a process may die at any instruction: an entry's words before its state, the state
-before the number of issued ones. An entry that leaves is marked with its counter; new counters are written
-and marked as complete, replace the old ones, and the marked entries are free. A commit writes the number of
-its trajectories, publishes them, and then the state, before which `recover` evicts those that are there.
+Order of writes, so that a process may die at any instruction: an entry's words before its state,
+the state before the number of issued ones. An entry that leaves is marked with its counter; new
+counters are written and marked as complete, replace the old ones, and the marked entries are free.
+A commit writes the number of its trajectories, publishes them, and then the state, before which
+`recover` evicts those that are there.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ MOST_REASONS = (
 REASON_BYTES = 32
 _HEARTBEAT = "call heartbeat() more often, or raise prompts.lease_s"
 FIRST_STAMP = -(1 << 62)  # of `Entry.STAMP`, which has one while it is below 0
-EPOCHS = 4  # that have counters of their own: epoch e those of row e % EPOCHS, until a later one needs them
+# that have counters of their own: epoch e those of row e % EPOCHS, until a later one needs them
+EPOCHS = 4
 
 
 class Entry:
@@ -179,8 +182,9 @@ class PromptSpec:
 def may_lease(before: int, trained: int, groups: int, max_lag: int) -> bool:
     """Return whether the next number may be leased.
 
-    The numbers before it, from that of the first batch on, are consumed first, unless they are dropped. So
-    its batch is at most `before // groups`; less the `trained` ones, that is its largest lag.
+    The numbers before it, from that of the first batch on, are consumed first, unless they are
+    dropped. So its batch is at most `before // groups`; less the `trained` ones, that is its
+    largest lag.
     """
     return before // groups <= trained + max_lag
 
@@ -216,8 +220,9 @@ class PromptLedger:
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
-        # Of several stores, as this process has agreed on it: the first open number, the largest stamp, the
-        # trained batches, and how many entries are due by each batch from the next one on.
+        # Of several stores, as this process has agreed on it: the first open number, the largest
+        # stamp, the trained batches, and how many entries are due by each batch from the next one
+        # on.
         self._first = 0
         self._stamp = FIRST_STAMP
         self._trained = 0
@@ -248,16 +253,20 @@ class PromptLedger:
 
     @property
     def _first_open(self) -> int:
-        """The first number of this store that is leased, returned, incomplete, or not issued yet."""
+        """The first number of this store that is leased, returned, incomplete, or not
+        issued yet.
+        """
         is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.RETURNED)
         is_open |= incomplete(self.spec, self.views, self.numbers)
         return int(self._of_entries[is_open].min(initial=self._next))
 
     def _by_completion(self, slots: np.ndarray) -> np.ndarray:
-        """Return leaders as they were completed, but first those without which others would become too old.
+        """Return leaders as they were completed, but first those without which others would become
+        too old.
 
-        Of the prompts that are due by a batch, complete or not, those that do not fit into the batches after
-        the next one come now. None is returned while one of these is not complete and `late` is "wait".
+        Of the prompts that are due by a batch, complete or not, those that do not fit into the
+        batches after the next one come now. None is returned while one of these is not complete and
+        `late` is "wait".
         """
         spec = self.spec
         key = self.num_selected
@@ -270,10 +279,11 @@ class PromptLedger:
         return np.asarray(slots[self._due_first(due, num_due)])
 
     def _due_first(self, due: np.ndarray, num_due: np.ndarray) -> np.ndarray:
-        """Return the order of groups: those that must come now, and the others; none if the batch waits.
+        """Return the order of groups: those that must come now, and the others; none if the batch
+        waits.
 
-        `due` of complete groups, as they were completed, [n]; `num_due` of the entries of all stores by each
-        batch from the next one on, [max_lag + 1], int64.
+        `due` of complete groups, as they were completed, [n]; `num_due` of the entries of all
+        stores by each batch from the next one on, [max_lag + 1], int64.
         """
         spec = self.spec
         is_first = np.zeros(len(due), bool)
@@ -287,7 +297,9 @@ class PromptLedger:
         return np.asarray(np.argsort(~is_first, kind="stable"))
 
     def _by_stamp(self, slots: np.ndarray) -> np.ndarray:
-        """Return the leaders that the next batch of all stores may have, in the order of completion."""
+        """Return the leaders that the next batch of all stores may have, in the order of
+        completion.
+        """
         at = self._held(self.numbers[slots])
         stamps = self.entries[at, Entry.STAMP]
         may = (at >= 0) & (stamps < 0)
@@ -296,7 +308,8 @@ class PromptLedger:
     def due(self, slots: np.ndarray) -> np.ndarray:
         """Return by when this store's entries, and the groups of `in_order`, are due, for `admits`.
 
-        How many by each batch from the next one on, one after the other: [2 * (max_lag + 1)], int64.
+        How many by each batch from the next one on, one after the other: [2 * (max_lag + 1)],
+        int64.
         """
         versions = self.entries[self._has_version(), Entry.VERSION], self._versions(slots)
         first = self.num_selected - self.spec.max_lag
@@ -305,7 +318,9 @@ class PromptLedger:
         return np.concatenate([count.cumsum() for count in counts])  # kept groups may be due later
 
     def admits(self, due: np.ndarray) -> bool:
-        """Take `due` of all stores, [S, words]; return whether no group that must come now is missing."""
+        """Take `due` of all stores, [S, words]; return whether no group that must come now is
+        missing.
+        """
         if not self.spec.is_joint:
             return True
         self._num_due, num_complete = np.split(due.sum(0), 2)
@@ -313,19 +328,25 @@ class PromptLedger:
         return self.spec.late == "drop" or bool((num_complete >= must).all())
 
     def marks(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the stamp of each held number, and the batch by which it is due. [n] -> [n, 2], int64."""
+        """Return the stamp of each held number, and the batch by which it is due. [n] -> [n, 2],
+        int64.
+        """
         words = self.entries[self._held(numbers)]
         return np.stack(
             [words[:, Entry.STAMP], words[:, Entry.VERSION] + self.spec.max_lag], axis=1
         )
 
     def merged(self, numbers: np.ndarray, marks: np.ndarray) -> np.ndarray:
-        """Return the order of the complete groups of all stores, as of `admits`. [n], [n, 2] -> [n]."""
+        """Return the order of the complete groups of all stores, as of `admits`. [n], [n, 2] ->
+        [n].
+        """
         order = np.lexsort((numbers, marks[:, 0]))
         return np.asarray(order[self._due_first(marks[order, 1], self._num_due)])
 
     def _has_version(self) -> np.ndarray:
-        """Return which entries have been generated for: leased, held, or returned with what was kept."""
+        """Return which entries have been generated for: leased, held, or returned with what was
+        kept.
+        """
         is_kept = (self._states == EntryState.RETURNED) & (self.entries[:, Entry.KEPT] > 1)
         return np.asarray(is_kept | np.isin(self._states, (EntryState.LEASED, EntryState.HELD)))
 
@@ -340,15 +361,18 @@ class PromptLedger:
         return np.where(self._of_entries[held[at]] == numbers, held[at], -1)
 
     def _versions(self, slots: np.ndarray) -> np.ndarray:
-        """Return the version at the lease of each slot's group; -1: its number was dropped. [n] -> [n]."""
+        """Return the version at the lease of each slot's group; -1: its number was dropped. [n] ->
+        [n].
+        """
         at = self._held(self.numbers[slots])
         return np.where(at < 0, -1, self.entries[at, Entry.VERSION])
 
     def too_old(self, slots: np.ndarray, key: int) -> np.ndarray:
-        """Return which slots are of groups that rollout batch `key` must not have, and count them as dropped.
+        """Return which slots are of groups that rollout batch `key` must not have, and count them
+        as dropped.
 
-        Leases that are too old end. A death before these slots are evicted is repaired by the next call, as
-        their numbers have no entry. [n] -> [n], bool.
+        Leases that are too old end. A death before these slots are evicted is repaired by the next
+        call, as their numbers have no entry. [n] -> [n], bool.
         """
         is_old = self._has_version() & (self.entries[:, Entry.VERSION] + self.spec.max_lag < key)
         if is_old.any():
@@ -360,7 +384,9 @@ class PromptLedger:
         return self._versions(slots) < 0
 
     def lease(self, count: int) -> list[LeaseRecord]:
-        """Lease up to `count` numbers: those that came back, the smallest first, then admitted new ones."""
+        """Lease up to `count` numbers: those that came back, the smallest first, then admitted new
+        ones.
+        """
         self.reclaim()
         return self._take(count)
 
@@ -425,7 +451,9 @@ class PromptLedger:
         return self._kept[entry, copy, :length].tobytes()
 
     def keep(self, lease: LeaseRecord, data: bytes) -> None:
-        """Keep at most `keep_bytes` for the next lease of the number, and renew this one; raises as `own`."""
+        """Keep at most `keep_bytes` for the next lease of the number, and renew this one; raises as
+        `own`.
+        """
         copy = 1 - int(self.own(lease)[Entry.KEPT]) % 2
         self._kept[lease.entry, copy, : len(data)] = np.frombuffer(data, np.uint8)
         self.entries[lease.entry, Entry.KEPT] = 2 * len(data) + copy
@@ -467,7 +495,10 @@ class PromptLedger:
                 f"{lease_s} passed without a heartbeat, and its prompt waits for another lease",
                 _HEARTBEAT,
             )
-        given = "it was given back, by fail(), the end of its worker or its gateway's session, or a load"
+        given = (
+            "it was given back, by fail(), the end of its worker or its gateway's session, "
+            "or a load"
+        )
         return f"{given}, and its prompt waits for another lease", "lease again"
 
     def _left_as(self, lease: LeaseRecord) -> tuple[str, str]:
@@ -477,7 +508,11 @@ class PromptLedger:
         if lease.number >= self._next:
             return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
         if lease.version + spec.max_lag < key:
-            rule = f"its prompt left, at the latest as too old: {key} batches are selected, its version is "
+            rule = (
+                f"its prompt left, at the latest as too old: {key} batches are selected, "
+                f"its "
+                f"version is "
+            )
             return (
                 f"{rule}{lease.version} and prompts.max_lag {spec.max_lag}",
                 "raise max_lag, or be faster",
@@ -526,7 +561,9 @@ class PromptLedger:
         self.counts[PromptCount.WAITED_NS] += duration_ns
 
     def release(self, peer: int, tokens: list[int] | None = None) -> None:
-        """Return the leases of a process that ends, or whose index another one has now; or some of them."""
+        """Return the leases of a process that ends, or whose index another one has now; or some of
+        them.
+        """
         is_own = (self._states == EntryState.LEASED) & (self.entries[:, Entry.OWNER] == peer)
         is_own &= tokens is None or np.isin(self.entries[:, Entry.TOKEN], tokens)
         for entry in np.nonzero(is_own)[0].tolist():
@@ -541,7 +578,9 @@ class PromptLedger:
             self._sweep()
 
     def progress(self) -> np.ndarray:
-        """Return what stores agree on, once complete groups have stamps. [Progress.NUM_WORDS], int64."""
+        """Return what stores agree on, once complete groups have stamps. [Progress.NUM_WORDS],
+        int64.
+        """
         if self.spec.is_joint:
             slots = leaders(self.views)
             at = self._held(self.numbers[slots[np.argsort(self._completed[slots], kind="stable")]])
@@ -559,8 +598,8 @@ class PromptLedger:
     def agree(self, stores: np.ndarray) -> None:
         """Take `progress` of all stores. [S, Progress.NUM_WORDS], int64.
 
-        Every number before the first open one is held and complete, or has left, in each store, and stays
-        so. Of an order of completion, drops of the others count from here on.
+        Every number before the first open one is held and complete, or has left, in each store, and
+        stays so. Of an order of completion, drops of the others count from here on.
         """
         self._first = int(stores[:, Progress.FIRST_OPEN].min())
         self._stamp = int(stores[:, Progress.STAMP].max())
@@ -577,11 +616,15 @@ class PromptLedger:
 
     @property
     def num_held(self) -> int:
-        """Groups of this store that are held, of numbers before the first open one of all stores."""
+        """Groups of this store that are held, of numbers before the first open one of
+        all stores.
+        """
         return int(((self._states == EntryState.HELD) & (self._of_entries < self._first)).sum())
 
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
-        """Take the `num_held` of the other stores, since which no batch was selected; `is_drawn`: one is."""
+        """Take the `num_held` of the other stores, since which no batch was selected; `is_drawn`:
+        one is.
+        """
         selected = self.num_selected * self.spec.groups
         spec = self.spec
         if spec.is_joint:  # `agree` has taken what counts
@@ -610,14 +653,17 @@ class PromptLedger:
         leaving = self._states >= EntryState.LEFT
         left = self._states[leaving] - EntryState.LEFT
         numbers = self._of_entries[leaving]
-        self._left[1], self._epochs[1] = self._left[0], self._epochs[0]
+        self._left[1] = self._left[0]
+        self._epochs[1] = self._epochs[0]
         for number, counter in zip(numbers.tolist(), left.tolist(), strict=True):
             self._count(1, number, counter)
         self.counts[PromptCount.SWEEPING] = 1
         self._finish_sweep()
 
     def _count(self, copy: int, number: int, counter: int, by: int = 1) -> None:
-        """Add to the counter of a number that has left, and to its epoch's unless a later one has it."""
+        """Add to the counter of a number that has left, and to its epoch's unless a later one has
+        it.
+        """
         self._left[copy, counter] += by
         epoch = number // self.spec.num_prompts
         row = self._epochs[copy, epoch % EPOCHS]
@@ -627,12 +673,15 @@ class PromptLedger:
         row[1 + counter] += by * (row[0] == epoch + 1)
 
     def _finish_sweep(self) -> None:
-        self._left[0], self._epochs[0] = self._left[1], self._epochs[1]
+        self._left[0] = self._left[1]
+        self._epochs[0] = self._epochs[1]
         self._states[self._states >= EntryState.LEFT] = EntryState.FREE
         self.counts[PromptCount.SWEEPING] = 0
 
     def recover(self, retire: Callable[[int], None]) -> None:
-        """Finish what a dead process has begun, before groups are formed of it; `retire` evicts a slot."""
+        """Finish what a dead process has begun, before groups are formed of it; `retire` evicts a
+        slot.
+        """
         if self.counts[PromptCount.SWEEPING]:
             self._finish_sweep()
         self._sweep()
@@ -658,10 +707,12 @@ class PromptLedger:
         return {**words, **names, "prompt_kept": kept}
 
     def restore(self, saved: Mapping[str, np.ndarray], in_training: Sequence[int]) -> None:
-        """Restore this store's part of what `merge` returned: leases are returned, and none counts any more.
+        """Restore this store's part of what `merge` returned: leases are returned, and none counts
+        any more.
 
-        The first store has the counters of all, except of drawn groups whose rows others hold: `in_training`
-        are the numbers of all that have some, ascending, where there are several stores.
+        The first store has the counters of all, except of drawn groups whose rows others hold:
+        `in_training` are the numbers of all that have some, ascending, where there are several
+        stores.
         """
         spec = self.spec
         leases = int(self.counts[PromptCount.LEASES])
@@ -687,10 +738,8 @@ class PromptLedger:
         # Nothing is leased until the stores agree again, nor between `agree` and `note_others`.
         self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 1 << 40
         self._epochs[0] = saved["prompt_epochs"] * (spec.store == 0)
-        self._left[0], self._reasons[:] = (
-            saved["prompt_left"] * (spec.store == 0),
-            saved["prompt_reasons"],
-        )
+        self._left[0] = saved["prompt_left"] * (spec.store == 0)
+        self._reasons[:] = saved["prompt_reasons"]
         for number in in_training:
             self._count(
                 0, number, Left.DRAWN, (number % spec.num_stores == spec.store) - (spec.store == 0)
@@ -700,7 +749,8 @@ class PromptLedger:
 def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Merge what the ledgers of all stores have exported into what a ledger of one store exports.
 
-    Numbers that a store has not issued, though another one has issued a later one, are returned ones.
+    Numbers that a store has not issued, though another one has issued a later one, are returned
+    ones.
     """
     every = np.array([one["prompt_counts"] for one in stores])
     following = every[:, PromptCount.ISSUED] * len(stores) + np.arange(len(stores))
@@ -756,13 +806,17 @@ def trained_batches(views: Mapping[str, np.ndarray]) -> int:
 
 
 def version_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
-    """Return the rollout batches that all ranks have trained, of all nodes; -1: not known since a load."""
+    """Return the rollout batches that all ranks have trained, of all nodes; -1: not known since a
+    load.
+    """
     known = int(views["prompt_counts"][PromptCount.TRAINED])
     return trained_batches(views) if spec.num_stores == 1 else known
 
 
 def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
-    """Return how many groups of this store are in untrained batches. Cost: of several, a pass over slots."""
+    """Return how many groups of this store are in untrained batches. Cost: of several, a pass over
+    slots.
+    """
     if spec.num_stores == 1:
         return (
             int(views["stream/train/position"][Head.KEY]) - trained_batches(views)
@@ -775,7 +829,9 @@ def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
 def incomplete(
     spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray
 ) -> np.ndarray:
-    """Return which entries hold a group that has no leader yet: it lacks late columns. [entries], bool."""
+    """Return which entries hold a group that has no leader yet: it lacks late columns. [entries],
+    bool.
+    """
     words = views["prompt_entries"]
     is_held: np.ndarray = words[:, Entry.STATE] == EntryState.HELD
     if not (spec.needs and is_held.any()):

@@ -1,4 +1,6 @@
-"""Rate limiter: when the writers or samplers of a table must block, on one node and over several. Pure."""
+"""Rate limiter: when the writers or samplers of a table must block, on one node and over several.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ Unit = Literal["trajectory", "step", "group"]
 class RateLimiter:
     """Bounds on samples drawn per item added: Cassirer et al., "Reverb", 2021, section 3.3.
 
-    With I items ever added and S samples drawn, I * samples_per_insert - S stays in [least, most] once
-    `min_size` items are held: the side that would leave it blocks. No sample is drawn while fewer are held;
-    so many may always be added.
+    With I items ever added and S samples drawn, I * samples_per_insert - S stays in [least, most]
+    once `min_size` items are held: the side that would leave it blocks. No sample is drawn while
+    fewer are held; so many may always be added.
     """
 
     unit: Unit
@@ -33,7 +35,9 @@ class RateLimiter:
     def ratio(
         cls, unit: Unit, min_size: int, samples_per_insert: float, buffer: float
     ) -> RateLimiter:
-        """Return a limiter that bounds the difference to `buffer` around its value at `min_size` items."""
+        """Return a limiter that bounds the difference to `buffer` around its value at `min_size`
+        items.
+        """
         offset = samples_per_insert * min_size
         return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
 
@@ -76,14 +80,18 @@ class RateLimiter:
         return self.most < math.inf
 
     def room(self, size: int, inserted: int, sampled: int) -> int:
-        """Return how many items may be added before another sample (if it `holds_back`); as `may_sample`."""
+        """Return how many items may be added before another sample (if it `holds_back`); as
+        `may_sample`.
+        """
         ahead = math.floor((self.most + sampled) / self.samples_per_insert) + 1 - inserted
         while (inserted + ahead) * self.samples_per_insert - sampled > self.most:
             ahead -= 1
         return max(ahead, self.min_size - size, 0)
 
     def counted(self, control: np.ndarray) -> tuple[int, int, int]:
-        """Return the trajectories or steps held, ever added, and reserved, by the control words. [32]."""
+        """Return the trajectories or steps held, ever added, and reserved, by the control words.
+        [32].
+        """
         words = Control.NUM_COMMITTED, Control.INSERTED, Control.PENDING
         if self.unit == "step":
             words = Control.STEPS_COMMITTED, Control.STEPS_INSERTED, Control.STEPS_PENDING
@@ -92,8 +100,9 @@ class RateLimiter:
 
 
 def kept(admitted: int, quota: int, gives_all: bool) -> int:
-    """Return a node's quota for an exchange, in which its writers go on: half of what it leaves after the
-    `admitted` items; 0 where samplers wait, as then even the longest must be admitted on some node.
+    """Return a node's quota for an exchange, in which its writers go on: half of what it leaves
+    after the `admitted` items; 0 where samplers wait, as then even the longest must be admitted on
+    some node.
     """
     return admitted if gives_all else max(admitted, admitted + (quota - admitted) // 2)
 
@@ -101,8 +110,8 @@ def kept(admitted: int, quota: int, gives_all: bool) -> int:
 def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
     """Divide a pool of items equally among nodes whose writers wait, or all; return each part. [S].
 
-    If a part is too small for what one adds at once (`wanted`, 0: none waits, [S]), one node receives the
-    pool, first in turn by the exchange's number.
+    If a part is too small for what one adds at once (`wanted`, 0: none waits, [S]), one node
+    receives the pool, first in turn by the exchange's number.
     """
     count = len(wanted)
     order = [(turn + i) % count for i in range(count)]

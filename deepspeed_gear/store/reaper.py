@@ -1,13 +1,14 @@
-"""The reaper: a process that removes a shared-memory file once no process is attached to it any more.
+"""The reaper: a process that removes a shared-memory file once no process is attached to it any
+more.
 
-A file that keeps its name needs one, since a process that ends by SIGKILL or SIGSEGV removes nothing. A
-reaper serves one file. It waits, without polling, for a lock on the whole file, which the kernel grants when
-the last process has released its byte; then it removes the name and ends.
+A file that keeps its name needs one, since a process that ends by SIGKILL or SIGSEGV removes
+nothing. A reaper serves one file. It waits, without polling, for a lock on the whole file, which
+the kernel grants when the last process has released its byte; then it removes the name and ends.
 
-The reaper runs this module as a program, alone and isolated (`python -I -S`), so it imports the standard
-library only. It is no child of the process that starts it, has a session of its own, an empty environment and
-no inherited descriptor, so tools that end a job's processes by tree, process group or environment do not
-end it.
+The reaper runs this module as a program, alone and isolated (`python -I -S`), so it imports the
+standard library only. It is no child of the process that starts it, has a session of its own, an
+empty environment and no inherited descriptor, so tools that end a job's processes by tree, process
+group or environment do not end it.
 """
 
 import fcntl
@@ -27,7 +28,8 @@ _START_S = 60.0  # for an interpreter to start on a busy machine
 class Start:
     """A reaper that waits for its file to get its name.
 
-    It is started before the file is linked, with its inode: a kill at any instruction leaves no file.
+    It is started before the file is linked, with its inode: a kill at any instruction leaves no
+    file.
 
     Raises:
         OSError: No process can be started here, or it does not answer.
@@ -89,7 +91,8 @@ def unlink_same(path: str, fd: int) -> bool:
 
 def main(words: list[str]) -> None:
     """Wait until the file has its name, then until no process is attached; remove it."""
-    # Those of a terminal, of a launcher, and (the last two) of a scheduler that warns all processes of a job.
+    # Those of a terminal, of a launcher, and (the last two) of a scheduler that warns all processes
+    # of a job.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():

@@ -70,7 +70,9 @@ class FillClaim:
 
 
 class SharedPrompt:
-    """Words of a slot whose trajectory begins with steps that another one of its group holds for it."""
+    """Words of a slot whose trajectory begins with steps that another one of its group holds for
+    it.
+    """
 
     STEPS: Final = 0  # so many; 0: it holds all of its steps
     SLOT: Final = 1  # of the one that holds them
@@ -110,7 +112,9 @@ class SlotLink:
 
 
 class Growing:
-    """Words of a trajectory that grows: its slot as its writer reserved it, and what is published of it."""
+    """Words of a trajectory that grows: its slot as its writer reserved it, and what is published
+    of it.
+    """
 
     SLOT: Final = 0  # -1: nothing is published
     GENERATION: Final = 1
@@ -190,7 +194,9 @@ class Head:
 
 
 class Position(Head):
-    """Words of a batch stream's position: those of its latest head, with the next KEY, and these."""
+    """Words of a batch stream's position: those of its latest head, with the next KEY,
+    and these.
+    """
 
     DONE: Final = (
         11  # 0, or 1 + samples of the next selection that were resolved before its epoch ended

@@ -11,7 +11,9 @@ UNLIMITED = (1 << 62) - 1
 
 @dataclass(frozen=True)
 class Retention:
-    """The limits of a store, what is evicted to keep them, and when its writers or samplers block."""
+    """The limits of a store, what is evicted to keep them, and when its writers or
+    samplers block.
+    """
 
     eviction: str = "none"  # name of the eviction policy, or "module:Class"
     column: str | None = (

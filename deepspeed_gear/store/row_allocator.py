@@ -1,18 +1,20 @@
-"""Allocation of rows and slots of a store, the order of its trajectories, and the log of changed slots.
+"""Allocation of rows and slots of a store, the order of its trajectories, and the log of changed
+slots.
 
-Two lists run through the slots, each with a sentinel: extents by address, between which the free rows lie,
-and trajectories by age, those that are committed and those that are retired. They lie in shared memory and
-follow from the slot table; `rebuild` derives them. C++ changes them (store/store.cpp).
+Two lists run through the slots, each with a sentinel: extents by address, between which the free
+rows lie, and trajectories by age, those that are committed and those that are retired. They lie in
+shared memory and follow from the slot table; `rebuild` derives them. C++ changes them
+(store/store.cpp).
 
-An open trajectory is committed with its first steps and keeps the rows that were reserved for it. Its writer
-writes after the published steps, where no process reads, and then publishes the new number (`grow`). It is
-never evicted to free rows. Where it is retired all the same (by hand, or by age), its rows are not free
-before its writer has detected that.
+An open trajectory is committed with its first steps and keeps the rows that were reserved for it.
+Its writer writes after the published steps, where no process reads, and then publishes the new
+number (`grow`). It is never evicted to free rows. Where it is retired all the same (by hand, or by
+age), its rows are not free before its writer has detected that.
 
-An extent moves to lower rows in pieces (`move`), which a death at any instruction leaves to the next owner of
-the lock. A piece is as long as the distance, so that it overlaps no row that is still to be copied, or as the
-spare rows, through which it goes then. Control words hold the move and how many rows of it are done: a piece
-that is copied again is copied from rows that are as they were.
+An extent moves to lower rows in pieces (`move`), which a death at any instruction leaves to the
+next owner of the lock. A piece is as long as the distance, so that it overlaps no row that is still
+to be copied, or as the spare rows, through which it goes then. Control words hold the move and how
+many rows of it are done: a piece that is copied again is copied from rows that are as they were.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _TRAIN_POSITION = "stream/train/position"
 
 
 class RowAllocator:
-    """The slots and extents of a store with a capacity, mapped; `arrays` are all that is stored by row.
-    [rows, ...]. Every method requires the lock.
+    """The slots and extents of a store with a capacity, mapped; `arrays` are all that is stored by
+    row. [rows, ...]. Every method requires the lock.
     """
 
     def __init__(
@@ -105,11 +107,11 @@ class RowAllocator:
             self.handle.set_moments(
                 address(self._moments_head), address(self._moments), first, counted
             )
-        #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of the last
-        #: search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
+        #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of
+        #: the last search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
         self.reserve: Callable[[int, int], int] = self.handle.reserve
-        #: Publish the steps of a reserved slot and free what follows its rows: slot, steps, rows, and number
-        #: of the global batch that is selected next. Returns the new id.
+        #: Publish the steps of a reserved slot and free what follows its rows: slot, steps, rows,
+        #: and number of the global batch that is selected next. Returns the new id.
         self.commit: Callable[[int, int, int, int], int] = self.handle.commit
         #: Retire a committed trajectory.
         self.retire: Callable[[int], None] = self.handle.retire
@@ -117,7 +119,9 @@ class RowAllocator:
         self.free: Callable[[int], None] = self.handle.free
 
     def note(self, slot: int) -> None:
-        """Log a changed slot, which the next selection of each stream reads; wake a sampler that waits."""
+        """Log a changed slot, which the next selection of each stream reads; wake a sampler that
+        waits.
+        """
         self.log[self.control[Control.CHANGED] % len(self.log)] = slot
         self.control[Control.CHANGED] += 1
         if self.control[Control.LISTENING]:
@@ -125,8 +129,8 @@ class RowAllocator:
             self._native.bell_ring(address(self.control[Control.EVENT :]))
 
     def move(self, slot: int, to: int) -> None:
-        """Move an unread extent to the lower row `to`, over free rows; `end_move` follows when all derived
-        from its place is derived anew.
+        """Move an unread extent to the lower row `to`, over free rows; `end_move` follows when all
+        derived from its place is derived anew.
         """
         control = self.control
         control[Control.MOVE_FROM] = self.slots[slot, Slot.FIRST_ROW]
@@ -147,7 +151,8 @@ class RowAllocator:
         distance = source - to
         spare = self.spare_rows
         longest = max(distance, len(spare))
-        # Twice the rows that are done, and 1 if the next piece lies in the spare rows: one word, one store.
+        # Twice the rows that are done, and 1 if the next piece lies in the spare rows: one word,
+        # one store.
         while (word := int(control[Control.MOVE_DONE])) < 2 * num_rows:
             done, is_spare = divmod(word, 2)
             count = min(longest, num_rows - done)
@@ -174,8 +179,8 @@ class RowAllocator:
         self._open[slot] = 1
 
     def handle_of(self, slot: int) -> list[int]:
-        """Return the handle of a slot that this process has reserved: it, its generation, and the loads of
-        checkpoints, of which one may come in the meantime.
+        """Return the handle of a slot that this process has reserved: it, its generation, and the
+        loads of checkpoints, of which one may come in the meantime.
         """
         return [slot, int(self.slots[slot, Slot.GENERATION]), int(self.control[Control.LOADS])]
 
@@ -193,7 +198,9 @@ class RowAllocator:
         )
 
     def stands(self, words: np.ndarray) -> bool:
-        """Return whether a slot is still this process's own and was not evicted; `words` as `is_own`."""
+        """Return whether a slot is still this process's own and was not evicted; `words` as
+        `is_own`.
+        """
         return self.is_own(words) and bool(self.slots[words[0], Slot.STATE] != SlotState.EVICTED)
 
     def grow(self, slot: int, num_steps: int) -> None:
@@ -211,8 +218,8 @@ class RowAllocator:
         self.note(slot)
 
     def end(self, slot: int, truncated: bool) -> None:
-        """Mark a slot as complete, its last step `truncated` unless terminated; free the rows after it, or
-        all if nothing is published.
+        """Mark a slot as complete, its last step `truncated` unless terminated; free the rows after
+        it, or all if nothing is published.
         """
         record = self.slots[slot]
         if record[Slot.STATE] == SlotState.RESERVED:
@@ -237,7 +244,9 @@ class RowAllocator:
             self.end(slot, truncated=True)
 
     def end_abandoned(self, peer: int | None = None) -> None:
-        """Free dead processes' slots (only `peer`'s earlier ones); truncate their open trajectories."""
+        """Free dead processes' slots (only `peer`'s earlier ones); truncate their open
+        trajectories.
+        """
         begun = np.flatnonzero(
             (self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0)
         )
@@ -254,7 +263,9 @@ class RowAllocator:
         return np.asarray(slots[is_among(owners, dead)])
 
     def recover(self) -> None:
-        """Repair what dead processes have left: a move, reserved slots, ends and commits; then `rebuild`."""
+        """Repair what dead processes have left: a move, reserved slots, ends and commits; then
+        `rebuild`.
+        """
         self._finish_move()  # first: the rows of its extent are at neither place until then
         self.end_move()
         slots = self.slots
@@ -315,7 +326,9 @@ class RowAllocator:
         return np.asarray(self._moments[self._moments_head[MomentHead.CURRENT]])
 
     def first_complete(self, link: int) -> int:
-        """Return the oldest (SlotLink.NEWER) or newest (OLDER) complete committed slot; -1: none."""
+        """Return the oldest (SlotLink.NEWER) or newest (OLDER) complete committed slot;
+        -1: none.
+        """
         slot = int(self.links[self.ends, link])
         while slot != self.ends and self._open[slot]:
             slot = int(self.links[slot, link])
@@ -347,15 +360,17 @@ class RowAllocator:
 
 
 def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row, step, and index into [n, 8] slot records, of all rows one after the other. [m], int64."""
+    """Return row, step, and index into [n, 8] slot records, of all rows one after the other. [m],
+    int64.
+    """
     count = records[:, Slot.NUM_ROWS]
     owner = np.repeat(np.arange(len(records)), count)
     steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
     return records[owner, Slot.FIRST_ROW] + steps, steps, owner
 
 
-# `numpy.unique` and `numpy.isin` import `numpy.ma` when they are first called: 15 to 100 ms, for a writer
-# that holds the store's lock. Code that runs there uses these functions.
+# `numpy.unique` and `numpy.isin` import `numpy.ma` when they are first called: 15 to 100 ms, for a
+# writer that holds the store's lock. Code that runs there uses these functions.
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
@@ -365,7 +380,9 @@ def distinct(values: np.ndarray) -> np.ndarray:
 
 
 def look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the values of numbers among ascending known ones; -1 where they are missing. [n], int64."""
+    """Return the values of numbers among ascending known ones; -1 where they are missing. [n],
+    int64.
+    """
     if not len(known):
         return np.full(len(wanted), -1, np.int64)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
@@ -373,7 +390,9 @@ def look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.nda
 
 
 def committed_at(slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return where ids are committed in [m, 8] slot records; -1 where they are not. [n] -> [n], int64."""
+    """Return where ids are committed in [m, 8] slot records; -1 where they are not. [n] -> [n],
+    int64.
+    """
     committed = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
     committed = committed[np.argsort(slots[committed, Slot.ID])]
     return look_up(slots[committed, Slot.ID], ids, committed)

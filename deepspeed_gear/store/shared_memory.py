@@ -1,11 +1,11 @@
 """Shared memory of a node's processes: create, attach, liveness, removal.
 
-A file is created under no name, allocated, initialised and only then linked, so no process ever maps half a
-store. Each attached process holds a lock on one byte of the file; the kernel releases it when the process
-ends, however it ends. The lock belongs to an open file of its own: a map holds its open file, so that the map
-of a forked child would keep the lock. A file on which no process holds a lock is garbage: the last process to
-detach unlinks it, else its reaper does, else `remove_garbage`. All of them lock the whole file first. A store
-that is kept is no garbage.
+A file is created under no name, allocated, initialised and only then linked, so no process ever
+maps half a store. Each attached process holds a lock on one byte of the file; the kernel releases
+it when the process ends, however it ends. The lock belongs to an open file of its own: a map holds
+its open file, so that the map of a forked child would keep the lock. A file on which no process
+holds a lock is garbage: the last process to detach unlinks it, else its reaper does, else
+`remove_garbage`. All of them lock the whole file first. A store that is kept is no garbage.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _record_lock(fd: int, command: int, kind: int, start: int, length: int) -> i
 
 
 def try_lock(fd: int, kind: int, start: int, length: int) -> bool:
-    """Lock bytes of an open file (F_WRLCK, F_RDLCK), or return False where another open file has them."""
+    """Lock bytes of an open file (F_WRLCK, F_RDLCK), or return False where another open file has
+    them.
+    """
     try:
         _record_lock(fd, fcntl.F_OFD_SETLK, kind, start, length)
         return True
@@ -69,7 +71,9 @@ def try_lock(fd: int, kind: int, start: int, length: int) -> bool:
 
 
 def file_path(name: str) -> Path:
-    """Return the path of a file's name, or prefix; raise a ConfigError if it could lead out of /dev/shm."""
+    """Return the path of a file's name, or prefix; raise a ConfigError if it could lead out of
+    /dev/shm.
+    """
     if not isinstance(name, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
         rule = "must be the name of a file without its folder"
         raise ConfigError(f"name of a file in {SHM}", rule, name, "leave out slashes")
@@ -87,8 +91,8 @@ def clean_command(prefix: str, kept: bool = True) -> str:
 
 
 class SharedMemory:
-    """A shared-memory file, mapped by `create` or `attach`. Creation, attachment and removal may race between
-    processes; the content is the caller's to guard.
+    """A shared-memory file, mapped by `create` or `attach`. Creation, attachment and removal may
+    race between processes; the content is the caller's to guard.
 
     `buffer` is a memoryview: over the map itself, an array would not keep it from closing.
     """
@@ -108,10 +112,12 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int, peer: int = 0, huge_pages: bool = True) -> SharedMemory:
-        """Allocate memory under no name, which `link` makes visible; `peer` is the index of this process.
+        """Allocate memory under no name, which `link` makes visible; `peer` is the index of this
+        process.
 
         Raises:
-            StoreFullError, StoreError: Too little space in /dev/shm or allowed memory; no usable /dev/shm.
+            StoreFullError, StoreError: Too little space in /dev/shm or allowed memory; no usable
+                /dev/shm.
         """
         try:
             fd = hold(os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -135,7 +141,10 @@ class SharedMemory:
                 space = os.statvfs(SHM)
                 rule = f"must have {show_bytes(num_bytes)} free"
                 given = f"{show_bytes(space.f_bavail * space.f_frsize)} ({error.strerror})"
-                remedy = f"lower the table's capacity, use load: mmap, run `gear clean`, or {ENLARGE_SHM}"
+                remedy = (
+                    f"lower the table's capacity, use load: mmap, run `gear clean`, or "
+                    f"{ENLARGE_SHM}"
+                )
                 raise StoreFullError(str(SHM), rule, given, remedy) from error
             raise StoreError(
                 str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror
@@ -162,16 +171,18 @@ class SharedMemory:
         os.posix_fallocate(self.fd, 0, self.num_bytes)
 
     def advise(self, option: int, first: int = 0, num_bytes: int | None = None) -> None:
-        """Call madvise for bytes of the map; None: up to its end. Raises an OSError if the kernel refuses."""
+        """Call madvise for bytes of the map; None: up to its end. Raises an OSError if the kernel
+        refuses.
+        """
         whole: Any = self.buffer.obj
         whole.madvise(option, first, self.num_bytes - first if num_bytes is None else num_bytes)
 
     def link(self, name: str, reaped: bool = False, kept: bool = False) -> None:
         """Name the initialised memory in /dev/shm. FileExistsError: the name is taken.
 
-        A reaper (`reaped`) removes the name however the last process ends (20 ms, a process of 9 MB); if none
-        can be started, a warning is logged. Without one, a name whose processes are all killed stays until
-        `remove_garbage`; a `kept` one stays however they end.
+        A reaper (`reaped`) removes the name however the last process ends (20 ms, a process of 9
+        MB); if none can be started, a warning is logged. Without one, a name whose processes are
+        all killed stays until `remove_garbage`; a `kept` one stays however they end.
         """
         path = file_path(name)
         reaper = None
@@ -183,13 +194,15 @@ class SharedMemory:
                 except OSError as error:
                     _refuse_no_descriptor(path, error)
                     LOG.warning(
-                        "%s: no reaper can be started (%s). If all processes of the run are killed, this "
+                        "%s: no reaper can be started (%s). If all processes of the run are "
+                        "killed, this "
                         "memory stays until the next run of its user begins here; %s removes it",
                         path,
                         error,
                         clean_command(re.split(r"-(?:board\.)?[0-9a-f]{32}", name)[0], kept=False),
                     )
-            # With a descriptor, ignored for absolute paths, Python calls linkat, which follows the link.
+            # With a descriptor, ignored for absolute paths, Python calls linkat, which follows the
+            # link.
             os.link(f"/proc/self/fd/{self.fd}", path, src_dir_fd=self.fd, follow_symlinks=True)
             self.path = path
             if reaper is not None:
@@ -208,7 +221,8 @@ class SharedMemory:
         Raises:
             StoreGoneError: It does not exist, or its run has ended.
             PeerTakenError: Another process has this index.
-            StoreError, ConfigError: Not this user's or not private; the name could lead out of /dev/shm.
+            StoreError, ConfigError: Not this user's or not private; the name could lead out of
+                /dev/shm.
         """
         path = file_path(name)
         fd = hold(_open(path))
@@ -238,7 +252,9 @@ class SharedMemory:
 
     @classmethod
     def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:
-        """Map a name's memory under the first free index; StoreError: all are taken, or as `attach`."""
+        """Map a name's memory under the first free index; StoreError: all are taken, or as
+        `attach`.
+        """
         for peer in peers:
             with contextlib.suppress(PeerTakenError):
                 return cls.attach(name, peer)
@@ -247,7 +263,9 @@ class SharedMemory:
         )
 
     def unlink(self) -> None:
-        """Remove the name: no process can attach any more, and the memory is freed with its last process."""
+        """Remove the name: no process can attach any more, and the memory is freed with its last
+        process.
+        """
         os.unlink(self.path)
         self.path = SHM
 
@@ -269,19 +287,23 @@ class SharedMemory:
         return total
 
     def close(self) -> None:
-        """Detach; the last to detach removes the file. Views stay valid, and keep the map for that."""
+        """Detach; the last to detach removes the file. Views stay valid, and keep the
+        map for that.
+        """
         if self._closed:
             return
         self._closed = True
         if self._pid == os.getpid():  # in a forked child the descriptor is one of /dev/null
-            # While the byte is held, no reaper removes the name: it is gone when the last `close` returns.
+            # While the byte is held, no reaper removes the name: it is gone when the last `close`
+            # returns.
             if not _unlink_if_garbage(self.fd, self.path):
                 _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
                 if not _unlink_if_garbage(
                     self.fd, self.path
                 ):  # two that detach at once block each other
                     _await_removal(self.fd)
-            # A child that C code has forked may have a copy of the descriptor, which would keep the lock.
+            # A child that C code has forked may have a copy of the descriptor, which would keep the
+            # lock.
             _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, WHOLE)
         release(self.fd)
         self.buffer = memoryview(b"")
@@ -299,7 +321,9 @@ def _open(path: Path) -> int:
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[int]:
-    """Open a store's file to read its header without attaching; StoreGoneError: it does not exist."""
+    """Open a store's file to read its header without attaching; StoreGoneError: it does
+    not exist.
+    """
     fd = _open(path)
     try:
         yield fd
@@ -308,7 +332,9 @@ def opened_file(path: Path) -> Iterator[int]:
 
 
 def _refuse_no_descriptor(path: Path, error: OSError) -> None:
-    """Raise StoreError if an error is that this process, or the machine, has too many files open."""
+    """Raise StoreError if an error is that this process, or the machine, has too many
+    files open.
+    """
     if error.errno in _NO_DESCRIPTOR:
         rule = "must be opened"
         remedy = "raise the limit of open files (ulimit -n), or close some"
@@ -330,7 +356,9 @@ def _await_removal(fd: int) -> None:
 
 
 def is_held(fd: int, first: int, count: int) -> bool:
-    """Return whether another process holds a lock on bytes of an open file; a count of 0: to its end."""
+    """Return whether another process holds a lock on bytes of an open file; a count of 0: to its
+    end.
+    """
     return _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, first, count) != fcntl.F_UNLCK
 
 
@@ -340,8 +368,8 @@ def is_kept(fd: int) -> bool:
 
 
 def opened(prefix: str | None) -> Iterator[tuple[Path, int]]:
-    """Iterate over this user's store files of a prefix (None: any), living or not, each open in its turn.
-    ConfigError: it could lead out of /dev/shm; StoreError: too many files are open.
+    """Iterate over this user's store files of a prefix (None: any), living or not, each open in its
+    turn. ConfigError: it could lead out of /dev/shm; StoreError: too many files are open.
     """
     pattern = "*" if prefix is None else f"{glob.escape(file_path(prefix).name)}-*"
     try:
@@ -375,7 +403,8 @@ def living(prefix: str) -> list[Path]:
 
 
 def remove_garbage(prefix: str, kept: bool = False) -> list[Path]:
-    """Remove the stores of runs that have ended, and return them; never one that a process is attached to.
+    """Remove the stores of runs that have ended, and return them; never one that a process is
+    attached to.
 
     Those that are kept go if `kept`.
     """

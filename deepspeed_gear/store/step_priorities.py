@@ -1,4 +1,6 @@
-"""Step priorities of a store: the priorities and masses of its rows, which move with their trajectories."""
+"""Step priorities of a store: the priorities and masses of its rows, which move with their
+trajectories.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from deepspeed_gear.store.table import Table
 
 @dataclass(frozen=True)
 class StepPriorities:
-    """A stream's priorities and masses of a store's rows, 0 where there is no trajectory; `repair` restores
-    this after a death. Every method requires the lock.
+    """A stream's priorities and masses of a store's rows, 0 where there is no trajectory; `repair`
+    restores this after a death. Every method requires the lock.
     """
 
     ops: Ops
@@ -29,7 +31,9 @@ class StepPriorities:
 
     @classmethod
     def find(cls, ops: Ops, views: Mapping[str, np.ndarray], stream: str) -> StepPriorities | None:
-        """Return the step priorities of a stream, the prefix of its regions; None: its items have none."""
+        """Return the step priorities of a stream, the prefix of its regions; None: its items have
+        none.
+        """
         if f"{stream}/row_slots" not in views:
             return None
         minima = views.get(f"{stream}/minima")
@@ -58,7 +62,9 @@ class StepPriorities:
         self._update(np.arange(first_row, first_row + num_rows), np.zeros(num_rows, np.int64))
 
     def replace(self, source: int, to: int, num_rows: int, spare: range) -> None:
-        """Move the masses of rows to those where their priorities are now; some went through spare rows."""
+        """Move the masses of rows to those where their priorities are now; some went through spare
+        rows.
+        """
         masses = self.leaves[source : source + num_rows].copy()
         steps = np.arange(num_rows)
         left = np.setdiff1d(steps + source, steps + to)
@@ -69,7 +75,9 @@ class StepPriorities:
             self._update(items, np.concatenate([np.zeros(len(left), np.int64), masses]))
 
     def repair(self, table: Table) -> None:
-        """Repair priorities and slots of rows from the slot table; the caller rebuilds the masses."""
+        """Repair priorities and slots of rows from the slot table; the caller rebuilds
+        the masses.
+        """
         used = np.nonzero(
             is_among(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
         )[0]

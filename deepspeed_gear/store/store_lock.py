@@ -1,4 +1,6 @@
-"""The lock of a store, which survives the death of its owner, and futex notifications between processes."""
+"""The lock of a store, which survives the death of its owner, and futex notifications between
+processes.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,11 @@ class LockResult:
 class StoreLock:
     """Guards everything in a store that is not a committed row. Not reentrant.
 
-    It is a robust process-shared mutex (store/mutex.cpp). A word holds the owner's process id until its work
-    is complete; an owner that died, or left by anything but a refusal (Ctrl-C, a bug), does not clear it, and
-    the next owner calls `recover` with the lock held. An owner that is stopped (SIGSTOP) is alive, with its
-    work half done: waiters raise an error with its process id after `timeout_s`, and Ctrl-C ends their wait.
+    It is a robust process-shared mutex (store/mutex.cpp). A word holds the owner's process id until
+    its work is complete; an owner that died, or left by anything but a refusal (Ctrl-C, a bug),
+    does not clear it, and the next owner calls `recover` with the lock held. An owner that is
+    stopped (SIGSTOP) is alive, with its work half done: waiters raise an error with its process id
+    after `timeout_s`, and Ctrl-C ends their wait.
     """
 
     def __init__(
@@ -124,9 +127,9 @@ BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
 
 
 class FutexEvents:
-    """Futex words ("bells"), [n, BELL_WORDS], uint32, of a file's processes; any may ring and wait. Each
-    counts its rings: a waiter reads the count, checks its condition, and waits with that count, so it misses
-    no change.
+    """Futex words ("bells"), [n, BELL_WORDS], uint32, of a file's processes; any may ring and wait.
+    Each counts its rings: a waiter reads the count, checks its condition, and waits with that
+    count, so it misses no change.
     """
 
     def __init__(self, words: np.ndarray, native: ModuleType) -> None:
@@ -144,9 +147,13 @@ class FutexEvents:
         self._native.bell_ring(self._addresses[bell])
 
     def wait(self, bell: int, seen: int, timeout_s: float) -> None:
-        """Wait until a bell's count is not `seen`, at most `timeout_s`; a signal ends the wait too."""
+        """Wait until a bell's count is not `seen`, at most `timeout_s`; a signal ends
+        the wait too.
+        """
         self._native.bell_wait(self._addresses[bell], seen, timeout_s)
 
     def fence(self) -> None:
-        """Issue a memory fence between earlier and later reads and writes, as other processes see them."""
+        """Issue a memory fence between earlier and later reads and writes, as other processes see
+        them.
+        """
         self._native.fence()

@@ -1,6 +1,6 @@
-"""One node's part of a table: columns in shared or mapped memory, and the slot table of its trajectories. A
-slot is reserved -> committed -> retired -> free; its state word is the commit point, written last. All free
-slots and rows derive from the slot table.
+"""One node's part of a table: columns in shared or mapped memory, and the slot table of its
+trajectories. A slot is reserved -> committed -> retired -> free; its state word is the commit
+point, written last. All free slots and rows derive from the slot table.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layou
 
 
 class Table:
-    """A table in this process: one process of a node `create`s it, others `attach`. Methods that change or
-    read slots require `lock` where stated; rows of a reserved slot are its owner's, of a committed one
-    constant.
+    """A table in this process: one process of a node `create`s it, others `attach`. Methods that
+    change or read slots require `lock` where stated; rows of a reserved slot are its owner's, of a
+    committed one constant.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Table:
         self.slots: np.ndarray = views["slots"]
         if spec.dataset is not None:
             spec.dataset.files.guard(ops.native)
-        # By the names of columns, and the derived one as RETURN_TO_GO. In memory, arrivals lie after the
-        # store's own rows, in one region. A mapped data set is read-only, so its arrivals have separate
-        # regions. A row is written by one process only, before others read it.
+        # By the names of columns, and the derived one as RETURN_TO_GO. In memory, arrivals lie
+        # after the store's own rows, in one region. A mapped data set is read-only, so its arrivals
+        # have separate regions. A row is written by one process only, before others read it.
         #: The store's own rows. [num_rows or num_slots, *shape].
         self.columns: dict[str, np.ndarray] = {}
         #: Writable rows for what arrives from other nodes. [arrival_rows or arrival_slots, *shape].
@@ -89,12 +89,14 @@ class Table:
             end = len(region)
             if spec.in_memory:
                 end = spec.num_slots if name in per_trajectory else spec.num_rows
-            self.columns[name], self.arrivals[name] = region[:end], region[end:]
+            self.columns[name] = region[:end]
+            self.arrivals[name] = region[end:]
             if spec.has_arrivals and not spec.in_memory:
                 self.arrivals[name] = self._gathered[name] = views[f"arrival/{name}"]
         #: Row and slot of the first arrival in what `gather_source` returns.
         self.first_arrival = (spec.num_rows, spec.num_slots) if spec.in_memory else (0, 0)
-        #: Whether the store's own rows are in what `gather_source` returns; else they must be copied too.
+        #: Whether the store's own rows are in what `gather_source` returns; else they must be
+        #: copied too.
         self.gathers_own_rows = spec.in_memory or not spec.has_arrivals
         self.compressed = spec.compressed
         self.columns |= cast(
@@ -123,7 +125,8 @@ class Table:
             self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
             #: Whether nothing but columns is stored by row.
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
-        #: `SharedPrompt` of each slot that is not free; None: the table has no prompts. [slots, 2], int64.
+        #: `SharedPrompt` of each slot that is not free; None: the table has no prompts. [slots, 2],
+        #: int64.
         self.shared_prompts: np.ndarray | None = views.get("shared_prompts")
         #: Leases of its late columns; None: it holds a data set.
         self.fills: FillLedger | None = None
@@ -159,8 +162,9 @@ class Table:
         timeout_s: float,
         huge_pages: bool = True,
     ) -> Table:
-        """Create the node's store of a table, not yet linked, and load its data set. `extra` are regions of
-        streams; `meaning` must be equal in all processes. StoreFullError: there is too little memory.
+        """Create the node's store of a table, not yet linked, and load its data set. `extra` are
+        regions of streams; `meaning` must be equal in all processes. StoreFullError: there is too
+        little memory.
         """
         layout = table_layout(spec, extra, meaning)
         memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
@@ -186,8 +190,8 @@ class Table:
         ops: Ops,
         timeout_s: float,
     ) -> Table:
-        """Attach to a store of another process of the node. StoreError: no store of this user or this run;
-        ConfigError: its layout differs.
+        """Attach to a store of another process of the node. StoreError: no store of this user or
+        this run; ConfigError: its layout differs.
         """
         memory = SharedMemory.attach(name, peer)
         with undo_on_error(memory.close):
@@ -222,7 +226,9 @@ class Table:
 
     @property
     def is_selecting(self) -> bool:
-        """Whether a selection over several nodes is under way; one of a job that was killed is not."""
+        """Whether a selection over several nodes is under way; one of a job that was
+        killed is not.
+        """
         return bool(self.control[Control.SELECTING]) and self.has_living_rank
 
     @property
@@ -234,10 +240,12 @@ class Table:
         return as_tensor(self.columns[name], self.spec.schema[name].dtype)
 
     def gather_source(self, name: str) -> torch.Tensor:
-        """Return a column's (or RETURN_TO_GO's) rows to gather from, [rows, *shape]; never write to them.
+        """Return a column's (or RETURN_TO_GO's) rows to gather from, [rows, *shape]; never write to
+        them.
 
-        In memory the store's rows, then the arrivals; of a mapped data set its rows or, where the table has
-        arrivals, these only; of a compressed column none. KeyError: there is none, or it is not kept.
+        In memory the store's rows, then the arrivals; of a mapped data set its rows or, where the
+        table has arrivals, these only; of a compressed column none. KeyError: there is none, or it
+        is not kept.
         """
         if name in self.compressed:  # its rows are decoded
             return torch.empty(
@@ -263,7 +271,9 @@ class Table:
         return rate.counted(self.control) if self.groups is None else self.groups.counted()
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, -1 where none is stored. Requires the lock; one pass over the slots."""
+        """Return the slot of each id, -1 where none is stored. Requires the lock; one pass over the
+        slots.
+        """
         if self.spec.dataset is not None:
             at = np.asarray(ids, np.int64) - self.spec.first_id
             held = (at >= 0) & (at < len(self.slots))
@@ -276,7 +286,9 @@ class Table:
         return committed_at(self.slots, ids)
 
     def shared_prompt(self, slot: int) -> tuple[int, int]:
-        """Return how many first steps of a trajectory another one holds for it, and the slot of that one."""
+        """Return how many first steps of a trajectory another one holds for it, and the slot of
+        that one.
+        """
         if self.shared_prompts is None:
             return 0, slot
         steps, holder = self.shared_prompts[slot].tolist()
@@ -289,19 +301,25 @@ class Table:
         return np.asarray(own + more)
 
     def share_prompts(self, slots: np.ndarray, steps: np.ndarray) -> None:
-        """Set how many first steps others hold of trajectories whose columns are there, [n] each, int64."""
+        """Set how many first steps others hold of trajectories whose columns are there, [n] each,
+        int64.
+        """
         if self.shared_prompts is not None and self.groups is not None:
             holders = holders_of(self.groups.numbers(slots), steps)
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
     def share_prompt(self, slots: Sequence[int], steps: int) -> None:
-        """Let the first of a group's reserved slots hold the first steps of the others, their prompt."""
+        """Let the first of a group's reserved slots hold the first steps of the others, their
+        prompt.
+        """
         assert self.shared_prompts is not None
         self.shared_prompts[slots[1:]] = steps, slots[0]
         self.shared_prompts[slots[0]] = 0
 
     def own_rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return views of the rows that a trajectory itself holds, each column with its number of rows."""
+        """Return views of the rows that a trajectory itself holds, each column with its number of
+        rows.
+        """
         first = int(self.slots[slot, Slot.FIRST_ROW])
         end = first + int(self.slots[slot, Slot.NUM_STEPS])
         at: dict[str, Any] = {"1": slot, "T": slice(first, end), "T+1": slice(first, end + 1)}
@@ -311,7 +329,9 @@ class Table:
         }
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return a trajectory's rows, as views, or as copies where another one holds the first ones."""
+        """Return a trajectory's rows, as views, or as copies where another one holds the first
+        ones.
+        """
         own = self.own_rows(slot)
         (steps, holder) = self.shared_prompt(slot)
         if steps:
@@ -345,10 +365,12 @@ class Table:
         end: int | None = None,
         before: int = 0,
     ) -> None:
-        """Write rows, unread by others, of a reserved slot (this process's: no lock needed) or an open one.
+        """Write rows, unread by others, of a reserved slot (this process's: no lock needed) or an
+        open one.
 
-        `columns` hold all rows, in arrays or lists; late ones may be left out. Written are the steps from
-        `known` to `end` (None: the slot's); `before` of those in `columns` come before the slot's first one.
+        `columns` hold all rows, in arrays or lists; late ones may be left out. Written are the
+        steps from `known` to `end` (None: the slot's); `before` of those in `columns` come before
+        the slot's first one.
         """
         at = int(self.slots[slot, Slot.FIRST_ROW])
         steps = int(self.slots[slot, Slot.NUM_STEPS])
@@ -369,7 +391,9 @@ class Table:
             self._derive_returns(np.array([[at, steps]], np.int64))
 
     def _fill(self, dataset: Dataset) -> None:
-        """Fill slots and columns from a data set's part in one pass; DataError if a file has changed."""
+        """Fill slots and columns from a data set's part in one pass; DataError if a file has
+        changed.
+        """
         spec = self.spec
         slots = self.slots
         held = self.spec.held
@@ -391,7 +415,9 @@ class Table:
         self._derive_returns(np.stack([first_rows, lengths], axis=1))
 
     def _derive_returns(self, extents: np.ndarray) -> None:
-        """Compute returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over their rewards."""
+        """Compute returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over their
+        rewards.
+        """
         reward = self.spec.schema.role("reward")
         if self.spec.return_to_go and reward is not None:
             returns = torch.from_numpy(self.columns[RETURN_TO_GO])
@@ -440,8 +466,8 @@ class Table:
         self.views["retention"][slot, SlotRetention.PRESENT] = present
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict distinct committed trajectories, and with them their groups; return all slots, [n] -> [m].
-        `removed` as in `TableGroups.evict`. Requires the lock.
+        """Evict distinct committed trajectories, and with them their groups; return all slots, [n]
+        -> [m]. `removed` as in `TableGroups.evict`. Requires the lock.
         """
         if self.groups is not None:
             if not removed:
@@ -453,11 +479,15 @@ class Table:
 
     @property
     def lineage(self) -> str:
-        """A name for as long as no id is given to another trajectory: until a checkpoint is loaded."""
+        """A name for as long as no id is given to another trajectory: until a
+        checkpoint is loaded.
+        """
         return f"{self._token}.{self.control[Control.LOADS]}"
 
     def restored(self, next_id: int) -> None:
-        """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the lock."""
+        """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the
+        lock.
+        """
         self.control[[Control.LOADS, Control.CHANGED]] += (
             1  # before an id is given again: see `lineage`
         )
@@ -489,8 +519,8 @@ class Table:
 
 
 def holders_of(numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Return which trajectory holds the prompt of each one: that of its group, by number, which shares no
-    steps; of groups without shared steps any. [n], [n] -> indices [n], int64.
+    """Return which trajectory holds the prompt of each one: that of its group, by number, which
+    shares no steps; of groups without shared steps any. [n], [n] -> indices [n], int64.
     """
     whole = np.flatnonzero(steps == 0)
     whole = whole[np.argsort(numbers[whole], kind="stable")]
@@ -498,7 +528,9 @@ def holders_of(numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _part_of(spec: TableSpec, column: Column) -> np.ndarray:
-    """Return a store's slice of the mapped file of a data set's column; it begins at the store's row 0."""
+    """Return a store's slice of the mapped file of a data set's column; it begins at the store's
+    row 0.
+    """
     assert spec.dataset is not None
     whole = spec.dataset.columns[column.name]
     if column.rows == "1":

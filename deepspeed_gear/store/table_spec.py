@@ -51,7 +51,8 @@ class TableSpec:
     name: str
     schema: Schema
     num_slots: int  # trajectories that this store can hold
-    num_rows: int  # rows per step column of this store: of all its trajectories together, and the spare ones
+    # rows per step column of this store: of all its trajectories together, and the spare ones
+    num_rows: int
     dataset: Dataset | None  # its contents, if it is a data set
     in_memory: (
         bool  # whether the columns lie in shared memory rather than in the data set's mapped files
@@ -65,7 +66,8 @@ class TableSpec:
     arrival_slots: int = 0  # extra rows of every column of one row per trajectory, likewise
     num_writers: int = 0  # processes besides these that may attach to write
     retention: Retention = field(default_factory=Retention)  # also the rate limiter
-    # The last of the rows, through which extents are moved, longer ones in pieces; no trajectory stays there.
+    # The last of the rows, through which extents are moved, longer ones in pieces; no trajectory
+    # stays there.
     spare_rows: int = 0  # 0: none is moved
     group: GroupSpec | None = None  # its groups; None: it has none
     prompts: PromptSpec | None = (
@@ -90,12 +92,16 @@ class TableSpec:
 
     @property
     def least_free_rows(self) -> int:
-        """Rows that must be free, besides those to reserve, for compaction to be cheaper than eviction."""
+        """Rows that must be free, besides those to reserve, for compaction to be cheaper than
+        eviction.
+        """
         return self.capacity_rows // LEAST_FREE if self.spare_rows else UNLIMITED
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes, JSON-able, from which a process without a config builds it (`of_capacity`)."""
+        """Return the sizes, JSON-able, from which a process without a config builds it
+        (`of_capacity`).
+        """
         values = asdict(self)
         for name in ("name", "schema", "dataset", "in_memory"):
             del values[name]
@@ -201,7 +207,9 @@ class TableSpec:
 
 
 def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int | None) -> int:
-    """Return spare rows: the longest trajectory's (if known), at most 1/MOST_SPARE; 0 without eviction."""
+    """Return spare rows: the longest trajectory's (if known), at most 1/MOST_SPARE; 0 without
+    eviction.
+    """
     if retention.eviction == "none":
         return 0
     most = -(-capacity_rows // MOST_SPARE)
@@ -209,7 +217,9 @@ def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int |
 
 
 def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) -> Layout:
-    """Return the memory layout of a table, with the description that its processes must agree on."""
+    """Return the memory layout of a table, with the description that its processes must
+    agree on.
+    """
     agreed = {"table": spec.name, "schema": spec.schema.to_json(), **meaning}
     if spec.shard is not None:
         agreed["shard"] = asdict(spec.shard)

@@ -1,6 +1,6 @@
-"""The options of a config that a writer depends on: how an actor's config is compared with a run's. They are
-the seed and all of the table's. An actor has no config models (DeepSpeed's), so the store holds them with
-defaults, which fill in what an actor leaves out.
+"""The options of a config that a writer depends on: how an actor's config is compared with a run's.
+They are the seed and all of the table's. An actor has no config models (DeepSpeed's), so the store
+holds them with defaults, which fill in what an actor leaves out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a writer's options, JSON-able, in one form for equal configs; `table` with its full schema."""
+    """Return a writer's options, JSON-able, in one form for equal configs; `table` with its full
+    schema.
+    """
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))
     if isinstance(media := kept.get("media"), Mapping):
@@ -38,8 +40,8 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
 def filled(
     section: Mapping[str, Any], name: str, defaults: Mapping[str, Any], schema: Schema
 ) -> dict[str, Any]:
-    """Return the options of a `gear` section for a table's writer, filled from the store's `defaults`
-    ("seed", "table", each of `OBJECTS`) and `schema`; SchemaError if its own is wrong.
+    """Return the options of a `gear` section for a table's writer, filled from the store's
+    `defaults` ("seed", "table", each of `OBJECTS`) and `schema`; SchemaError if its own is wrong.
     """
     given = dict(section.get("tables", {}).get(name, {}))
     for option in OBJECTS:

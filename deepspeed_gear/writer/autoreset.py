@@ -23,8 +23,8 @@ _MEANING = (
 
 
 def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
-    """Return number of environments and autoreset mode of `vector_writer`'s arguments. ConfigError: `envs` is
-    neither a number nor an environment; DataError: no mode is given, or two differ.
+    """Return number of environments and autoreset mode of `vector_writer`'s arguments. ConfigError:
+    `envs` is neither a number nor an environment; DataError: no mode is given, or two differ.
     """
     given = None if autoreset is None else _mode(autoreset)
     if isinstance(envs, type) or not callable(getattr(envs, "step", None)):
@@ -47,8 +47,8 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
 
 
 def mode_of(envs: Any) -> str | None:
-    """Return an environment's autoreset mode; None: a vector environment without one. A single one is reset
-    by the program, unless it has gymnasium's wrapper `Autoreset`.
+    """Return an environment's autoreset mode; None: a vector environment without one. A single one
+    is reset by the program, unless it has gymnasium's wrapper `Autoreset`.
     """
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     if mode is not None:
@@ -77,13 +77,15 @@ MOST = 64  # resets that show nothing, before the check ends
 
 
 class ResetCheck:
-    """Compares the ends of episodes with what follows them, until one shows that the program is right.
+    """Compares the ends of episodes with what follows them, until one shows that the program is
+    right.
 
-    With "same_step" and "disabled" the last observation of a truncated episode differs from the next one's
-    first. Where all are equal, the program has passed reset observations, or the environment resets a step
-    later; environments that are reset to one state only may end there too, and those whose observations do
-    not change show nothing: neither is warned of. With "next_step" the resetting step has always the same
-    reward; where it varies, the step is a transition.
+    With "same_step" and "disabled" the last observation of a truncated episode differs from the
+    next one's first. Where all are equal, the program has passed reset observations, or the
+    environment resets a step later; environments that are reset to one state only may end there
+    too, and those whose observations do not change show nothing: neither is warned of. With
+    "next_step" the resetting step has always the same reward; where it varies, the step is a
+    transition.
     """
 
     def __init__(self, goes_on: bool) -> None:
@@ -96,7 +98,9 @@ class ResetCheck:
     def note_states(
         self, before: Sequence[np.ndarray], last: Sequence[np.ndarray], first: Sequence[np.ndarray]
     ) -> None:
-        """Note the states before, at and after the ends of truncated episodes, by column. [n, *shape]."""
+        """Note the states before, at and after the ends of truncated episodes, by column. [n,
+        *shape].
+        """
         same = np.logical_and.reduce([_equal(*pair) for pair in zip(last, first, strict=True)])
         still = np.logical_and.reduce([_equal(*pair) for pair in zip(last, before, strict=True)])
         if not same.all():
@@ -107,9 +111,12 @@ class ResetCheck:
             self._count([np.array(rows[row]) for rows in first])
         if self._conclude():
             LOG.warning(
-                "gear: the last observations of all %d truncated episodes are the first observations of the "
-                "episodes after them, so targets are wrong: pass the last observations of the episodes "
-                'themselves (gymnasium: info["final_obs"]), or, if the environment resets in the step after '
+                "gear: the last observations of all %d truncated episodes are the first "
+                "observations of the "
+                "episodes after them, so targets are wrong: pass the last observations of the "
+                "episodes "
+                'themselves (gymnasium: info["final_obs"]), or, if the environment resets in '
+                "the step after "
                 'the last one, give autoreset "next_step"',
                 self._num_wrong,
             )
@@ -120,8 +127,10 @@ class ResetCheck:
             self._count([np.array(reward)])
         if self._conclude():
             LOG.warning(
-                'gear: autoreset "next_step": the steps after the ends of %d episodes have rewards that '
-                "vary, so they are transitions, which are left out: give the environment in place of the "
+                'gear: autoreset "next_step": the steps after the ends of %d episodes have '
+                "rewards that "
+                "vary, so they are transitions, which are left out: give the environment in "
+                "place of the "
                 'number, or autoreset "same_step" with the last observations of episodes',
                 self._num_wrong,
             )

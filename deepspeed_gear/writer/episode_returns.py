@@ -13,7 +13,8 @@ from deepspeed_gear.writer.inserter import Inserter
 class EpisodeReturns:
     """Fills the late column of the role return_to_go when an episode has ended. One thread.
 
-    Sums are those of the op that derives them from whole trajectories: in float64, added from the end.
+    Sums are those of the op that derives them from whole trajectories: in float64, added from the
+    end.
     """
 
     def __init__(self, column: Column, reward: Column, inserter: Inserter) -> None:
@@ -24,13 +25,17 @@ class EpisodeReturns:
         self._stored: dict[int, list[tuple[str, int, np.ndarray, int]]] = {}
 
     def note(self, env: int, trajectory_id: int, rewards: np.ndarray, evicted: int = 0) -> None:
-        """Note a trajectory of an environment's episode, whose first `evicted` steps are not stored."""
+        """Note a trajectory of an environment's episode, whose first `evicted` steps are not
+        stored.
+        """
         values = as_numbers(rewards, self.reward).astype(np.float64)
         lineage = self._inserter.table.lineage
         self._stored.setdefault(env, []).append((lineage, trajectory_id, values, evicted))
 
     def end(self, env: int) -> None:
-        """Fill the trajectories of an episode that has ended; those that were evicted are left out."""
+        """Fill the trajectories of an episode that has ended; those that were evicted
+        are left out.
+        """
         total = 0.0
         for lineage, number, rewards, evicted in reversed(self._stored.pop(env, [])):
             sums = np.cumsum(np.append(total, rewards[::-1]))[:0:-1]

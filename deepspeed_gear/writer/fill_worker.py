@@ -23,7 +23,9 @@ _POLL_S = 5e-3
 
 
 class FillLease:
-    """A trajectory, `trajectory_id`, whose late column a worker computes from `columns` that are there."""
+    """A trajectory, `trajectory_id`, whose late column a worker computes from `columns` that are
+    there.
+    """
 
     def __init__(self, worker: FillWorker, lease: LeaseRecord, columns: dict[str, Any]) -> None:
         self._worker = worker
@@ -32,12 +34,16 @@ class FillLease:
         self.columns = columns
 
     def fill(self, value: Any) -> None:
-        """Write the column, as `Replay.fill`; ignored if the trajectory has it (counted), or is gone."""
+        """Write the column, as `Replay.fill`; ignored if the trajectory has it (counted), or is
+        gone.
+        """
         self._worker._fill(self._lease, value)
 
 
 class FillWorker(ProcessBound):
-    """Leases trajectories that lack a late column: `FillWorker.attach(config, "reward")`. One thread."""
+    """Leases trajectories that lack a late column: `FillWorker.attach(config, "reward")`. One
+    thread.
+    """
 
     def __init__(self, writer: TrajectoryWriter, column: str, lease_s: float) -> None:
         late = writer.schema.late_columns
@@ -61,15 +67,18 @@ class FillWorker(ProcessBound):
         lease_s: float = 600.0,
         **options: Any,
     ) -> FillWorker:
-        """Attach as a TrajectoryWriter; `lease_s` is the time of a lease, after which others may have it."""
+        """Attach as a TrajectoryWriter; `lease_s` is the time of a lease, after which others may
+        have it.
+        """
         check_timeout("lease_s", lease_s)
         return cls(TrajectoryWriter.attach(config, **options), column, lease_s)
 
     def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[FillLease]:
         """Lease up to `count` trajectories that lack the column and that no living worker holds.
 
-        The smallest numbers of groups come first, else the oldest trajectories; after `timeout_s` none. A
-        lease returns when its worker closes or dies, or after `lease_s`. Raises as `RolloutWorker.lease`.
+        The smallest numbers of groups come first, else the oldest trajectories; after `timeout_s`
+        none. A lease returns when its worker closes or dies, or after `lease_s`. Raises as
+        `RolloutWorker.lease`.
         """
         wanted = arguments.count("count", count)
         timeout_s = check_timeout("timeout_s", timeout_s)

@@ -26,10 +26,11 @@ Committed = Callable[[int], None]
 
 
 class Inserter:
-    """Adds the trajectories of this process to a table with a capacity. One thread at a time; by one native
-    call where all arrays have the stored form and the eviction policy is native, else in Python, with the
-    same result. `checks` raise DataError before anything changes; `committed` is called with a slot and the
-    lock held, and its error evicts the trajectory. If it `samples` too, it must not wait for itself.
+    """Adds the trajectories of this process to a table with a capacity. One thread at a time; by
+    one native call where all arrays have the stored form and the eviction policy is native, else in
+    Python, with the same result. `checks` raise DataError before anything changes; `committed` is
+    called with a slot and the lock held, and its error evicts the trajectory. If it `samples` too,
+    it must not wait for itself.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Inserter:
         self._ends = [self._names.index(column.name) for column in table.spec.schema.end_columns]
         self._position = table.views.get("stream/train/position")
         retention = table.spec.retention
-        #: The column of policy versions, if ranks wait for open trajectories of old versions; else "".
+        #: The column of policy versions, if ranks wait for open trajectories of old versions; else
+        #: "".
         self.version_column = (retention.version_column or "") if retention.waits else ""
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
         self.growing: set[Any] = set()  # each `GrowingTrajectory` that may have published steps
@@ -66,7 +68,8 @@ class Inserter:
         self.dropped = deque[object](maxlen=1)
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
-        # Set up the native store for this process; it adds whole trajectories where it evicts by itself.
+        # Set up the native store for this process; it adds whole trajectories where it evicts by
+        # itself.
         self._store = table.extents.handle
         self._store_add = table.ops.native.store_add
         self._address = self._store.address
@@ -86,8 +89,8 @@ class Inserter:
         self._adds_natively = evicts and committed is None and not (spec.return_to_go or spec.media)
 
     def vector_options(self) -> dict[str, Any]:
-        """Return `set_store`'s arguments. `whole`: checked whole trajectories may be stored; `begins`: first
-        steps may be published where no eviction is needed.
+        """Return `set_store`'s arguments. `whole`: checked whole trajectories may be stored;
+        `begins`: first steps may be published where no eviction is needed.
         """
         return {
             "of_store": self._address,
@@ -103,10 +106,12 @@ class Inserter:
         """Store a trajectory, waiting for free rows and for the rate limiter. Returns its id.
 
         Raises:
-            DataError: It does not fit the schema, has an end flag before its last step, a value is not finite
-                and must be, or its group has `max_trajectories` already; nothing is added. Values are checked
-                while they are copied, so evictions until then remain; the next trajectory uses the rows.
-            StoreFullError, NotReadyError: Too few rows, and none evicted; the ranks do not sample in time.
+            DataError: It does not fit the schema, has an end flag before its last step, a value is
+                not finite and must be, or its group has `max_trajectories` already; nothing is
+                added. Values are checked while they are copied, so evictions until then remain; the
+                next trajectory uses the rows.
+            StoreFullError, NotReadyError: Too few rows, and none evicted; the ranks do not sample
+                in time.
         """
         if self._adds_natively and not (self._checks or self._late or self._opaque):
             added = self._add_stored_form(trajectory)
@@ -114,7 +119,8 @@ class Inserter:
                 return added
         items = dict[int, MediaItem]()
         columns, num_steps, present = self.checked(trajectory, items)
-        # None also for an array without a buffer of the stored form, such as bfloat16 without steps.
+        # None also for an array without a buffer of the stored form, such as bfloat16 without
+        # steps.
         added = (
             self._add_natively(columns, num_steps)
             if self._adds_natively and not self._late
@@ -125,7 +131,8 @@ class Inserter:
     def checked(
         self, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
     ) -> tuple[list[np.ndarray], int, int]:
-        """Return stored columns, number of steps, bits of late columns; its media are added to `items`.
+        """Return stored columns, number of steps, bits of late columns; its media are added to
+        `items`.
 
         Raises as `add`, except for NaN.
         """
@@ -149,7 +156,9 @@ class Inserter:
         )
 
     def _add_stored_form(self, trajectory: Mapping[str, Any]) -> int | None:
-        """Add a trajectory whose arrays have the stored form; None, without effect, if one has not."""
+        """Add a trajectory whose arrays have the stored form; None, without effect, if
+        one has not.
+        """
         try:
             columns = [trajectory[name] for name in self._names]
             num_steps = len(trajectory[self._measured]) - self._extra
@@ -166,7 +175,9 @@ class Inserter:
         return self._add_natively(columns, num_steps)
 
     def check(self, columns: dict[str, np.ndarray]) -> None:
-        """Raise unless columns of one value per trajectory are valid for the streams, such as weights."""
+        """Raise unless columns of one value per trajectory are valid for the streams, such as
+        weights.
+        """
         for check in self._checks:
             check(columns)
 
@@ -176,7 +187,9 @@ class Inserter:
             raise DataError(f"{self._name}: trajectory", rule, num_steps)
 
     def _add_natively(self, columns: list[Any], num_steps: int) -> int | None:
-        """Add a trajectory by the native module; complete in Python what it refuses. None: as `store_add`."""
+        """Add a trajectory by the native module; complete in Python what it refuses. None: as
+        `store_add`.
+        """
         found = self._store_add(self._address, columns, num_steps, TURN_S)
         if found is None or found[0] >= 0:
             return None if found is None else int(found[0])
@@ -195,7 +208,9 @@ class Inserter:
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
 
     def check_finite(self, columns: list[np.ndarray]) -> None:
-        """Raise a DataError if a value of columns in their stored form is not finite and must be."""
+        """Raise a DataError if a value of columns in their stored form is not finite
+        and must be.
+        """
         if not self._store.are_finite(columns):
             arrays = dict(zip(self._names, columns, strict=True))
             check_finite(self._name, self.table.spec.schema, arrays)
@@ -243,7 +258,9 @@ class Inserter:
                     self.table.extents.free(slot)
 
     def report_versions(self, writer: object, versions: np.ndarray) -> None:
-        """Publish the oldest policy version of a writer's open trajectories to ranks; negative: none."""
+        """Publish the oldest policy version of a writer's open trajectories to ranks; negative:
+        none.
+        """
         given = versions[versions >= 0]
         if len(given):
             self._open[id(writer)] = int(given.min())
@@ -267,7 +284,9 @@ class Inserter:
             self.evictor.wait(slot, num_steps, until)
 
     def publish(self, slot: int, num_steps: int) -> int:
-        """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the lock."""
+        """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the
+        lock.
+        """
         self.table.extents.open(slot, num_steps)
         return self._commit(slot)
 

@@ -1,4 +1,6 @@
-"""Open trajectories, and the publication of their first steps, which can be sampled before the end."""
+"""Open trajectories, and the publication of their first steps, which can be sampled
+before the end.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ class CompletedTrajectory(NamedTuple):
 
 
 class GrowingTrajectory:
-    """An open trajectory of this process, and how many of its steps are published. It ends when its `owner`
-    is deleted, which appends to it. `words`, `Growing`, are shared with C++; None: it is new, and used once.
+    """An open trajectory of this process, and how many of its steps are published. It ends when its
+    `owner` is deleted, which appends to it. `words`, `Growing`, are shared with C++; None: it is
+    new, and used once.
     """
 
     def __init__(
@@ -80,7 +83,8 @@ class PublishedPart(NamedTuple):
 
     growing: GrowingTrajectory
     end: int  # number of its steps, including those before `growing.first`
-    # Of steps: all rows so far in the stored form, as an array or a list of rows; else the value. [*shape].
+    # Of steps: all rows so far in the stored form, as an array or a list of rows; else the value.
+    # [*shape].
     columns: Mapping[str, Any]
 
     @property
@@ -95,7 +99,9 @@ class PublishedPart(NamedTuple):
 
 
 def checked(publisher: Publisher | None) -> Publisher:
-    """Return a publisher that can publish; raise as `Publisher.check`, or because a writer has none."""
+    """Return a publisher that can publish; raise as `Publisher.check`, or because a writer has
+    none.
+    """
     if publisher is None:
         rule = "must be called on a writer of a node that holds the table"
         raise DataError("publish", rule, None, "add whole trajectories from elsewhere")
@@ -106,9 +112,9 @@ def checked(publisher: Publisher | None) -> Publisher:
 class Publisher:
     """Publishes the open trajectories of this process. One thread at a time.
 
-    The first publication reserves rows for the longest trajectory. If those are evicted (by hand or by age;
-    never to free rows), the steps that follow become another one. `check` raises, before, where writing has
-    ended.
+    The first publication reserves rows for the longest trajectory. If those are evicted (by hand or
+    by age; never to free rows), the steps that follow become another one. `check` raises, before,
+    where writing has ended.
     """
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
@@ -136,7 +142,9 @@ class Publisher:
 
     @property
     def num_added(self) -> int:
-        """Number of trajectories with published steps, and of those that native calls have stored whole."""
+        """Number of trajectories with published steps, and of those that native calls have stored
+        whole.
+        """
         words = (StepCount.WHOLE_ADDED, StepCount.BEGUN)
         return self._num_begun + sum(int(counts[word]) for counts in self.counts for word in words)
 
@@ -152,14 +160,18 @@ class Publisher:
                     self.end(growing, truncated=True)
 
     def check(self) -> None:
-        """Raise a StoreError if the run has ended, a DataError if the table needs whole trajectories."""
+        """Raise a StoreError if the run has ended, a DataError if the table needs whole
+        trajectories.
+        """
         self.look()
         if self.unsuited is not None:
             rule, remedy = self.unsuited
             raise DataError(self._name, rule, None, remedy)
 
     def publish(self, parts: Sequence[PublishedPart]) -> None:
-        """Publish the steps so far for the next selection; raises as `Inserter.add` (new ones: nothing)."""
+        """Publish the steps so far for the next selection; raises as `Inserter.add` (new ones:
+        nothing).
+        """
         until = time.monotonic() + self.inserter.timeout_s
         longer = [part for part in parts if part.num_new > 0]
         for part in longer:
@@ -177,8 +189,8 @@ class Publisher:
                 self.inserter.evictor.wait(Refusal.RATE_LIMITED, waiting[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
-        """Publish new steps; return False if rate-limited. The caller holds the lock, as loading a checkpoint
-        replaces rows.
+        """Publish new steps; return False if rate-limited. The caller holds the lock, as loading a
+        checkpoint replaces rows.
         """
         growing = part.growing
         extents = self._table.extents
@@ -229,7 +241,9 @@ class Publisher:
     def end(
         self, growing: GrowingTrajectory, truncated: bool = False, env: int = 0
     ) -> CompletedTrajectory | None:
-        """End an open trajectory; published steps stay, the last one `truncated`. None: there is none."""
+        """End an open trajectory; published steps stay, the last one `truncated`. None: there is
+        none.
+        """
         number = growing.trajectory_id if growing.is_published else None
         with self._table.lock:
             self._end_slot(growing, truncated)
@@ -264,8 +278,8 @@ class OpenWriter(ProcessBound, PublicNames, ABC):
         self.table = table
         self.schema = schema
         self.max_length = max_length
-        #: Fields that need whole episodes, so that longer ones are not divided: a part's return-to-go lacks
-        #: later rewards, and its time steps begin at 0 again.
+        #: Fields that need whole episodes, so that longer ones are not divided: a part's
+        #: return-to-go lacks later rewards, and its time steps begin at 0 again.
         self.whole_fields = whole_fields
 
     @abstractmethod
@@ -308,20 +322,21 @@ class OpenTrajectory(ProcessBound):
     def append(self, *, publish: bool = False, **columns: Any) -> None:
         """Append a step: an observation, its action, and the reward and end flags that followed.
 
-        After the last step, the episode's last observation (the columns of T+1 rows) is appended alone. A
-        step that raises is not appended: it may be corrected and appended again, or the trajectory
-        discarded.
+        After the last step, the episode's last observation (the columns of T+1 rows) is appended
+        alone. A step that raises is not appended: it may be corrected and appended again, or the
+        trajectory discarded.
 
         Args:
-            publish: Publish the complete steps so far, which the next selection may then sample: with columns
-                of T+1 rows a step is complete when the observation after it is appended. By then columns of
-                one value per trajectory must be set.
+            publish: Publish the complete steps so far, which the next selection may then sample:
+                with columns of T+1 rows a step is complete when the observation after it is
+                appended. By then columns of one value per trajectory must be set.
             **columns: A row of each column of steps; or nested, as in `Replay.add`.
         Raises:
-            DataError: A column is missing or unknown, does not fit, or is not finite and must be; the step
-                before it has an end flag; or the trajectory has ended: nothing has changed. Or the table does
-                not admit open trajectories.
-            StoreFullError, NotReadyError: The step is appended, but not published; as `TrajectoryWriter.add`.
+            DataError: A column is missing or unknown, does not fit, or is not finite and must be;
+                the step before it has an end flag; or the trajectory has ended: nothing has
+                changed. Or the table does not admit open trajectories.
+            StoreFullError, NotReadyError: The step is appended, but not published; as
+                `TrajectoryWriter.add`.
         """
         name = self._name
         self._check_open()
@@ -383,7 +398,8 @@ class OpenTrajectory(ProcessBound):
         """Set columns of one value per trajectory.
 
         Raises:
-            DataError: One is unknown, does not fit, or is not finite and must be; nothing has changed.
+            DataError: One is unknown, does not fit, or is not finite and must be; nothing has
+                changed.
         """
         self._check_open()
         given = flatten(self._name, per_trajectory, frozenset(self._schema.names))
@@ -400,7 +416,8 @@ class OpenTrajectory(ProcessBound):
     def discard(self) -> None:
         """End the trajectory without adding it; published steps stay, the last marked as truncated.
 
-        Nothing can be appended any more, and the end of a `with` block adds nothing. Safe to call twice.
+        Nothing can be appended any more, and the end of a `with` block adds nothing. Safe to call
+        twice.
         """
         if not self._open:
             return
@@ -436,10 +453,8 @@ class OpenTrajectory(ProcessBound):
                     for name, rows in self._rows.items()
                 }
                 number = self._add({**steps, **self._once})
-                self.trajectory_id, self.completed = (
-                    number,
-                    CompletedTrajectory(0, number, self._num_steps),
-                )
+                self.trajectory_id = number
+                self.completed = CompletedTrajectory(0, number, self._num_steps)
             return
         truncated = True  # unless all its steps can be published
         try:

@@ -29,7 +29,8 @@ _POLL_S = 5e-3
 
 
 class LeaseLedger(ProcessBound):
-    """A table's prompt ledger as rollout workers use it: of this node's store, or through a gateway.
+    """A table's prompt ledger as rollout workers use it: of this node's store, or through a
+    gateway.
 
     What changes a lease raises LeaseExpiredError where it has ended.
     """
@@ -79,13 +80,15 @@ def check_kept(lease: LeaseRecord, data: bytes, most_bytes: int) -> None:
 class Lease:
     """A prompt that a rollout worker holds until it commits or fails it.
 
-    Leases end in any order. One whose time has passed, or whose worker has ended, comes back: its prompt is
-    leased again, and this one's `commit` raises LeaseExpiredError.
+    Leases end in any order. One whose time has passed, or whose worker has ended, comes back: its
+    prompt is leased again, and this one's `commit` raises LeaseExpiredError.
 
     Attributes:
-        number: epoch * prompts + place in the epoch's order: the group's number. Never the same twice.
+        number: epoch * prompts + place in the epoch's order: the group's number. Never the same
+            twice.
         prompt: The columns of the prompt, as `Dataset.trajectory`; views of the data set.
-        version: Rollout batches that were trained at the lease: generate with weights of it or later.
+        version: Rollout batches that were trained at the lease: generate with weights of it or
+            later.
         attempt: 1 for the first lease of this number.
     """
 
@@ -102,8 +105,8 @@ class Lease:
     def kept(self) -> dict[str, np.ndarray]:
         """Arrays that the lease before it has kept, by name.
 
-        If there are some, `version` is that of the first lease that kept any: what is generated goes
-        on with weights of it or later.
+        If there are some, `version` is that of the first lease that kept any: what is generated
+        goes on with weights of it or later.
         """
         if not self._lease.kept:
             return {}
@@ -114,7 +117,8 @@ class Lease:
         return f"Lease(prompt {self.number}, version {self.version}, attempt {self.attempt})"
 
     def commit(self, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Add the `group.size` trajectories of the group, all or none, and end the lease. Returns their ids.
+        """Add the `group.size` trajectories of the group, all or none, and end the lease. Returns
+        their ids.
 
         They are as `Replay.add` takes them; the group's column may be left out.
 
@@ -128,7 +132,8 @@ class Lease:
         return ids
 
     def fail(self, reason: str = "failed", retry: bool = True) -> None:
-        """End the lease without a group; its prompt is leased again, up to `prompts.attempts` times.
+        """End the lease without a group; its prompt is leased again, up to `prompts.attempts`
+        times.
 
         Args:
             reason: Name under which the prompt is counted if it is dropped, of 32 bytes at most.
@@ -142,13 +147,15 @@ class Lease:
         self._ending = f"it was failed as {reason!r}"
 
     def keep(self, **arrays: Any) -> None:
-        """Keep arrays for the next lease of the prompt, in place of those before, and renew this one.
+        """Keep arrays for the next lease of the prompt, in place of those before, and renew this
+        one.
 
-        It has them, as `kept`, if this lease comes back: its worker has died, its time has passed, or it
-        failed. So a rollout goes on turn by turn, with the weights of another version.
+        It has them, as `kept`, if this lease comes back: its worker has died, its time has passed,
+        or it failed. So a rollout goes on turn by turn, with the weights of another version.
 
         Raises:
-            DataError: They need more than `prompts.keep_bytes`, as an npz file; what was kept before stays.
+            DataError: They need more than `prompts.keep_bytes`, as an npz file; what was kept
+                before stays.
             LeaseExpiredError: The lease came back.
         """
         file = io.BytesIO()
@@ -169,7 +176,9 @@ class Lease:
             self._ledger.keep(self._lease, data)
 
     def heartbeat(self) -> None:
-        """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop generating."""
+        """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop
+        generating.
+        """
         with self._named_ending():
             self._ledger.renew(self._lease)
 
@@ -293,7 +302,9 @@ class LocalLedger(LeaseLedger):
         trajectories: Sequence[Mapping[str, Any]],
         items: dict[int, MediaItem],
     ) -> list[tuple[list[np.ndarray], int, int]]:
-        """Check a lease's group; return each trajectory as `Inserter.checked`, its media in `items`."""
+        """Check a lease's group; return each trajectory as `Inserter.checked`, its media in
+        `items`.
+        """
         given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
         spec = self._table.spec
         group = spec.group
@@ -360,7 +371,8 @@ class LeaseWorker(ProcessBound):
 
 
 class RolloutWorker(LeaseWorker):
-    """Leases prompts and commits groups: `RolloutWorker.attach(...)`; in a rank `replay.rollout_worker()`.
+    """Leases prompts and commits groups: `RolloutWorker.attach(...)`; in a rank
+    `replay.rollout_worker()`.
 
     Thread safety: one thread at a time. A table's `writers` bounds the attached processes.
     """
@@ -377,7 +389,9 @@ class RolloutWorker(LeaseWorker):
     def attach(
         cls, config: str | Path | Mapping[str, Any] | None = None, **options: Any
     ) -> RolloutWorker:
-        """Attach to the store of a run of this node; options and errors as of `TrajectoryWriter.attach`."""
+        """Attach to the store of a run of this node; options and errors as of
+        `TrajectoryWriter.attach`.
+        """
         writer = TrajectoryWriter.attach(config, **options)
         with undo_on_error(writer.close):
             return cls(writer)
@@ -387,8 +401,9 @@ class RolloutWorker(LeaseWorker):
 
 
 def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> int:
-    """Return with how many equal steps the trajectories of a group begin: all of their prompt but its last
-    one, whose place predicts the first token of the loss. 0: their prompts differ. Columns in stored form.
+    """Return with how many equal steps the trajectories of a group begin: all of their prompt but
+    its last one, whose place predicts the first token of the loss. 0: their prompts differ. Columns
+    in stored form.
     """
     first = 1 << 62
     mask = schema.role("loss_mask")

@@ -14,8 +14,9 @@ from deepspeed_gear.store.native_rows import address, form_of
 
 
 class Staging:
-    """The arrays, of their creator, in which open trajectories of N environments grow. One process at a time.
-    Each column has [places, length + 1, *shape], contiguous; the places of environments differ. [N], int64.
+    """The arrays, of their creator, in which open trajectories of N environments grow. One process
+    at a time. Each column has [places, length + 1, *shape], contiguous; the places of environments
+    differ. [N], int64.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Staging:
 
 
 class StagedRows:
-    """Rows of some columns, by their numbers over all places (in errors: environments, if `places`)."""
+    """Rows of some columns, by their numbers over all places (in errors: environments, if
+    `places`).
+    """
 
     def __init__(
         self,
@@ -73,8 +76,8 @@ class StagedRows:
             self._address = self._targets.address
 
     def put(self, values: Sequence[Any], rows: np.ndarray) -> None:
-        """Copy row i of each column's values, [n, *shape], to row rows[i]; negative ones are left out.
-        DataError, nothing changed: a shape, dtype or value that must be finite does not fit.
+        """Copy row i of each column's values, [n, *shape], to row rows[i]; negative ones are left
+        out. DataError, nothing changed: a shape, dtype or value that must be finite does not fit.
         """
         if self._targets is not None and self._rows_put(self._address, values, rows) < 0:
             return

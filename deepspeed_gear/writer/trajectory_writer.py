@@ -43,7 +43,8 @@ _OWN_CONFIG = "give this process the config of its run"
 
 
 class WriterBase(OpenWriter):
-    """What writers of a node of the table (TrajectoryWriter) and of other machines (RemoteWriter) share.
+    """What writers of a node of the table (TrajectoryWriter) and of other machines (RemoteWriter)
+    share.
 
     Attributes:
         table: Name of the table.
@@ -80,19 +81,20 @@ class WriterBase(OpenWriter):
     ) -> int | list[int]:
         """Add a whole trajectory; batches from the next selection on may hold it.
 
-        A RemoteWriter sends a copy of it and returns before it is stored: errors that the gateway finds are
-        raised by a later call. It waits while its buffer is full.
+        A RemoteWriter sends a copy of it and returns before it is stored: errors that the gateway
+        finds are raised by a later call. It waits while its buffer is full.
 
         Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
-                in `Replay.add`. A RemoteWriter must be given late columns too: it cannot fill them later.
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or
+                nested, as in `Replay.add`. A RemoteWriter must be given late columns too: it cannot
+                fill them later.
             split_by_flags: As `Replay.add`.
             final: As `Replay.add`.
         Returns:
             Its id, of a RemoteWriter its number; with `split_by_flags` those of the parts.
         Raises:
-            DataError: It does not fit the schema, or has an end flag before its last step; nothing has
-                changed.
+            DataError: It does not fit the schema, or has an end flag before its last step; nothing
+                has changed.
             StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
             StoreError, LostNodeError: The run or the gateway has ended, or does not answer.
@@ -118,10 +120,11 @@ class WriterBase(OpenWriter):
         """Return a writer of the steps of many environments at once.
 
         Args:
-            num_envs: N; or the environment, whose number and mode are read. A single environment has N = 1
-                and is reset by the program: "disabled".
+            num_envs: N; or the environment, whose number and mode are read. A single environment
+                has N = 1 and is reset by the program: "disabled".
             autoreset: What the environments do after the last step of an episode, as gymnasium's
-                AutoresetMode: "next_step", "same_step" or "disabled". With a number it must be given.
+                AutoresetMode: "next_step", "same_step" or "disabled". With a number it must be
+                given.
         Raises:
             DataError: No mode is given, or it is not the environment's.
         """
@@ -131,18 +134,21 @@ class WriterBase(OpenWriter):
 class TrajectoryWriter(WriterBase):
     """Adds trajectories to a table of this node's store.
 
-    In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a rank:
-    `replay.writer()`.
+    In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a
+    rank: `replay.writer()`.
 
-    Thread safety: one thread at a time. Up to the table's `writers` processes may write at the same time.
+    Thread safety: one thread at a time. Up to the table's `writers` processes may write at the same
+    time.
 
     Args:
-        waiting_checks: Of a writer that was attached by itself: called while `add` waits; they raise to end
-            the wait. `close` detaches the table. None: writer and table belong to a rank's replay.
+        waiting_checks: Of a writer that was attached by itself: called while `add` waits; they
+            raise to end the wait. `close` detaches the table. None: writer and table belong to a
+            rank's replay.
     """
 
     _internal = frozenset(
-        "check_goes_on clients end_with_replay native parts publisher waiting_checks whole_fields".split()
+        "check_goes_on clients end_with_replay native parts publisher waiting_checks "
+        "whole_fields".split()
     )
 
     publisher: Publisher
@@ -160,10 +166,9 @@ class TrajectoryWriter(WriterBase):
         self._table = table
         self._inserter = inserter
         self._open = True
-        self._is_attached, self._looked = (
-            waiting_checks is not None,
-            0.0,
-        )  # when it looked for the ranks
+        # when it looked for the ranks
+        self._is_attached = waiting_checks is not None
+        self._looked = 0.0
         self._finalizer = weakref.finalize(self, table.close) if self._is_attached else None
         #: What writes through this writer, and is closed with it.
         self.clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
@@ -184,18 +189,21 @@ class TrajectoryWriter(WriterBase):
         """Attach to the store that the ranks of this node have created, or will create.
 
         Args:
-            config: The run's ds_config or `gear` section, a file or a mapping. Stores of another schema,
-                capacity, removal, rate or seed are not candidates. None: any of a named run, else of the
-                default prefix.
+            config: The run's ds_config or `gear` section, a file or a mapping. Stores of another
+                schema, capacity, removal, rate or seed are not candidates. None: any of a named
+                run, else of the default prefix.
             table: Name of the table; None: the only one that admits writers.
-            name: Of the store's file in /dev/shm, instead of a search. It must exist, and match `config`.
+            name: Of the store's file in /dev/shm, instead of a search. It must exist, and match
+                `config`.
             wait_s: How long to wait for the store, in seconds.
-            run: Name or id of the run (`Replay.run`), where several of one config run on this node. None:
-                `gear.shared_memory.run`, else the environment's GEAR_RUN.
+            run: Name or id of the run (`Replay.run`), where several of one config run on this node.
+                None: `gear.shared_memory.run`, else the environment's GEAR_RUN.
             check: Called during waits for ranks; raises to end the wait.
         Raises:
-            ConfigError: No such table admits writers, another run is named, or an argument is wrong.
-            StoreError: There is no such store in time, there are several, or it has its maximum of writers.
+            ConfigError: No such table admits writers, another run is named, or an argument is
+                wrong.
+            StoreError: There is no such store in time, there are several, or it has its maximum of
+                writers.
         """
         of, options = _attached(config, table, name, wait_s, run)
         weight = options["weight"]
@@ -251,9 +259,11 @@ class TrajectoryWriter(WriterBase):
         fill(self._table, trajectory_id, columns, self._table.lock.timeout_s)
 
     def check_goes_on(self, at_once: bool = False) -> None:
-        """Raise a StoreError unless the writer is open, and a rank is attached or the store is kept.
+        """Raise a StoreError unless the writer is open, and a rank is attached or the store is
+        kept.
 
-        Unless `at_once`, it looks for the rank only if the last time was longer than `_CHECK_S` ago.
+        Unless `at_once`, it looks for the rank only if the last time was longer than `_CHECK_S`
+        ago.
         """
         if self._open and not self._is_attached:
             return  # before every step, so it costs no more than a call
@@ -274,7 +284,9 @@ class TrajectoryWriter(WriterBase):
         self._open = False
 
     def close(self) -> None:
-        """Detach this writer and its clients; added and published steps stay. Safe to call twice."""
+        """Detach this writer and its clients; added and published steps stay. Safe to
+        call twice.
+        """
         if self._open:
             self.publisher.close()
         self._open = False
@@ -291,13 +303,14 @@ def _attached(
     wait_s: float,
     run: str | None,
 ) -> tuple[Table, Mapping[str, Any]]:
-    """Attach to the store of a table of this node; arguments and errors as `TrajectoryWriter.attach`.
+    """Attach to the store of a table of this node; arguments and errors as
+    `TrajectoryWriter.attach`.
 
-    Candidates are stores with a living rank whose run has the table, the writers' options of `config` and the
-    name or id `run`. This waits until there is one, also where a store is removed while it is opened. Without
-    a config it has any schema, and the default prefix unless a run is named. Returns the table, and what its
-    writers need: "max_length"; "weight", the column of weights, which must be finite and >= 0; "timeout_s",
-    the longest wait for the ranks.
+    Candidates are stores with a living rank whose run has the table, the writers' options of
+    `config` and the name or id `run`. This waits until there is one, also where a store is removed
+    while it is opened. Without a config it has any schema, and the default prefix unless a run is
+    named. Returns the table, and what its writers need: "max_length"; "weight", the column of
+    weights, which must be finite and >= 0; "timeout_s", the longest wait for the ranks.
     """
     for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
@@ -379,7 +392,9 @@ def _attached(
 
 
 def _no_match(reasons: Sequence[str], remedy: str) -> StoreError:
-    """Return the error that no store matches: the shortest list of reasons of a store, then the remedy."""
+    """Return the error that no store matches: the shortest list of reasons of a store, then the
+    remedy.
+    """
     more = f", and {len(reasons) - 1} more differences" if len(reasons) > 1 else ""
     rule = "must match the config, run and table of this process"
     return StoreError("the run's store", rule, f"{reasons[0]}{more}", remedy)

@@ -41,22 +41,23 @@ _PUBLISH_LEFT = 4
 class VectorWriter(ProcessBound, PublicNames):
     """Keeps the open trajectories of N environments, and adds each when its episode ends.
 
-    State columns (observations, and all columns of T+1 rows) hold the state of an environment: `reset` takes
-    the first state of an episode, `step` the state after a step. The other columns of steps hold actions and
-    their results. Each episode has its own first and last observation. Columns with dots in their names may
-    come nested, as in `Replay.add`: `observation` as a gymnasium environment with a Dict or Tuple space
-    returns it. Columns of the roles timestep and return_to_go are filled here, the latter after the episode.
+    State columns (observations, and all columns of T+1 rows) hold the state of an environment:
+    `reset` takes the first state of an episode, `step` the state after a step. The other columns of
+    steps hold actions and their results. Each episode has its own first and last observation.
+    Columns with dots in their names may come nested, as in `Replay.add`: `observation` as a
+    gymnasium environment with a Dict or Tuple space returns it. Columns of the roles timestep and
+    return_to_go are filled here, the latter after the episode.
 
-    An episode of more than `max_length` steps ends there, marked as truncated, and goes on as another
-    trajectory, unless a field needs whole episodes.
+    An episode of more than `max_length` steps ends there, marked as truncated, and goes on as
+    another trajectory, unless a field needs whole episodes.
 
-    Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one copy into
-    the store.
+    Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one
+    copy into the store.
 
     Args:
-        autoreset: "next_step": the step after the last one of an episode resets, and its action is ignored;
-            "same_step": the last step resets, and the episode's last observation is passed as `final`;
-            "disabled": the program resets, and calls `reset` with a mask.
+        autoreset: "next_step": the step after the last one of an episode resets, and its action is
+            ignored; "same_step": the last step resets, and the episode's last observation is passed
+            as `final`; "disabled": the program resets, and calls `reset` with a mask.
         staging: Arrays in which trajectories grow; None: private memory.
     """
 
@@ -112,13 +113,13 @@ class VectorWriter(ProcessBound, PublicNames):
         self._check = ResetCheck(autoreset != "next_step" or self._reward is not None)
         self._counts = np.zeros(StepCount.NUM_WORDS, np.int64)
         self._just_completed = np.zeros((2 * num_envs, len(CompletedTrajectory._fields)), np.int64)
-        # The oldest policy version of each open trajectory, -1 for none, where the publisher reports them.
+        # The oldest policy version of each open trajectory, -1 for none, where the publisher
+        # reports them.
         self._version = "" if publisher is None else publisher.inserter.version_column
         self._oldest = np.full(num_envs, -1)
-        self._publisher, self._growing = (
-            publisher,
-            list[GrowingTrajectory](),
-        )  # one an environment, or none
+        # one an environment, or none
+        self._publisher = publisher
+        self._growing = list[GrowingTrajectory]()
         self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
         self._growing_words[:] = UNPUBLISHED
         self._native_steps: Any = None  # takes plain steps; None: Python does
@@ -148,15 +149,25 @@ class VectorWriter(ProcessBound, PublicNames):
 
     def _use(self, staging: Staging, native: ModuleType | None) -> None:
         self._staging = staging
-        self._state_rows, self._done_rows = staging.rows(self._state), staging.rows(self._done_by)
+        self._state_rows = staging.rows(self._state)
+        self._done_rows = staging.rows(self._done_by)
         self._number_steps(self._all)
         if native is None:
             return
         given = [(column, True) for column in self._state] + [
             (column, False) for column in self._done_by
         ]
-        words = (self._next, staging.first, self._waits, self._unstored, self._was_truncated,
-                 self._check.goes_on, self._counts, self._just_completed, self._growing_words)  # fmt: skip
+        words = (
+            self._next,
+            staging.first,
+            self._waits,
+            self._unstored,
+            self._was_truncated,
+            self._check.goes_on,
+            self._counts,
+            self._just_completed,
+            self._growing_words,
+        )
         columns = [column.name for column, _ in given]
         truncated = self._flags["truncated"]
         self._native_steps = native.VectorSteps(
@@ -226,12 +237,13 @@ class VectorWriter(ProcessBound, PublicNames):
 
         Args:
             mask: Which environments. [N], bool.
-            **columns: Their states. [N, *shape] each; columns of one value per trajectory may be given too.
+            **columns: Their states. [N, *shape] each; columns of one value per trajectory may be
+                given too.
         Returns:
             The trajectories of published steps that end here.
         Raises:
-            DataError: A column is missing or unknown, does not fit, or is not finite and must be; nothing has
-                changed.
+            DataError: A column is missing or unknown, does not fit, or is not finite and must be;
+                nothing has changed.
         """
         which = (
             np.ones(self.num_envs, bool)
@@ -270,21 +282,25 @@ class VectorWriter(ProcessBound, PublicNames):
         """Append a step of every environment, or of some.
 
         Args:
-            final: With "same_step": last states of ended environments; column -> [n, *shape], or an array of
-                objects as gymnasium's `final_obs`; rows of other environments are ignored.
-            envs: Numbers of the environments of the columns, all different; None: all N. [n], int64.
-            publish: Publish all steps so far, which the next selection may then sample, at the cost of one
-                more copy of these rows with the table's lock held. Rows are reserved for the longest
-                trajectory of each environment, so the table must hold all of them at once.
-            **columns: Actions, their results, and the states after them. [n, *shape] each; `terminated` and
-                `truncated` also where the schema has no such columns.
+            final: With "same_step": last states of ended environments; column -> [n, *shape], or an
+                array of objects as gymnasium's `final_obs`; rows of other environments are ignored.
+            envs: Numbers of the environments of the columns, all different; None: all N. [n],
+                int64.
+            publish: Publish all steps so far, which the next selection may then sample, at the cost
+                of one more copy of these rows with the table's lock held. Rows are reserved for the
+                longest trajectory of each environment, so the table must hold all of them at once.
+            **columns: Actions, their results, and the states after them. [n, *shape] each;
+                `terminated` and `truncated` also where the schema has no such columns.
         Returns:
-            The trajectories that were added: they ended with this step, or had `max_length` steps before it.
+            The trajectories that were added: they ended with this step, or had `max_length` steps
+            before it.
         Raises:
-            DataError: A column is missing or unknown, does not fit, or is not finite and must be; or `reset`
-                was not called first; or an episode exceeds `max_length` and a field needs whole episodes:
-                nothing has changed, and the step may be appended again. Or errors of `add`.
-            StoreFullError, NotReadyError: The step is appended, but not published; the next one tries again.
+            DataError: A column is missing or unknown, does not fit, or is not finite and must be;
+                or `reset` was not called first; or an episode exceeds `max_length` and a field
+                needs whole episodes: nothing has changed, and the step may be appended again. Or
+                errors of `add`.
+            StoreFullError, NotReadyError: The step is appended, but not published; the next one
+                tries again.
         """
         taken = self._take_plain(columns, final, publish) if envs is None else _LEFT
         if taken < 0:
@@ -370,10 +386,12 @@ class VectorWriter(ProcessBound, PublicNames):
         return _PUBLISH_LEFT
 
     def take_after(self, observed: Any, columns: Mapping[str, Any]) -> bool:
-        """Append and publish a step by one native call; return False, without effect, if that cannot be.
+        """Append and publish a step by one native call; return False, without effect, if that
+        cannot be.
 
-        `observed`, [N, *shape]: the last states, or of ended episodes ("disabled") the first of the next one,
-        which begins. `columns` as `step`; of no shape also [N, 1], of one environment also without an axis.
+        `observed`, [N, *shape]: the last states, or of ended episodes ("disabled") the first of the
+        next one, which begins. `columns` as `step`; of no shape also [N, 1], of one environment
+        also without an axis.
         """
         taken = self._take_plain(columns, None, True, observed)
         if taken > 0 and taken & _PUBLISH_LEFT:
@@ -382,7 +400,9 @@ class VectorWriter(ProcessBound, PublicNames):
         return taken >= 0
 
     def last_states(self, name: str) -> np.ndarray:
-        """Return the last states of all environments. [N, *shape], a copy; undefined before `reset`."""
+        """Return the last states of all environments. [N, *shape], a copy; undefined before
+        `reset`.
+        """
         column = self._schema[name]
         return np.asarray(self._staging.arrays[name].reshape(-1, *column.shape)[self._next - 1])
 
@@ -397,7 +417,9 @@ class VectorWriter(ProcessBound, PublicNames):
         return np.asarray(self._next != self._staging.first)
 
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
-        """Compare the last states of truncated episodes, in these rows, with the first ones. [n] each."""
+        """Compare the last states of truncated episodes, in these rows, with the first ones. [n]
+        each.
+        """
         truncated = self._was_truncated[envs]
         if not (self._check.goes_on[0] and truncated.any()):
             return
@@ -420,9 +442,9 @@ class VectorWriter(ProcessBound, PublicNames):
     ) -> int:
         """Take a step of all environments by one native call, which stores and publishes too.
 
-        `observed`, [N, *shape]: None, or states it was taken at, the last ones or ("disabled") an episode's
-        first. Returns what is left: 0, _PUBLISH_LEFT, or _LEFT (nothing has changed) if the step is not
-        plain: columns to convert or to refuse, other names, no free rows.
+        `observed`, [N, *shape]: None, or states it was taken at, the last ones or ("disabled") an
+        episode's first. Returns what is left: 0, _PUBLISH_LEFT, or _LEFT (nothing has changed) if
+        the step is not plain: columns to convert or to refuse, other names, no free rows.
         """
         if self._native_steps is None or self._version:
             return _LEFT
@@ -453,14 +475,18 @@ class VectorWriter(ProcessBound, PublicNames):
         return events if events < 0 or self._publishes else _PUBLISH_LEFT
 
     def _look(self, publish: bool) -> None:
-        """Raise unless the run goes on; register the open trajectories before their first publication."""
+        """Raise unless the run goes on; register the open trajectories before their first
+        publication.
+        """
         assert self._publisher is not None
         self._publisher.look()
         if publish and self._publishes and not self._growing:
             self._register()
 
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which environments' episodes end, and which are truncated. [n] each, bool, new arrays."""
+        """Return which environments' episodes end, and which are truncated. [n] each, bool, new
+        arrays.
+        """
         if self._names["terminated"] not in columns:
             raise DataError(f"column {self._names['terminated']}", "must be in every step")
         ended = np.zeros(num_envs, bool)
@@ -477,7 +503,9 @@ class VectorWriter(ProcessBound, PublicNames):
         return ended | truncated, truncated
 
     def _rows_for(self, envs: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a step's rows: of action columns (-1 where an episode begins), and of state columns."""
+        """Return a step's rows: of action columns (-1 where an episode begins), and of state
+        columns.
+        """
         following = self._next[envs]
         rows = following - 1
         if waits.any():
@@ -488,7 +516,9 @@ class VectorWriter(ProcessBound, PublicNames):
     def _values_in(
         self, columns: Mapping[str, Any], envs: np.ndarray, num_rows: int, kept: Any = slice(None)
     ) -> dict[str, np.ndarray]:
-        """Return stored columns of a value per trajectory; `kept` indexes `num_rows`. [len(envs), *shape]."""
+        """Return stored columns of a value per trajectory; `kept` indexes `num_rows`. [len(envs),
+        *shape].
+        """
         given = [column for column in self._once if column.name in columns]
         values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
         check_finite("the steps", given, values, lambda row: f"environment {envs[row]}")
@@ -508,7 +538,10 @@ class VectorWriter(ProcessBound, PublicNames):
             self._refuse_others("final", final, self._final_names)
         for column in self._state:
             if final is None or column.name not in final:
-                remedy = '"same_step": it comes with the next episode\'s first; gymnasium: info["final_obs"]'
+                remedy = (
+                    '"same_step": it comes with the next episode\'s first; gymnasium: '
+                    'info["final_obs"]'
+                )
                 raise DataError(
                     f"final {column.name}", "must be given where an episode ends", None, remedy
                 )
@@ -528,8 +561,8 @@ class VectorWriter(ProcessBound, PublicNames):
     def _end(
         self, at: np.ndarray, envs: np.ndarray, finals: Mapping[str, np.ndarray], state: list[Any]
     ) -> None:
-        """Add trajectories that end in rows `at`; last states are in rows `_next`, with "same_step" written
-        there from `finals` first, where `state` begins the next episodes.
+        """Add trajectories that end in rows `at`; last states are in rows `_next`, with "same_step"
+        written there from `finals` first, where `state` begins the next episodes.
         """
         ended = envs[at]
         first = self._staging.first
@@ -564,14 +597,18 @@ class VectorWriter(ProcessBound, PublicNames):
         self.num_trajectories += 1
 
     def _note_rewards(self, stored: CompletedTrajectory, evicted: int = 0) -> None:
-        """Note a trajectory that was stored from an environment's rows, after so many evicted steps."""
+        """Note a trajectory that was stored from an environment's rows, after so many evicted
+        steps.
+        """
         if self._returns is not None:
             end = evicted + stored.num_steps
             rewards = self._steps_of(self._returns.reward, stored.env, end)[:end]
             self._returns.note(stored.env, stored.trajectory_id, rewards, evicted)
 
     def _end_episodes(self, envs: Iterable[int]) -> None:
-        """End the episodes of environments: number the next steps from 0, and fill returns-to-go."""
+        """End the episodes of environments: number the next steps from 0, and fill
+        returns-to-go.
+        """
         for env in envs:
             if env in self._continued:
                 self._continued.discard(env)
@@ -619,7 +656,9 @@ class VectorWriter(ProcessBound, PublicNames):
             publisher.inserter.growing.update(self._growing)
 
     def _has_published(self) -> np.ndarray:
-        """Return which open trajectories were published, though some were evicted since. [N], bool."""
+        """Return which open trajectories were published, though some were evicted
+        since. [N], bool.
+        """
         words = self._growing_words
         return np.asarray((words[:, Growing.SLOT] >= 0) | (words[:, Growing.FIRST] > 0))
 
@@ -652,7 +691,10 @@ class VectorWriter(ProcessBound, PublicNames):
         if self._whole_fields:
             why = f"since field {self._whole_fields[0]} needs whole episodes"
             rule = f"must have at most max_length = {self._max_length} steps, {why}"
-            remedy = "raise it, or give the table a column of the role timestep or return_to_go for the field"
+            remedy = (
+                "raise it, or give the table a column of the role timestep or return_to_go "
+                "for the field"
+            )
             raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
         for env in envs.tolist():
             steps = int(self._next[env] - self._staging.first[env] - 1)

@@ -3,8 +3,8 @@
     for seed in 0 1 2; do python examples/grpo.py --seed $seed --out runs/grpo-$seed; done
     python docs/figures/grpo.py runs/grpo-*
 
-The result of each run is kept in docs/figures/grpo.json, from which the figure is drawn again without
-folders.
+The result of each run is kept in docs/figures/grpo.json, from which the figure is drawn again
+without folders.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Draw docs/figures/packed_weights.png: what a token weighs under three rules, and how far gradients deviate.
+"""Draw docs/figures/packed_weights.png: what a token weighs under three rules, and how far
+gradients deviate.
 
     python docs/figures/packed_weights.py
 
-Left: 1,024 responses in micro batches of at most 16,384 tokens. Prompts of 100 to 600 tokens, responses of
-log-normal lengths with a mean of 3.1k; the tokens of the responses count in the loss. Right: the gradient of
-a small model over 64 such responses, in float32 and micro batch by micro batch, beside that of the mean over
-all tokens at once in float64. Long responses use other tokens than short ones. Some seconds on one core.
+Left: 1,024 responses in micro batches of at most 16,384 tokens. Prompts of 100 to 600 tokens,
+responses of log-normal lengths with a mean of 3.1k; the tokens of the responses count in the loss.
+Right: the gradient of a small model over 64 such responses, in float32 and micro batch by micro
+batch, beside that of the mean over all tokens at once in float64. Long responses use other tokens
+than short ones. Some seconds on one core.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def filled(lengths: np.ndarray) -> np.ndarray:
     return np.array(owner)
 
 
-# ---- weights ---------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def draw_weights(axes: plt.Axes) -> None:
@@ -100,7 +102,7 @@ def mean_of_means(counts: np.ndarray, owner: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (len(np.unique(owner)) * tokens[owner]))
 
 
-# ---- gradients -------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 class Bigram(nn.Module):
@@ -119,7 +121,9 @@ class Bigram(nn.Module):
         return cross_entropy(self(tokens), targets, reduction="none")
 
     def gradient(self, losses: Iterator[Tensor]) -> Tensor:
-        """Return the gradient of a sum of losses, each of which goes backward by itself. [parameters]."""
+        """Return the gradient of a sum of losses, each of which goes backward by itself.
+        [parameters].
+        """
         self.zero_grad()
         for loss in losses:
             loss.backward()

@@ -1,4 +1,5 @@
-"""Draw the parts of a global batch of each rank in a grid of 2 stages, 2 replicas and 2 tensor ranks.
+"""Draw the parts of a global batch of each rank in a grid of 2 stages, 2 replicas and 2 tensor
+ranks.
 
 python docs/figures/parallel_grid.py > docs/figures/parallel_grid.svg
 """
@@ -34,7 +35,8 @@ def rank_box(rank: int, place: RankCoordinates, names: list[str]) -> list[str]:
     kind = "inputs" if place.is_first_stage else "labels"
     color = COLORS[place.data_rank]
     lines = [
-        f"<rect x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='6' fill='{color}' stroke='#555'/>"
+        f"<rect x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='6' fill='{color}' "
+        f"stroke='#555'/>"
     ]
     lines.append(text(x + 10, y + 20, f"rank {rank}: {kind}", "font-weight='bold'"))
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]

@@ -1,4 +1,6 @@
-"""The option reference, generated from the config model: python docs/hooks/config_reference.py FILE."""
+"""The option reference, generated from the config model: python docs/hooks/config_reference.py
+FILE.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ _HEAD = """# The `gear` section
 
 <!-- Generated: python docs/hooks/config_reference.py docs/reference/config.md -->
 
-Every option of the `"gear"` section of `ds_config.json`, with what it admits and its default. A misspelt
-option, a value of another type (a number in quotes is not a number), and options that contradict one another
-are refused when the engine is made, on all ranks, with the option's name, the rule, the value and the remedy.
-`"auto"` is refused wherever it is not listed.
+Every option of the `"gear"` section of `ds_config.json`, with what it admits and its default. A
+misspelt option, a value of another type (a number in quotes is not a number), and options that
+contradict one another are refused when the engine is made, on all ranks, with the option's name,
+the rule, the value and the remedy. `"auto"` is refused wherever it is not listed.
 """
 _PLACEHOLDERS = {"tables": "<name>", "fields": "<name>", "where": "<column>", "columns": "<column>"}
 
@@ -51,7 +53,9 @@ def render() -> str:
 def _sections(
     title: str, model: type[BaseModel], kind: str = ""
 ) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Walk the models, each with the name of the option that holds it, and its kind if there are several."""
+    """Walk the models, each with the name of the option that holds it, and its kind if there are
+    several.
+    """
     yield f"{title}{kind}", model
     for name, info in options(model).items():
         inside = list(_models_in(name, info.annotation))

@@ -1,4 +1,6 @@
-"""What some nodes have saved goes on on any number of them, with the batches that would have come."""
+"""What some nodes have saved goes on on any number of them, with the batches that would
+have come.
+"""
 
 import hashlib
 import json
@@ -37,7 +39,9 @@ Found = dict[str, dict[str, dict[str, Any]]]  # by action and case
 
 @pytest.fixture(scope="module")
 def ran(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """One launch for each number of nodes, each with all cases; a shard is lost when all have loaded it."""
+    """One launch for each number of nodes, each with all cases; a shard is lost when all have
+    loaded it.
+    """
     folder = tmp_path_factory.mktemp("checkpoint")
     data = folder / "data"
     one = folder / "one"
@@ -98,7 +102,9 @@ def test_a_shard_that_is_lost_is_named_on_all_ranks(ran: dict[str, Found]) -> No
 
 
 def test_no_kill_of_two_nodes_loses_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    """The ranks save over one tag; the next ones load it, wherever DeepSpeed's own file of it is whole."""
+    """The ranks save over one tag; the next ones load it, wherever DeepSpeed's own file of it is
+    whole.
+    """
     kills = 200 if LONG else 3
     env = {**rank_environment(), "GLOO_SOCKET_IFNAME": "eth0"}
     common = ["engine", "--folder", str(tmp_path), "--kills", str(kills), "--master", "10.77.0.1"]
@@ -135,7 +141,7 @@ def test_two_nodes_go_on_with_grown_data_as_one_process_does(
             assert found["behind"] == alone["behind"]
 
 
-# ---- on each rank, or alone ---------------------------------------------------------------------------
+# ---- on each rank, or alone ----------------------------------------------------------------------
 
 
 def act(data: Path, actions: dict[str, Path]) -> Found:
@@ -154,7 +160,9 @@ def act(data: Path, actions: dict[str, Path]) -> Found:
 
 
 def cases(data: Path) -> dict[str, dict[str, Any]]:
-    """Return configs by name: of data sets, and of tables that all ranks fill (and change, if so named)."""
+    """Return configs by name: of data sets, and of tables that all ranks fill (and change, if so
+    named).
+    """
     known = replay_cases.cases(data / "a", data / "b")
     names = ("verified", "mapped", "short_epochs", "recent", "prioritized_plain", "mixture")
     steps = {"sampler": prioritized("step"), "prefetch": 1}
@@ -193,7 +201,9 @@ class Run:
         self.reports = self.replay.config.item_sampler.kind == "prioritized"
 
     def add(self, first: int, count: int) -> None:
-        """Add trajectories, in parts of the ranks: their stored order is the same on any number of these."""
+        """Add trajectories, in parts of the ranks: their stored order is the same on any number of
+        these.
+        """
         lengths = lengths_of(48, seed=3)
         for rank in range(self.world):
             if rank == self.rank:
@@ -204,7 +214,9 @@ class Run:
             self.wait()
 
     def change(self) -> None:
-        """Remove and add trajectories, so that the orders of slots, of rows and of ids are all different."""
+        """Remove and add trajectories, so that the orders of slots, of rows and of ids are all
+        different.
+        """
         if self.rank == 0:
             self.replay.remove(self.replay.tables["main"].slots[[1, 2, 4], Slot.ID].copy())
         self.wait()

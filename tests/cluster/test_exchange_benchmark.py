@@ -1,4 +1,6 @@
-"""benchmarks/exchange.py runs: it reads private parts of the exchange, which no other test imports."""
+"""benchmarks/exchange.py runs: it reads private parts of the exchange, which no other
+test imports.
+"""
 
 import json
 import subprocess

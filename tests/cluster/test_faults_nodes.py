@@ -1,4 +1,6 @@
-"""What happens to a training over nodes when ranks or nodes die, stand still, are cut off or differ."""
+"""What happens to a training over nodes when ranks or nodes die, stand still, are cut off or
+differ.
+"""
 
 import os
 import re
@@ -56,7 +58,9 @@ class TrainingRanks(NodeRanks):
         )
 
     def pid(self, rank: int) -> int:
-        """Return the process of a rank as this machine numbers it; the rank has written its own number."""
+        """Return the process of a rank as this machine numbers it; the rank has written its own
+        number.
+        """
         own = (self.folder / f"step-{rank}").read_text()
         for pid in self.cluster.pids(rank // RANKS, "warm_python"):
             if f"\t{own}\n" in Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2]:
@@ -165,7 +169,8 @@ def test_a_rank_that_fails_is_named(
 def test_a_rank_that_ends_early_is_named(
     train: Callable[..., TrainingRanks], cluster: Cluster
 ) -> None:
-    """It has prepared the turn that the others take, and they wait in a collective that it does not enter.
+    """It has prepared the turn that the others take, and they wait in a collective that it does not
+    enter.
 
     If its batch was late they are told before they go on.
     """
@@ -220,10 +225,11 @@ def test_a_node_that_is_lost_is_named(
 def test_a_rank_may_go_on_when_the_others_have_ended(
     lingers: int, cluster: Cluster, tmp_path: Path, data: Path
 ) -> None:
-    """As the one that evaluates: no rank is lost or ended, also where the rendezvous store has gone.
+    """As the one that evaluates: no rank is lost or ended, also where the rendezvous store has
+    gone.
 
-    The next batch is prepared late there, so the other node has held its own early, and the thread of that
-    node waits in a selection that this one does not come to.
+    The next batch is prepared late there, so the other node has held its own early, and the thread
+    of that node waits in a selection that this one does not come to.
     """
     section = config_of(data, timeout_s=TIMEOUT_S, prefetch=2)
     for status, output in TrainingRanks(cluster, tmp_path, section, steps=5, lingers=lingers).wait(
@@ -237,7 +243,9 @@ def test_a_rank_may_go_on_when_the_others_have_ended(
 def test_what_differs_or_does_not_fit_is_refused_on_every_node(
     cluster: Cluster, tmp_path: Path, data: Path
 ) -> None:
-    """Other data, another seed, an unknown sampler, and a /dev/shm that is full, on one node or rank."""
+    """Other data, another seed, an unknown sampler, and a /dev/shm that is full, on one node or
+    rank.
+    """
     right = config_of(data, timeout_s=TIMEOUT_S)
     other = {**right, "data": str(write_dataset(tmp_path / "other", lengths_of(41)))}
     attempts = {
@@ -293,7 +301,9 @@ def test_nodes_whose_processes_are_all_killed_keep_no_store(
 def test_a_rank_that_is_killed_in_a_save_or_a_load_is_named(
     where: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """It is the one that sends the heartbeats of its node; by the timeout that is found after 10 minutes."""
+    """It is the one that sends the heartbeats of its node; by the timeout that is found after 10
+    minutes.
+    """
     ranks = NodeRanks(
         cluster, CALL, write_call(tmp_path, checkpointed, tmp_path, where), nodes=NODES, ranks=RANKS
     )
@@ -304,7 +314,7 @@ def test_a_rank_that_is_killed_in_a_save_or_a_load_is_named(
         assert "must answer" not in text
 
 
-# ---- on each rank, without DeepSpeed -----------------------------------------------------------------
+# ---- on each rank, without DeepSpeed -------------------------------------------------------------
 
 
 def refused(attempts: list[list[dict[str, Any]]]) -> list[str]:
@@ -319,8 +329,8 @@ def refused(attempts: list[list[dict[str, Any]]]) -> list[str]:
 
 
 def checkpointed(folder: Path, where: str) -> None:
-    """Save on each node's own disk, which is refused, and where all share it; rank 2 dies in that or in the
-    load. The others write their error into FOLDER/error-RANK.
+    """Save on each node's own disk, which is refused, and where all share it; rank 2 dies in that
+    or in the load. The others write their error into FOLDER/error-RANK.
     """
     rank = dist.get_rank()
     table = {"capacity_steps": 500, "remove": "fifo"}
@@ -359,11 +369,12 @@ def observations(replay: Replay, packs: bool) -> Iterator[torch.Tensor]:
 
 
 def trained(folder: Path, section: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Train until something happens to a rank. Every rank writes FOLDER/step-RANK after its third step.
+    """Train until something happens to a rank. Every rank writes FOLDER/step-RANK after its third
+    step.
 
-    A plan may have `steps`; the rank that `lingers` after them while its thread prepares the next batch
-    late; which rank `fails` at step 6 (`closes`: it closes its replay in the course of that), or `ends` then:
-    it closes its replay and lives on.
+    A plan may have `steps`; the rank that `lingers` after them while its thread prepares the next
+    batch late; which rank `fails` at step 6 (`closes`: it closes its replay in the course of that),
+    or `ends` then: it closes its replay and lives on.
     """
     rank = dist.get_rank()
     num_prepared = 0

@@ -1,4 +1,6 @@
-"""Rollout workers of two nodes generate what all ranks train: the batches of one node, within the lag."""
+"""Rollout workers of two nodes generate what all ranks train: the batches of one node, within the
+lag.
+"""
 
 import contextlib
 import json
@@ -52,7 +54,9 @@ def read(path: Path) -> list[Any]:
 
 
 def generate(config: dict[str, Any], number: int, log: Path | None = None) -> None:
-    """Lease and commit, the newest first, until the ranks end; some prompts are rejected, and some fail."""
+    """Lease and commit, the newest first, until the ranks end; some prompts are rejected, and some
+    fail.
+    """
     with RolloutWorker.attach(config) as worker:
         try:
             while True:
@@ -69,7 +73,9 @@ def generate(config: dict[str, Any], number: int, log: Path | None = None) -> No
 
 
 def score(config: dict[str, Any], number: int, log: Path | None = None) -> None:
-    """Fill the rewards of what the workers of this node commit, until the ranks end; some are too small."""
+    """Fill the rewards of what the workers of this node commit, until the ranks end; some are too
+    small.
+    """
     with FillWorker.attach(config, "reward") as worker:
         try:
             while True:
@@ -90,7 +96,9 @@ def trained(rollout: Rollout) -> list[int]:
 
 
 def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train beside the workers of this node, some of which are killed; save during a batch, and load it."""
+    """Train beside the workers of this node, some of which are killed; save during a batch, and
+    load it.
+    """
     rank = dist.get_rank()
     world = dist.get_world_size()
     info = BatchInfo(1, 1, world)
@@ -121,7 +129,9 @@ def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def train_beside_slow(sections: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Train by completion beside workers, and a lease of each node that lasts until a batch waits for it."""
+    """Train by completion beside workers, and a lease of each node that lasts until a batch waits
+    for it.
+    """
     rank = dist.get_rank()
     world = dist.get_world_size()
     info = BatchInfo(1, 1, world)
@@ -260,7 +270,9 @@ def test_nodes_train_by_completion_and_wait_for_what_is_slow_or_drop_it(nodes: T
 
 
 def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> str:
-    """Train so many batches beside workers of this node, from the save or the start on; return an error."""
+    """Train so many batches beside workers of this node, from the save or the start on; return an
+    error.
+    """
     rank = dist.get_rank()
     world = dist.get_world_size()
     info = BatchInfo(1, 1, world)
@@ -299,7 +311,9 @@ def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> st
 def test_each_node_goes_on_in_the_store_that_it_has_kept(
     order: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """All processes of two nodes are killed; later a node has lost its store; other numbers are refused."""
+    """All processes of two nodes are killed; later a node has lost its store; other numbers are
+    refused.
+    """
     data = write_prompts(tmp_path / "prompts", 11)
     where = {"where": {"reward": {"mean": {"min": 0.0}}}}
     rule = {"max_lag": 1, "order": order}
@@ -350,7 +364,9 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(
 
 
 def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
-    """Two nodes, by pdsh, train two batches of four groups with a worker each; two ranks of one go on."""
+    """Two nodes, by pdsh, train two batches of four groups with a worker each; two ranks of one go
+    on.
+    """
     config = json.loads((ROOT / "configs" / "grpo_async.json").read_text())
     config["gear"]["rollout"]["groups"] = 4
     config["gear"]["tables"]["rollouts"]["group"].pop(

@@ -137,7 +137,8 @@ def test_a_signal_ends_this_run_and_no_other(cluster: Cluster, tmp_path: Path) -
 
 @pytest.mark.skipif(
     not shutil.which("mpirun") or importlib.util.find_spec("mpi4py") is None,
-    reason="Open MPI's mpirun (apt-get install openmpi-bin) or mpi4py (pip install mpi4py) is missing",
+    reason="Open MPI's mpirun (apt-get install openmpi-bin) or mpi4py (pip install mpi4py) is "
+    "missing",
 )
 def test_open_mpi(cluster: Cluster, tmp_path: Path) -> None:
     mpi = (

@@ -27,7 +27,9 @@ Seen = dict[str, Any]
 
 @dataclass
 class Outcomes:
-    """What one process has seen of each case, and each rank of the nodes; their saves are in `saves`."""
+    """What one process has seen of each case, and each rank of the nodes; their saves are in
+    `saves`.
+    """
 
     cases: dict[str, Case]
     alone: dict[str, Seen]
@@ -199,7 +201,9 @@ def test_an_engine_trains_rollouts_over_nodes(cluster: Cluster, tmp_path: Path) 
 
 
 def ids_on_nodes(micro: MicroBatch) -> list[int]:
-    """Return the ids that trajectories of one process have where each node adds RESPONSES of them."""
+    """Return the ids that trajectories of one process have where each node adds
+    RESPONSES of them.
+    """
     node, number = np.divmod(micro.trajectory_id.numpy(), RESPONSES)
     return [int(one) for one in number * NODES + node]
 

@@ -56,7 +56,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of two nodes, two each, have seen, and the folder where their actors have written."""
+    """What the ranks of two nodes, two each, have seen, and the folder where their actors have
+    written.
+    """
 
     seen: list[dict[str, Any]]
     out: Path
@@ -132,7 +134,9 @@ def times(run: Run, name: str, which: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", PHASES)
 def test_the_rate_is_never_passed(name: str, found: Run) -> None:
-    """At the end of each addition: what was added by then, and the samples that were asked for by then."""
+    """At the end of each addition: what was added by then, and the samples that were asked for by
+    then.
+    """
     rate = rate_of(name)
     added = additions(found.out, name)
     added = added[np.argsort(added[:, 1])]
@@ -223,7 +227,7 @@ def test_the_end_of_a_node_ends_the_waits_of_others(found: Run) -> None:
         assert "ended before global batch 2" in seen["ended"][2]
 
 
-# ---- on each rank: batches, and tables that actors of the nodes fill at full speed ----------------------
+# ---- on each rank: batches, and tables that actors of the nodes fill at full speed ---------------
 
 ENTRY = struct.Struct("=3d")
 BATCHES = 12  # of ranks that act
@@ -233,8 +237,8 @@ ACTORS: dict[str, list[int]] = {}  # of each phase, on this rank
 def drawn(cases: Cases, phases: dict[str, Any], out: Path) -> dict[str, Any]:
     """Return what this rank sees of cases, of phases, and of waits for them.
 
-    A phase has a `section`, numbers of `actors` of each rank and of `batches`, and `lose`: the batch after
-    which the actors of rank 2 are killed, or None.
+    A phase has a `section`, numbers of `actors` of each rank and of `batches`, and `lose`: the
+    batch after which the actors of rank 2 are killed, or None.
     """
     found: dict[str, Any] = {
         "cases": {
@@ -252,7 +256,9 @@ def drawn(cases: Cases, phases: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def start_actors(cases: Cases, phases: dict[str, Any], out: Path) -> None:
-    """Start this rank's; each writes when its additions began and ended, and how many steps they had."""
+    """Start this rank's; each writes when its additions began and ended, and how many steps they
+    had.
+    """
     rank = int(os.environ["RANK"])
     for name, phase in phases.items():
         numbers = range(10 * rank, 10 * rank + phase["actors"][rank])
@@ -266,7 +272,9 @@ drawn.before_group = start_actors  # type: ignore[attr-defined]
 
 
 def act(section: dict[str, Any], log: Path, seed: int) -> None:
-    """Add trajectories of random lengths until the ranks have ended; every fourth is as long as may be."""
+    """Add trajectories of random lengths until the ranks have ended; every fourth is as long as may
+    be.
+    """
     random = np.random.default_rng(seed)
     longest = section["tables"]["main"]["max_length"]
     with (
@@ -300,7 +308,7 @@ def learn(section: dict[str, Any], batches: int, lose: int | None, actors: list[
     return seen
 
 
-# ---- waits for a rate limiter, and their ends ----------------------------------------------------------
+# ---- waits for a rate limiter, and their ends ----------------------------------------------------
 
 
 def tried(replay: Replay) -> Any:
@@ -373,7 +381,9 @@ def acting(folder: Path) -> dict[str, Any]:
 
 
 def ended() -> list[Any]:
-    """There are items for two batches; one node ends while the threads of both wait for the third."""
+    """There are items for two batches; one node ends while the threads of both wait for
+    the third.
+    """
     section = {**section_of("uniform", max_times_sampled=1), "prefetch": 1}
     with Replay(section, schemas={"main": SCHEMA}) as replay:
         for number in range(6):

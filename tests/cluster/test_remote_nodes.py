@@ -1,4 +1,6 @@
-"""An actor on a node without a store streams to the gateway of another, over a cable that is pulled out."""
+"""An actor on a node without a store streams to the gateway of another, over a cable that is pulled
+out.
+"""
 
 import subprocess
 import time
@@ -55,7 +57,9 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
 
 
 def test_a_remote_actor_over_a_cable_that_is_pulled_out(cluster: Cluster, tmp_path: Path) -> None:
-    """100,000 steps, five selections: TCP bridges short ones, calls have deadlines for the long one."""
+    """100,000 steps, five selections: TCP bridges short ones, calls have deadlines for the long
+    one.
+    """
     chain, key = openssl_certificate(tmp_path, "IP:10.77.0.1")
     token = write_token(tmp_path / "token")
     learner = start(cluster, 0, LEARNS, token, chain, key, 100_000)

@@ -63,7 +63,7 @@ def test_what_was_removed_is_drawn_no_more(found: dict[str, Any]) -> None:
     assert len({key for _, key, _ in kinds}) > ADDED * NODES // 2
 
 
-# ---- on each rank ------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 
 def draw(data: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""A process may die at any instruction: the others go on with a whole store and the batches that come next.
+"""A process may die at any instruction: the others go on with a whole store and the batches that
+come next.
 
-Deaths are placed twice: by tracing a child and killing it before its k-th line, for every n-th k (n is
-GEAR_TEST_STRIDE, 17 unless given); and at GEAR_TEST_DEATHS random times of processes that run freely.
-GEAR_LONG_TESTS=1: four processes that report priorities for a minute, fifty of them killed.
+Deaths are placed twice: by tracing a child and killing it before its k-th line, for every n-th k (n
+is GEAR_TEST_STRIDE, 17 unless given); and at GEAR_TEST_DEATHS random times of processes that run
+freely. GEAR_LONG_TESTS=1: four processes that report priorities for a minute, fifty of them killed.
 """
 
 import contextlib
@@ -109,7 +110,9 @@ def changed(kind: str) -> StoreScene:
 
 @pytest.mark.parametrize("kind", ["random", "epoch"])
 def test_death_while_cutting(kind: str) -> None:
-    """Changes are queued, and an epoch ends inside: the next process makes exactly the same selections."""
+    """Changes are queued, and an epoch ends inside: the next process makes exactly the same
+    selections.
+    """
 
     def act(table: Any, streams: Any) -> None:
         sampled(streams[0], 1)
@@ -122,7 +125,7 @@ def test_death_while_cutting(kind: str) -> None:
         check_whole(scene.table, scene.streams)
 
 
-# ---- reports of priorities ---------------------------------------------------------------------------
+# ---- reports of priorities -----------------------------------------------------------------------
 
 
 def scene_of(unit: str = "step", **options: Any) -> StoreScene:
@@ -151,7 +154,9 @@ def report(
 
 
 def contradicted(unit: str) -> StoreScene:
-    """Return a store whose next selection applies reports of two processes, new and removed items, alpha."""
+    """Return a store whose next selection applies reports of two processes, new and removed items,
+    alpha.
+    """
     scene = scene_of(unit, alpha=lambda key: 1 - key / 2)
     stream = scene.streams[0]
     table, (other,) = scene.attach(2)
@@ -169,7 +174,9 @@ def contradicted(unit: str) -> StoreScene:
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_death_while_reports_are_applied(unit: str) -> None:
-    """Who comes next makes the very same selections; in them the last report of each item has won."""
+    """Who comes next makes the very same selections; in them the last report of each
+    item has won.
+    """
 
     def act(table: Any, streams: Any) -> None:
         sampled(streams[0], 1)
@@ -214,7 +221,7 @@ def test_death_while_reporting() -> None:
     assert seen == {1.0, 5.0, 6.0}
 
 
-# ---- inside an op ------------------------------------------------------------------------------------
+# ---- inside an op --------------------------------------------------------------------------------
 
 
 PLAIN = ("slot_masses_", "tree_update_")
@@ -271,7 +278,7 @@ def test_death_inside_an_op(make: Callable[[str], StoreScene], op: str) -> None:
     scene.close()
 
 
-# ---- eviction and moves ------------------------------------------------------------------------------
+# ---- eviction and moves --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
@@ -355,9 +362,11 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
 @pytest.mark.parametrize("step", ["copy", "replace"])
 @pytest.mark.parametrize("to", [0, 4])
 def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
-    """Before the last piece is copied, or after the place is published: the next owner of the lock finishes.
+    """Before the last piece is copied, or after the place is published: the next owner of the lock
+    finishes.
 
-    No row that is free has a priority. The extent moves by its whole length, or by less and in pieces.
+    No row that is free has a priority. The extent moves by its whole length, or by less and in
+    pieces.
     """
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
     sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 3}
@@ -398,7 +407,7 @@ def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
     scene.close()
 
 
-# ---- at random times ---------------------------------------------------------------------------------
+# ---- at random times -----------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)
@@ -409,8 +418,9 @@ def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
 def test_random_deaths(kind: str, unit: str) -> None:
     """Processes draw, report, add and remove; one after the other is killed and replaced.
 
-    Trajectory `peer` belongs to one process, which counts its first item's priority up. What was accepted
-    before a kill stands in an anonymous map, and must be in the store after the next selections.
+    Trajectory `peer` belongs to one process, which counts its first item's priority up. What was
+    accepted before a kill stands in an anonymous map, and must be in the store after the next
+    selections.
     """
     peers = 4 if LONG else 2
     has_priorities = kind == "prioritized"
@@ -434,7 +444,8 @@ def test_random_deaths(kind: str, unit: str) -> None:
             key = int(mine.position[0])
             mine.state.ask(key)
             mine.release(key - 1)  # it always wants the newest
-            # Another process may have made newer ones meanwhile, or the table is empty for a moment.
+            # Another process may have made newer ones meanwhile, or the table is empty for a
+            # moment.
             with contextlib.suppress(StoreError):
                 records = mine.get(key).records.numpy().copy()
                 mine.release(key)

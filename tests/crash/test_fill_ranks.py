@@ -1,4 +1,6 @@
-"""Two ranks fill a column; one is killed in the middle, and what is not filled is filled by the next run."""
+"""Two ranks fill a column; one is killed in the middle, and what is not filled is filled by the
+next run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STORED = responses(COUNT)
 
 
 def fill(folder: Path, rank: int, config: dict[str, Any], resumes: bool) -> None:
-    """Fill what lacks the column; the first time rank 1 is killed before its second micro batch is filled."""
+    """Fill what lacks the column; the first time rank 1 is killed before its second micro batch is
+    filled.
+    """
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{resumes}", rank=rank, world_size=2
     )

@@ -132,7 +132,7 @@ def test_death_while_groups_are_evicted(remove: str) -> None:
         check_whole(scene.table, scene.streams)
 
 
-# ---- processes ---------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 def writing(config: dict[str, Any], samples: list[int], prompts: int, pause_s: float) -> None:
@@ -167,7 +167,9 @@ def test_processes_write_members_of_the_same_groups() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_writer_is_killed_in_the_middle_of_a_group(seed: int) -> None:
-    """What it has added stays; another process adds the missing members, and the group is complete."""
+    """What it has added stays; another process adds the missing members, and the group
+    is complete.
+    """
     config = section({**GROUP, "size": 5}, batch={"groups": 1}, writers=1, max_times_sampled=1)
     with Replay(config) as replay:
         child = in_child(lambda: writing(config, list(range(5)), 40, 0.002))

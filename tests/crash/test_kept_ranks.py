@@ -1,4 +1,6 @@
-"""All ranks and the gateway are killed at any time; workers live on, and the next job has the same store."""
+"""All ranks and the gateway are killed at any time; workers live on, and the next job has the same
+store.
+"""
 
 import contextlib
 import itertools

@@ -52,7 +52,9 @@ def lease(table: Any, count: int) -> list[Any]:
 
 
 def check(table: Any, streams: Any) -> dict[str, Any]:
-    """Check the books, and that each held number has a whole group and no other one has a trajectory."""
+    """Check the books, and that each held number has a whole group and no other one has a
+    trajectory.
+    """
     check_whole(table, streams)
     with table.lock:
         table.groups.update()
@@ -70,7 +72,9 @@ def check(table: Any, streams: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", ["leases", "commits", "selections"])
 def test_death_at_any_line(part: str) -> None:
-    """Of a worker that leases, commits and fails, and of one that commits, and evicts for what is drawn."""
+    """Of a worker that leases, commits and fails, and of one that commits, and evicts for what is
+    drawn.
+    """
 
     def make() -> StoreScene:
         found = scene()

@@ -1,4 +1,6 @@
-"""Two ranks train what two rollout workers generate; workers and then all of them are killed with SIGKILL."""
+"""Two ranks train what two rollout workers generate; workers and then all of them are killed with
+SIGKILL.
+"""
 
 import contextlib
 import itertools
@@ -58,7 +60,9 @@ def generate(config: dict[str, Any], seed: int) -> None:
 
 
 def seen(lease: Any) -> list[dict[str, Any]]:
-    """Return the group of a lease: prompts of equal tokens, with an image; others' images leave for it."""
+    """Return the group of a lease: prompts of equal tokens, with an image; others' images leave for
+    it.
+    """
     found = responses(lease)
     for one in found:
         one["image"] = {0: image(lease.number % IMAGES)}
@@ -203,8 +207,9 @@ def give_rewards(config: dict[str, Any], seed: int) -> None:
     "keeps", [False, True], ids=["with rewards in a second stage", "in a kept store"]
 )
 def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
-    """Of workers, remote ones, their gateway, fill workers, a rank, and all, while they start, attach, lease,
-    commit, fill, train and save: the books stay right. In a kept store remote workers outlive all others.
+    """Of workers, remote ones, their gateway, fill workers, a rank, and all, while they start,
+    attach, lease, commit, fill, train and save: the books stay right. In a kept store remote
+    workers outlive all others.
     """
     words = random.Random(7)
     seeds = itertools.count()

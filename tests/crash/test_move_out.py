@@ -36,7 +36,9 @@ def section_of(remove: str) -> dict[str, Any]:
 
 
 class Episodes:
-    """Steps of environments whose rows say of which episode and step they are; every 20th episode is long."""
+    """Steps of environments whose rows say of which episode and step they are; every 20th episode
+    is long.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)

@@ -25,7 +25,9 @@ CALLS = ("rollout", "items", "missing_groups", "forward", "step", "mean", "per_s
 
 
 def calls(replay: Replay, call: str, is_victim: bool, folder: Path) -> None:
-    """Make the calls of a training loop; the victim dies where the others are in the one that is named."""
+    """Make the calls of a training loop; the victim dies where the others are in the one that is
+    named.
+    """
 
     def die_at(name: str) -> None:
         if is_victim and name == call:

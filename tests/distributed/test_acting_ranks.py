@@ -23,9 +23,11 @@ SECTION = {
 
 
 def act(section: dict[str, Any]) -> list[list[int]]:
-    """Act on one rank, which is told that it is not ready, as all others are; return the sample numbers.
+    """Act on one rank, which is told that it is not ready, as all others are; return the sample
+    numbers.
 
-    In the first turn no rank has a writer: one waits for items that the other adds, and both wait for none.
+    In the first turn no rank has a writer: one waits for items that the other adds, and both wait
+    for none.
     """
     rank = dist.get_rank()
     model = torch.nn.Linear(2, 1)

@@ -1,4 +1,6 @@
-"""Tables in the memory of each rank's device, with several replicas: of a CPU, or two of one GPU."""
+"""Tables in the memory of each rank's device, with several replicas: of a CPU, or two
+of one GPU.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -36,7 +36,9 @@ run.main(sys.argv[3:])
 
 @pytest.mark.timeout(300)
 def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: Path) -> None:
-    """Two agents of a rank each; the second is killed with its rank. The first converts, and goes on."""
+    """Two agents of a rank each; the second is killed with its rank. The first converts, and goes
+    on.
+    """
     sampler = {"kind": "prioritized", "unit": "step"}
     gear = config_of(
         dataset, fields={"observation": {"length": 4}, "action": {}}, sampler=sampler, seed=3
@@ -89,9 +91,11 @@ def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: 
 
 
 def run_page(folder: Path, arguments: list[str]) -> None:
-    """Run train.py of change-ranks.md, and append the samples of each micro batch to a file of this attempt.
+    """Run train.py of change-ranks.md, and append the samples of each micro batch to a file of this
+    attempt.
 
-    A rank of the second agent kills this agent and itself in the fourth step, as where a node is lost.
+    A rank of the second agent kills this agent and itself in the fourth step, as where a node is
+    lost.
     """
     name = f"seen-{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
 

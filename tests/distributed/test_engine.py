@@ -1,4 +1,6 @@
-"""Engines on several ranks: the ways to one with a replay, what it hands out, its end, its checkpoints."""
+"""Engines on several ranks: the ways to one with a replay, what it hands out, its end, its
+checkpoints.
+"""
 
 import csv
 import json
@@ -70,16 +72,18 @@ def refused(kind: type[Exception], text: str, function: Any, **call: Any) -> Non
         function(**call)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def saved(
     dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], Path, Any]:
-    """A run of 2 ranks that has saved in the middle of an epoch and gone on: its gear, saves, and results.
+    """A run of 2 ranks that has saved in the middle of an epoch and gone on: its gear, saves, and
+    results.
 
-    Engine "data" reads a data set; engine "table" has a table that rank 0 adds to, under way as well.
+    Engine "data" reads a data set; engine "table" has a table that rank 0 adds to, under way as
+    well.
     """
     folder = tmp_path_factory.mktemp("saved")
     sampler = {"kind": "epoch", "unit": "trajectory"}
@@ -177,7 +181,9 @@ def load_into(engine: Any, folder: Path) -> tuple[Any, Any]:
 
 
 def attach_late(gear: dict[str, Any], folder: Path) -> dict[str, Arrays]:
-    """Load before the engine is attached, as Trainers do: that is refused unless the checkpoint is named."""
+    """Load before the engine is attached, as Trainers do: that is refused unless the checkpoint is
+    named.
+    """
     found = {}
     for name in gear:
         config = ds_config(gear[name], ACCUMULATION, zero_optimization={"stage": 0})
@@ -186,7 +192,10 @@ def attach_late(gear: dict[str, Any], folder: Path) -> dict[str, Arrays]:
         schemas = schemas_of(name)
         assert load_into(engine, folder / name)[0] is not None
         call = {"function": deepspeed_gear.attach, "engine": engine, "schemas": schemas}
-        text = "checkpoint must be given: this engine has trained or loaded a checkpoint (global step 3)"
+        text = (
+            "checkpoint must be given: this engine has trained or loaded a checkpoint "
+            "(global step 3)"
+        )
         refused(ConfigError, text, **call)
         refused(GearError, "must name the checkpoint's tag", **call, checkpoint=str(folder))
         differ = f"{at}{'/' * dist.get_rank()}"
@@ -209,7 +218,7 @@ def attach_late(gear: dict[str, Any], folder: Path) -> dict[str, Arrays]:
     return found
 
 
-# ---- a life with an engine ---------------------------------------------------------------------------
+# ---- a life with an engine -----------------------------------------------------------------------
 
 
 def test_attach_enable_evaluate_report_and_end(dataset: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Whatever happens to a rank: nothing hangs, all ranks raise the error, nothing stays in shared memory.
+"""Whatever happens to a rank: nothing hangs, all ranks raise the error, nothing stays in shared
+memory.
 
 GEAR_LONG_TESTS=1 kills 20 times instead of 4.
 """
@@ -50,7 +51,9 @@ left: list[Replay] = []  # of a process that does not close it
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A prefix in /dev/shm of this test alone; what is left of it is the test's failure, and removed."""
+    """A prefix in /dev/shm of this test alone; what is left of it is the test's failure, and
+    removed.
+    """
     prefix = f"gfault{os.getpid()}x{next(_numbers)}"
     yield prefix
     left = shared_files(prefix)
@@ -162,7 +165,9 @@ class Run:
         return int((self.folder / f"pid-{rank}").read_text())
 
     def end(self, timeout_s: float) -> int:
-        """Wait until the launcher and all ranks have ended by themselves; return the exit status."""
+        """Wait until the launcher and all ranks have ended by themselves; return the
+        exit status.
+        """
         status = self.process.wait(timeout_s)
         wait_until(lambda: not group_lives(self.process.pid), "the end of the ranks", timeout_s)
         return status
@@ -261,7 +266,9 @@ def lag(folder: Path, section: dict[str, Any]) -> None:
 def test_kill_at_any_time_leaves_nothing_after_the_next_start(
     name: str, data: Path, tmp_path: Path
 ) -> None:
-    """While stores have names, while an engine trains under the launcher, while replays start and end."""
+    """While stores have names, while an engine trains under the launcher, while replays start and
+    end.
+    """
     chance = random.Random(0)
     for number in range(ROUNDS):
         folder = tmp_path / f"run{number}"
@@ -336,9 +343,14 @@ def test_a_wrong_config_on_one_rank_ends_all(
 
 
 def refused_cases(name: str) -> list[dict[str, Any]]:
-    """Return sections and folders of both ranks, the kind of error of each, and parts of both texts."""
+    """Return sections and folders of both ranks, the kind of error of each, and parts of both
+    texts.
+    """
     fine = section_of("data", name, batch_size=8)
-    divide = "gear.batch_size must be gear.micro_batch_size * gear.gradient_accumulation_steps * replicas"
+    divide = (
+        "gear.batch_size must be gear.micro_batch_size * gear.gradient_accumulation_steps "
+        "* replicas"
+    )
     same = "must be the same on all ranks"
 
     def other(**options: Any) -> dict[str, Any]:
@@ -391,7 +403,9 @@ def capacity(name: str, steps: int) -> dict[str, Any]:
 
 
 def test_every_rank_refuses_what_one_rank_cannot_do(name: str, tmp_path: Path) -> None:
-    """All cases in one process group: after each error the ranks still agree, and the last case works."""
+    """All cases in one process group: after each error the ranks still agree, and the last case
+    works.
+    """
     for folder in ("a", "broken"):
         write_dataset(tmp_path / folder / "data", lengths_of(20))
     write_dataset(tmp_path / "b" / "data", lengths_of(20, seed=1))
@@ -406,7 +420,9 @@ def test_every_rank_refuses_what_one_rank_cannot_do(name: str, tmp_path: Path) -
 
 
 def refuse(cases: list[dict[str, Any]], folder: Path) -> list[tuple[str, str]]:
-    """Build a replay for each case; return kind and text of this rank's errors, or what it has sampled."""
+    """Build a replay for each case; return kind and text of this rank's errors, or what it has
+    sampled.
+    """
     rank = dist.get_rank()
     found = []
     for case in cases:
@@ -444,7 +460,9 @@ def test_a_rank_that_stops_is_named_and_its_death_lets_the_others_go_on(
 def test_runs_with_the_same_prefix_leave_each_other_alone(
     name: str, data: Path, tmp_path: Path
 ) -> None:
-    """One run waits while its store has a name; another starts, works and ends meanwhile, many times."""
+    """One run waits while its store has a name; another starts, works and ends meanwhile, many
+    times.
+    """
     section = section_of(data, name, batch_size=8)
     waiting = run_samples(paused, tmp_path / "paused", section)
     linked = tmp_path / "paused" / "linked"
@@ -483,7 +501,9 @@ def test_the_lock_of_a_killed_build_stops_no_launch(data: Path, tmp_path: Path, 
 def test_ranks_of_a_table_with_writers_are_killed(
     numbers: tuple[int, int], name: str, tmp_path: Path
 ) -> None:
-    """At once, or one after the other; a writer is killed last. Files go with the last process of each."""
+    """At once, or one after the other; a writer is killed last. Files go with the last process of
+    each.
+    """
     table = {"capacity_steps": 500, "remove": "fifo", "writers": 1}
     section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": name}}
     ranks = Ranks(CALL, 2, write_call(tmp_path, hold_names, tmp_path, section))

@@ -1,4 +1,5 @@
-"""Gradients of ranks: what frameworks divide them by, and those of packs beside one process without packs.
+"""Gradients of ranks: what frameworks divide them by, and those of packs beside one process without
+packs.
 
 GEAR_LONG_TESTS=1 trains every loss with every budget.
 """
@@ -23,7 +24,8 @@ pytest.importorskip("transformers", reason="the model of packed gradients is tra
 from packed_gradients import attend, outcomes
 
 FLOAT32 = 1e-6  # of rounding, in sums of up to 12 gradients and in the weights; eps is 1.2e-7
-# Of the largest gradient: float32 sums of about 700 tokens in another order, 7e-7 at most in all long cases.
+# Of the largest gradient: float32 sums of about 700 tokens in another order, 7e-7 at most in all
+# long cases.
 BOUND = 2e-6
 
 pytestmark = pytest.mark.timeout(900)  # of the launch
@@ -32,7 +34,9 @@ Gradients = Callable[[int], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def gradients() -> Gradients:
-    """Return a function: what each rank of a world has found, in one launch for each number of ranks."""
+    """Return a function: what each rank of a world has found, in one launch for each number of
+    ranks.
+    """
     known: dict[int, list[dict[str, Any]]] = {}
 
     def found(world: int) -> list[dict[str, Any]]:
@@ -88,7 +92,7 @@ def test_packed_steps_are_those_of_one_process(world: int, kind: str, gradients:
             assert of_means.max() / of_means.min() > 1.2
 
 
-# ---- on each rank ------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 NUM_MICRO = 3  # of a rank, with unequal, weighted losses
 WORDS = 11
@@ -134,7 +138,9 @@ class Model(nn.Module):
 def micro_batch(
     replica: int, micro: int, part: slice = slice(None)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, targets and loss weights; the length differs between replicas and micro batches."""
+    """Return tokens, targets and loss weights; the length differs between replicas and micro
+    batches.
+    """
     words = torch.Generator().manual_seed(1000 * replica + micro)
     count = 4 * (1 + (2 * replica + micro) % 3)
     tokens, targets = torch.randint(0, WORDS, (2, count), generator=words)
@@ -151,7 +157,9 @@ def loss_sum(
 
 
 def wanted_gradients(replicas: int, dtype: torch.dtype) -> Weights:
-    """Return the gradient of the sum of all losses, by one process. The summands are added in float64."""
+    """Return the gradient of the sum of all losses, by one process. The summands are added in
+    float64.
+    """
     model = Model().to(dtype)
     sums = {
         name: torch.zeros_like(one, dtype=torch.float64) for name, one in model.named_parameters()
@@ -166,7 +174,9 @@ def wanted_gradients(replicas: int, dtype: torch.dtype) -> Weights:
 
 
 def largest_error(before: Weights, after: Weights, wanted: Weights) -> float:
-    """Return the largest error of a change by SGD with rate 1, as part of a parameter's largest gradient."""
+    """Return the largest error of a change by SGD with rate 1, as part of a parameter's largest
+    gradient.
+    """
     assert before.keys() == wanted.keys()
     errors = {
         name: float(

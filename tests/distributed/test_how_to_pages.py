@@ -153,7 +153,9 @@ def test_a_trainer_resumes_at_the_next_sample(
 
 @pytest.mark.skipif(not HAS_TRAINERS, reason="transformers and accelerate are not installed")
 def test_a_trainer_of_packed_batches_resumes(ran: dict[int, Ran]) -> None:
-    """Each text of the epoch is trained once; the first batch of 12 after the resume is the fourth one."""
+    """Each text of the epoch is trained once; the first batch of 12 after the resume is the fourth
+    one.
+    """
     texts = [rank[PACKED] for rank in ran[2]]
     trained = sorted(text for text in itertools.chain(*texts) if text)  # 0 is padding
     assert trained == list(range(1, STEPS * BATCH + 1))
@@ -193,11 +195,13 @@ def test_another_global_batch_continues_without_a_gap(dataset: Path) -> None:
         assert (alone(gear, 3, 8, state).reshape(-1, 3) == wanted[2 * BATCH :]).all()
 
 
-# ---- on each rank ------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 
 class NamedModel(Model):
-    """As Model, for a Trainer: named tensors in, a dict with the loss out. Keeps the codes that it gets."""
+    """As Model, for a Trainer: named tensors in, a dict with the loss out. Keeps the codes that it
+    gets.
+    """
 
     def __init__(self, codes: list[int]) -> None:
         super().__init__(12)
@@ -211,7 +215,9 @@ class NamedModel(Model):
 def run_pages(
     out: Path, runs: dict[str, Any], trainers: list[str], progress: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Run train.py and the loop of statistics.md with their configs, and programs of hugging-face.md."""
+    """Run train.py and the loop of statistics.md with their configs, and programs of
+    hugging-face.md.
+    """
     found: dict[str, Any] = {
         name: train(name, config, steps, out) for name, (steps, config) in runs.items()
     }
@@ -265,7 +271,9 @@ def use_gloo() -> None:
 
 
 def with_trainer(mark: str, folder: Path) -> list[int]:
-    """Run a program of hugging-face.md half-way, and then from there; return the codes of its batches."""
+    """Run a program of hugging-face.md half-way, and then from there; return the codes of its
+    batches.
+    """
     from accelerate.state import AcceleratorState
 
     codes: list[int] = []
@@ -280,7 +288,9 @@ def with_trainer(mark: str, folder: Path) -> list[int]:
 
 
 def with_fsdp(folder: Path) -> dict[str, Any]:
-    """Run the program of fsdp.md half-way and on, and in one piece; return texts and weights of both."""
+    """Run the program of fsdp.md half-way and on, and in one piece; return texts and weights of
+    both.
+    """
     os.chdir(folder)  # has gear.json
     found = {}
     for name, ends in {"resumed": (HALF, STEPS), "whole": (STEPS,)}.items():

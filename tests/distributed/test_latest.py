@@ -1,4 +1,6 @@
-"""`latest` names a checkpoint when all of its files are there; the error of a broken one names a whole."""
+"""`latest` names a checkpoint when all of its files are there; the error of a broken one names a
+whole.
+"""
 
 import os
 import re

@@ -1,4 +1,6 @@
-"""Engines that train packed batches: weights, counts, what is refused, and saves in a rollout batch."""
+"""Engines that train packed batches: weights, counts, what is refused, and saves in a rollout
+batch.
+"""
 
 import logging
 import re
@@ -26,7 +28,8 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 def test_a_rollout_batch_goes_on_on_other_ranks(tmp_path: Path) -> None:
-    """Saved by two ranks after one of six steps: one and four ranks train the same packs and columns.
+    """Saved by two ranks after one of six steps: one and four ranks train the same packs and
+    columns.
 
     The batch begins in the middle of a selection.
     """
@@ -52,7 +55,9 @@ def test_a_rollout_batch_goes_on_on_other_ranks(tmp_path: Path) -> None:
 
 
 def test_packed_steps_of_an_engine() -> None:
-    """Weights, `global_samples`, skipped steps, steps out of order, settings that are refused or named."""
+    """Weights, `global_samples`, skipped steps, steps out of order, settings that are refused or
+    named.
+    """
     gear = section(timeout_s=60.0)
     del gear["rollout"]
     call_with_engines(2, live, gear)
@@ -66,7 +71,9 @@ def live(gear: dict[str, Any]) -> None:
 
 
 def wanted(model: Scores) -> dict[str, Tensor]:
-    """Return the gradient of the mean over all loss tokens of all ranks' responses, in one process."""
+    """Return the gradient of the mean over all loss tokens of all ranks' responses, in
+    one process.
+    """
     sums = torch.zeros(())
     count = 0
     for rank in range(dist.get_world_size()):
@@ -137,7 +144,8 @@ def several_steps(gear: dict[str, Any]) -> None:
     for micro in next(steps):
         engine.backward(micro.sum(scores_of(engine, micro)))
     later = next(steps)
-    dist.barrier()  # a failure is raised on all ranks, also on one that has not left the barrier before
+    # a failure is raised on all ranks, also on one that has not left the barrier before
+    dist.barrier()
     refused(StoreError, "must not begin before engine.step() was called", lambda: next(iter(later)))
     engine.step()
     for step in steps:
@@ -163,7 +171,8 @@ def a_loop_that_ends_early(gear: dict[str, Any]) -> None:
     refused(StoreError, "must not be used after its loop has ended", first.advantages)
     second = engine.gear_rollout()
     assert not set(first.trajectory_id.tolist()) & set(second.trajectory_id.tolist())
-    dist.barrier()  # a failure is raised on all ranks, also on one that has not left the barrier before
+    # a failure is raised on all ranks, also on one that has not left the barrier before
+    dist.barrier()
     name = "reward" if dist.get_rank() else "other"  # of one rank: the other gets its error
     refused(
         ConfigError,

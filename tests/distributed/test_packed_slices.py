@@ -90,7 +90,9 @@ def by_place(ranks: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_slices_are_those_of_one_rank(replicas: int) -> None:
-    """Filled and whitened columns, means over sequences with their gradients, and metrics of steps."""
+    """Filled and whitened columns, means over sequences with their gradients, and
+    metrics of steps.
+    """
     size = {"trajectories": 30, "minibatches": 2}
     sections = {
         name: section(rollout=size, loss={"normalize": name}) for name in ("token", "sequence")
@@ -102,7 +104,8 @@ def test_slices_are_those_of_one_rank(replicas: int) -> None:
             alone = trained(replay)
         ranks = [found[name] for found in ran]
         assert all(len(rank["places"]) for rank in ranks)
-        (places, values), wanted = by_place(ranks), by_place([alone])
+        (places, values) = by_place(ranks)
+        wanted = by_place([alone])
         assert np.array_equal(places, wanted[0])  # every place once
         for kind, found, value in zip(VALUES, values.T, wanted[1].T, strict=True):
             assert np.abs(found - value).max() <= FLOAT32 * np.abs(value).max(), (name, kind)

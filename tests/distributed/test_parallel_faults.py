@@ -1,4 +1,6 @@
-"""What goes wrong in parallel training ends on every rank with an error that names it, and in time."""
+"""What goes wrong in parallel training ends on every rank with an error that names it,
+and in time.
+"""
 
 import os
 import signal
@@ -51,8 +53,9 @@ def test_what_attach_refuses(dataset: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["zero:1x2", pytest.param("tensor:2", marks=LONG), "pipe:3"])
 def test_a_rank_that_fails_or_ends_early(mode: str, dataset: Path) -> None:
-    """A failure is raised on all, and all may try again; other samples than those of the replica are found;
-    who ends a step early is named by the others."""
+    """A failure is raised on all, and all may try again; other samples than those of the replica
+    are found; who ends a step early is named by the others.
+    """
     ranks, replicas = MODES[mode]
     by_error = mode.startswith("pipe")
     found = call_with_engines(ranks, stepping, mode, section(dataset, verify_every=1), by_error)
@@ -80,7 +83,9 @@ def test_a_rank_that_fails_or_ends_early(mode: str, dataset: Path) -> None:
 
 
 def test_a_cut_that_fails_is_an_error_on_all_at_once(dataset: Path) -> None:
-    """One rank finds no mass to draw from while the other waits for its reports; both can go on later."""
+    """One rank finds no mass to draw from while the other waits for its reports; both can go on
+    later.
+    """
     sampler = {"kind": "prioritized", "initial": 1.0, "unit": "step", "anchors": "start"}
     for found in call_with_engines(2, without_masses, section(dataset, sampler=sampler)):
         for kind, message in found["errors"]:
@@ -113,7 +118,7 @@ def test_a_rank_that_dies_or_stands_still(
     assert shared_files(prefix()) == []
 
 
-# ---- on each rank ------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 
 class WrongMpu:
@@ -186,8 +191,8 @@ def engine_of(mode: str, gear: dict[str, Any]) -> Any:
 
 
 def stepping(mode: str, gear: dict[str, Any], by_error: bool) -> dict[str, Any]:
-    """The last rank fails once and all try again; later it has other samples than its replica; then it ends
-    a step early, in the course of an error or not.
+    """The last rank fails once and all try again; later it has other samples than its replica; then
+    it ends a step early, in the course of an error or not.
     """
     engine = engine_of(mode, gear)
     last = dist.get_rank() == dist.get_world_size() - 1

@@ -1,4 +1,6 @@
-"""Exchange and Replay in a plain gloo group, without an engine: agreement, DDP, parts of the world."""
+"""Exchange and Replay in a plain gloo group, without an engine: agreement, DDP, parts
+of the world.
+"""
 
 import time
 from pathlib import Path
@@ -69,7 +71,9 @@ def agreeing() -> None:
 
 
 def failing() -> None:
-    """An error on one rank is raised there as it is, and with its text on the others; then all go on."""
+    """An error on one rank is raised there as it is, and with its text on the others; then all go
+    on.
+    """
     rank = dist.get_rank()
     exchange = ControlPlane()
 
@@ -92,7 +96,9 @@ def failing() -> None:
 
 
 def meeting() -> None:
-    """Keys in the store where ranks have met belong to this start of them, like those of torch's groups."""
+    """Keys in the store where ranks have met belong to this start of them, like those of torch's
+    groups.
+    """
     rank = dist.get_rank()
     world = dist.get_world_size()
     default = dist.distributed_c10d._get_default_store()
@@ -104,7 +110,9 @@ def meeting() -> None:
 
 
 def resuming(folder: Path) -> None:
-    """A checkpoint of which one rank has no part is refused on all; none may wait for another in its load."""
+    """A checkpoint of which one rank has no part is refused on all; none may wait for another in
+    its load.
+    """
     exchange = ControlPlane()
     replay: Any = SimpleNamespace(exchange=exchange)  # the rest of it is not touched
     with pytest.raises(CheckpointError, match=r"got 'none on ranks \[1\]'"):

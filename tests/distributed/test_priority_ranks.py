@@ -1,4 +1,6 @@
-"""Prioritized and relabelled runs: the same batches on any ranks, in any division, and after a resume."""
+"""Prioritized and relabelled runs: the same batches on any ranks, in any division, and after a
+resume.
+"""
 
 import os
 import random
@@ -57,7 +59,9 @@ def section(**options: Any) -> dict[str, Any]:
 
 
 def cases(folder: Path, world: int) -> dict[str, Any]:
-    """Return what a group of ranks runs: two save what one and four go on with; they report late, too."""
+    """Return what a group of ranks runs: two save what one and four go on with; they report late,
+    too.
+    """
     changing: dict[str, Any] = {"last": NUM_BATCHES, "changes": True}
     accumulated = section(gradient_accumulation_steps=4)
     found: dict[str, Any] = {
@@ -119,7 +123,9 @@ def batches(ran: Ran, name: str, world: int) -> Arrays:
     ],
 )
 def test_a_run_is_the_same_in_every_division(ran: Ran, name: str, like: str, world: int) -> None:
-    """With a lag, by trajectory and stratified, the highest priorities, and goals by hindsight, too."""
+    """With a lag, by trajectory and stratified, the highest priorities, and goals by hindsight,
+    too.
+    """
     assert_same(batches(ran, name, world), batches(ran, like, 1))
 
 
@@ -173,7 +179,7 @@ def test_the_runs_show_something(ran: Ran) -> None:
     assert (goals["goal"][is_relabelled] % 1000 == goals["goal_step"][is_relabelled]).all()
 
 
-# ---- on each rank ------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 LENGTHS = [1 + 7 * number % 23 for number in range(24)]
 NAMES = (*SAMPLES, "probability", "is_weight", "epoch", "num_steps", "goal_step")
@@ -181,7 +187,9 @@ CHANGES = 9  # the global batch after which trajectories come and go
 
 
 def run_cases(cases: dict[str, Any]) -> dict[str, Arrays]:
-    """Run each case to its end; return what this rank has seen. Its reports depend on the sample alone."""
+    """Run each case to its end; return what this rank has seen. Its reports depend on the sample
+    alone.
+    """
     found = {}
     for name, case in cases.items():
         if name == "stopping":
@@ -203,7 +211,9 @@ def made(section: dict[str, Any]) -> Replay:
 
 
 def priorities(batch: Batch) -> torch.Tensor:
-    """Depend on item and sample number: of an item that was drawn twice the last report must win."""
+    """Depend on item and sample number: of an item that was drawn twice the last report
+    must win.
+    """
     word = (batch.trajectory_id * 7919 + batch.anchor * 104729 + batch.sample_number * 31) % 1009
     return (word + 1).double().pow(2) / 1e5
 

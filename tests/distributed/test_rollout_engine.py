@@ -1,4 +1,6 @@
-"""GearRollout on ranks with divided parameters: each prompt once, and the whole model's log-probabilities."""
+"""GearRollout on ranks with divided parameters: each prompt once, and the whole model's
+log-probabilities.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -28,7 +30,9 @@ pytestmark = [
 
 
 def test_ranks_with_divided_parameters_generate_together(tmp_path: Path) -> None:
-    """No more than the 3 groups of a batch are open, and each of 2 ranks leases up to 2: one has fewer."""
+    """No more than the 3 groups of a batch are open, and each of 2 ranks leases up to 2: one has
+    fewer.
+    """
     with DatasetWriter(
         tmp_path / "prompts", Schema([Column("tokens", "int32", role="token")])
     ) as writer:

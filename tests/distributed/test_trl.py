@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer with packed training steps: examples/trl_grpo.py against TRL's own padded step."""
+"""TRL's GRPOTrainer with packed training steps: examples/trl_grpo.py against TRL's own
+padded step.
+"""
 
 import importlib.util
 import sys
@@ -74,7 +76,8 @@ def test_packed_steps_equal_padded_ones(ran: dict[str, Run], loss_type: str) -> 
 def test_a_run_resumes_inside_a_rollout_batch(ran: dict[str, Run]) -> None:
     """The table, the position, the prompts and the random numbers continue.
 
-    Both ranks add at the same time: the order of groups in the table differs, and with it that of sums.
+    Both ranks add at the same time: the order of groups in the table differs, and with it that of
+    sums.
     """
     whole = ran["whole"]
     rest = ran["rest"]
@@ -87,7 +90,9 @@ def test_a_run_resumes_inside_a_rollout_batch(ran: dict[str, Run]) -> None:
 
 
 def check_equal(one: Run, other: Run, begin: np.ndarray, but_for: Set[str] = frozenset()) -> None:
-    """Check that two runs from the same weights end at the same ones, by steps with the same metrics."""
+    """Check that two runs from the same weights end at the same ones, by steps with the same
+    metrics.
+    """
     change = np.abs(one[1] - begin).max()
     assert change > 0.01
     assert np.abs(one[1] - other[1]).max() < 1e-4 * change
@@ -97,7 +102,7 @@ def check_equal(one: Run, other: Run, begin: np.ndarray, but_for: Set[str] = fro
             assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-5), name
 
 
-# ---- on each rank ------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 
 def train_all(out: Path) -> dict[str, Run]:

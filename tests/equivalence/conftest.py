@@ -34,7 +34,9 @@ def careful(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.fixture(scope="session", params=["reference", "cpu", "kernels_on_host"])
 def on_host(request: pytest.FixtureRequest) -> Ops:
-    """The backends that may meet what they refuse: a kernel on a GPU would end all of its kernels."""
+    """The backends that may meet what they refuse: a kernel on a GPU would end all of
+    its kernels.
+    """
     return request.getfixturevalue(request.param)
 
 
@@ -94,7 +96,9 @@ def named(request: pytest.FixtureRequest) -> Ops:
 
 
 def through_device(ops: Ops, device: torch.device) -> Ops:
-    """Give ops that move their tensors to a device, keep each one's alignment, and bring the results back."""
+    """Give ops that move their tensors to a device, keep each one's alignment, and bring the
+    results back.
+    """
 
     def move(value: Any, moved: list[tuple[Tensor, Tensor]]) -> Any:
         if isinstance(value, (list, tuple)):

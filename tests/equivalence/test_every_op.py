@@ -44,7 +44,9 @@ def test_compiles_as_one_graph(cpu: Ops, name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_schema_and_fake_are_right(cpu: Ops, name: str) -> None:
-    """The op changes what its schema says and nothing else; the fake one agrees, for shapes of any size."""
+    """The op changes what its schema says and nothing else; the fake one agrees, for shapes of any
+    size.
+    """
     skip_lists_of_old_torch(name)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(cpu, name), arguments(name), test_utils=tests)
@@ -57,7 +59,7 @@ def test_equals_the_reference(cpu: Ops, name: str) -> None:
     assert not all(map(torch.equal, found, outputs(name, given))), "it has changed nothing"
 
 
-# ---- what is refused ---------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 MOST_31 = (1 << 31) - 1
 

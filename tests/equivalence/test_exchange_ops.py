@@ -61,7 +61,9 @@ def test_draws_are_assigned(count: int, totals: list[int], data: st.DataObject) 
 def test_draws_arrive_as_they_were_made(
     num_nodes: int, has_steps: bool, takes_own: bool, all_asked: bool
 ) -> None:
-    """Every node sends, and takes what the others have sent; replicas are read by one or by all nodes."""
+    """Every node sends, and takes what the others have sent; replicas are read by one or by all
+    nodes.
+    """
     words = np.random.default_rng(num_nodes)
     count = 33
     offset = 5
@@ -152,7 +154,8 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
         slot = draw(st.integers(0, ANY_SLOT - 1)) if is_known or not by_id else ANY_SLOT
         row[PriorityUpdate.SLOT] = draw(st.integers(0, 3)) << SHARD_BITS | slot
         row[PriorityUpdate.GENERATION] = draw(words_62 if slot == ANY_SLOT else words_32)
-        row[PriorityUpdate.ANCHOR], row[PriorityUpdate.PRIORITY] = draw(words_32), draw(words_32)
+        row[PriorityUpdate.ANCHOR] = draw(words_32)
+        row[PriorityUpdate.PRIORITY] = draw(words_32)
         row[LogEntry.BATCH] = latest - draw(
             st.integers(0, MOST_BACK - 1) | st.sampled_from([MOST_BACK - 1])
         )
@@ -184,11 +187,13 @@ def test_batches_that_lie_far_back_are_not_told_apart(batch: int) -> None:
     assert torch.equal(compare(CPU, "decode_reports_", zeros(1, 6), packed, latest)[0], report)
 
 
-# ---- rows --------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def any_layout(num_needs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows of some groups, which needs have them, and columns that read them or have one row each."""
+    """Windows of some groups, which needs have them, and columns that read them or have one row
+    each.
+    """
     groups = torch.randint(1, 4, (int(torch.randint(0, 4, ())),))
     windows = torch.zeros(int(groups.sum()), 7, dtype=torch.int64)
     count = len(windows)
@@ -217,7 +222,9 @@ class Wanted(NamedTuple):
 
 
 def rows_read(sample: list[int], window: list[int]) -> tuple[list[int], list[int]]:
-    """Return the rows that a window reads of a sample, and the row that is nearest to the window."""
+    """Return the rows that a window reads of a sample, and the row that is nearest to
+    the window.
+    """
     num_steps, anchor, n_steps, goal = sample[RowSample.NUM_STEPS :]
     _, is_goal, first, end, after_n_step, edge, final_row = window
     if is_goal:

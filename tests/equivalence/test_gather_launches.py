@@ -1,4 +1,6 @@
-"""How the kernel that gathers is launched: few blocks that its fields share, for a range of samples each."""
+"""How the kernel that gathers is launched: few blocks that its fields share, for a range of samples
+each.
+"""
 
 import ctypes
 from collections.abc import Callable

@@ -46,11 +46,13 @@ ALIGNS = (Align.IN_PLACE, Align.LEFT, Align.RIGHT)
 NO_SAMPLE = [Resolution.NO_SAMPLE, Resolution.NO_SAMPLE, 0, 0, 0, 0, 0]
 MOST_N = 3  # steps of an n-step return
 
-# ---- windows -----------------------------------------------------------------------------------------
+# ---- windows -------------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
-    """Trajectories of some lengths, each of them one row longer; and samples: an anchor in one, or none."""
+    """Trajectories of some lengths, each of them one row longer; and samples: an anchor in one, or
+    none.
+    """
 
     lengths: list[int]
     samples: list[tuple[int, int] | None]
@@ -80,7 +82,9 @@ def tables(draw: st.DrawFn) -> Table:
 
 @st.composite
 def divided_windows(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
-    """Return the options of a field's window, and the number of equal parts into which it is divided."""
+    """Return the options of a field's window, and the number of equal parts into which it is
+    divided.
+    """
     parts = draw(st.integers(1, 6))
     window = {
         "offset": draw(st.integers(-14, 14) | st.sampled_from([-60, -32, 60])),
@@ -133,7 +137,9 @@ def test_windows_and_their_parts(
     n_steps = torch.tensor(steps, dtype=torch.int64)
 
     def gathered(first: int, count: int) -> list[Tensor]:
-        """Gather the rows [first, first + count) of the window: values, mask, and what is counted."""
+        """Gather the rows [first, first + count) of the window: values, mask, and what
+        is counted.
+        """
         place = {"mask": 0, "first": first, "count": count}
         field = Field(column, source, dtype=dtype, shift=shift, gain=gain, **window, **place)
         values, mask, counters = check(native, [field], table.resolutions, n_steps)
@@ -210,7 +216,9 @@ def test_many_fields_at_once(native: Ops, count: int, threads: int) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
 def test_goals_are_written_where_there_are_any(cpu: Ops, share: float) -> None:
-    """Short and long rows, converted and not; a sample without a goal, or that is none, stays as it is."""
+    """Short and long rows, converted and not; a sample without a goal, or that is none, stays as it
+    is.
+    """
     torch.manual_seed(int(10 * share))
     resolutions = resolutions_of(600)
     goals = (torch.rand(600) * (resolutions[:, 4] + 1)).long()
@@ -276,7 +284,9 @@ def test_more_fields_than_one_launch_takes(native: Ops, num_fields: int) -> None
 @pytest.mark.parametrize("length", [1, 4, 20])
 @pytest.mark.parametrize("padded", [[], [300], [0, 599]])
 def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) -> None:
-    """Many samples without padding, of every size that has a loop of its own, and some with padding."""
+    """Many samples without padding, of every size that has a loop of its own, and some with
+    padding.
+    """
     torch.manual_seed(length)
     # the longest trajectory
     count = 600
@@ -301,11 +311,13 @@ def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) ->
     check(native, fields, resolutions, n_steps)
 
 
-# ---- conversions: alignments, lengths and periods, whatever a kernel reads and writes at once --------
+# ---- conversions: alignments, lengths and periods, whatever a kernel reads and writes at once ----
 
 
 def runs_of(lengths: range) -> tuple[Tensor, int]:
-    """Trajectories of these lengths, one after the other, each read at its last step; and all their rows."""
+    """Trajectories of these lengths, one after the other, each read at its last step; and all their
+    rows.
+    """
     rows = 0
     samples = []
     for slot, length in enumerate(lengths):
@@ -317,7 +329,9 @@ def runs_of(lengths: range) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
 def test_every_conversion(native: Ops, source: str, target: str) -> None:
-    """Both give the same bits, or both refuse; runs of 1 to 70 elements from every address, to any."""
+    """Both give the same bits, or both refuse; runs of 1 to 70 elements from every
+    address, to any.
+    """
     torch.manual_seed(1)
     from_dtype = DTYPES[source]
     to_dtype = DTYPES[target]
@@ -465,7 +479,7 @@ def test_nothing_is_read_around_the_column(kernels_on_host: Ops, target: torch.d
     assert os.waitpid(child, 0)[1] == 0
 
 
-# ---- columns that hold only the steps that are read --------------------------------------------------
+# ---- columns that hold only the steps that are read ----------------------------------------------
 
 STEPS = 6  # of the trajectory; it has one row more
 COLUMN = torch.arange((STEPS + 1) * 3, dtype=torch.float32).view(-1, 3) + 1
@@ -481,7 +495,9 @@ def record(anchor: int, first_row: int, num_steps: int = STEPS) -> Tensor:
 
 
 def steps_of(field: Field, anchor: int, n_step: int = 0) -> list[int]:
-    """Return the steps that a window reads, by definition: the real ones, at an edge the nearest."""
+    """Return the steps that a window reads, by definition: the real ones, at an edge
+    the nearest.
+    """
     held = STEPS + (field.source == Source.STEPS_PLUS_ONE)
     first = anchor + field.offset + (n_step if field.follows else 0)
     every = range(first, first + field.length)
@@ -505,7 +521,9 @@ def is_refused(
 def test_a_column_of_the_steps_that_are_read(
     native: Ops, source: int, align: int, pad: float | str
 ) -> None:
-    """It gives what the whole trajectory gives; where nothing is read, first_row may be anything."""
+    """It gives what the whole trajectory gives; where nothing is read, first_row may be
+    anything.
+    """
     for (offset, length), anchor, follows in CASES:
         field = Field(COLUMN, source, offset, length, align, follows, pad, mask=0)
         want = gather(CPU, [field], record(anchor, 0), TWO)
@@ -529,7 +547,9 @@ def test_one_row_too_few_is_refused(on_host: Ops, source: int, pad: float | str)
 
 
 def test_only_the_part_is_read(native: Ops, careful: Ops) -> None:
-    """The window begins 3 steps before the trajectory and ends 3 behind it; its outer parts only pad."""
+    """The window begins 3 steps before the trajectory and ends 3 behind it; its outer parts only
+    pad.
+    """
     for first, count, low, high in (
         (0, 2, 0, 0),
         (2, 3, 0, 1),
@@ -551,7 +571,9 @@ def test_only_the_part_is_read(native: Ops, careful: Ops) -> None:
 
 
 def test_every_column_is_looked_at(careful: Ops) -> None:
-    """Each alone is inside; a column of T rows may read a step that one of T+1 rows does not, and reverse."""
+    """Each alone is inside; a column of T rows may read a step that one of T+1 rows does not, and
+    reverse.
+    """
     last = Field(COLUMN[:1], offset=1, pad="edge")  # reads step T - 1
     final = Field(COLUMN[:1], Source.STEPS_PLUS_ONE, offset=1, pad="edge")  # reads step T
     anchor = STEPS - 1
@@ -570,7 +592,7 @@ def test_every_column_is_looked_at(careful: Ops) -> None:
     is_refused(careful, [Field(COLUMN[:4], Source.TRAJECTORY)], own)
 
 
-# ---- returns -----------------------------------------------------------------------------------------
+# ---- returns -------------------------------------------------------------------------------------
 
 EXTENTS = torch.tensor(
     [[0, 1], [1, 7], [8, 0], [9, 33], [50, 200]]
@@ -585,7 +607,8 @@ def rewards_of(dtype: torch.dtype) -> Tensor:
     reward = torch.randn(NUM_REWARDS, dtype=torch.float64) * 10.0 ** torch.randint(
         -3, 4, (NUM_REWARDS,)
     )
-    reward[60:62], reward[100] = torch.tensor([torch.inf, -torch.inf]), torch.nan
+    reward[60:62] = torch.tensor([torch.inf, -torch.inf])
+    reward[100] = torch.nan
     reward[0] = -0.0
     return reward.to(dtype)
 
@@ -689,7 +712,7 @@ def test_n_step_of_the_steps_that_are_read(native: Ops, on_host: Ops, n: int) ->
             )
 
 
-# ---- what is refused ---------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ RULES = [
     [1, 0, 2, 3, 1],
 ]  # by count
 
-# ---- masses, weights and the least mass --------------------------------------------------------------
+# ---- masses, weights and the least mass ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -114,7 +114,8 @@ def test_minima(native: Ops, num_items: int) -> None:
     )
     assert minima.tolist() == minima_by_hand(masses)
     for count in SIZES if num_items else (0,):
-        # Small ranges have many equal items; small masses are the least of their groups, and vanish again.
+        # Small ranges have many equal items; small masses are the least of their groups, and vanish
+        # again.
         items = torch.randint(0, max(min(num_items, 70 if count < 33 else num_items), 1), (count,))
         new = masses_of(count) >> torch.randint(0, 40, (count,))
         REFERENCE.tree_update_(sums, num_items, items, new)
@@ -138,7 +139,7 @@ def test_minima_rise_and_vanish(native: Ops) -> None:
     assert not minima.any()
 
 
-# ---- the highest priorities --------------------------------------------------------------------------
+# ---- the highest priorities ----------------------------------------------------------------------
 
 
 def orders(count: int) -> dict[str, Tensor]:
@@ -169,7 +170,7 @@ def test_top_k(cpu: Ops, num_items: int, order: str) -> None:
         assert found.tolist() == by_hand[:k] + [-1] * (k - len(by_hand))
 
 
-# ---- reports and updates -----------------------------------------------------------------------------
+# ---- reports and updates -------------------------------------------------------------------------
 
 
 def updates_of(slots: Tensor, count: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""The table in the memory of one device: every backend gives the reference's bits, and nothing is lost."""
+"""The table in the memory of one device: every backend gives the reference's bits, and nothing is
+lost.
+"""
 
 import os
 from collections.abc import Callable
@@ -102,7 +104,9 @@ def test_equals_the_reference(
 def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
     cpu: Ops, kind: tuple[Any, ...], adds: list[list[int]]
 ) -> None:
-    """Against a list: what is stored is a suffix of what was added, as long as rows and slots allow."""
+    """Against a list: what is stored is a suffix of what was added, as long as rows and slots
+    allow.
+    """
     ring = ring_of(kind, cpu)
     lengths = []
     refused = 0
@@ -153,7 +157,9 @@ LARGE = (3000, 30, 1100)
 def test_a_large_ring_that_is_full_many_times_over(
     kernels: Ops, sizes: tuple[int, int, int], normalize: int
 ) -> None:
-    """Several levels of the tree, adds of many trajectories, and the end of the ring inside an add."""
+    """Several levels of the tree, adds of many trajectories, and the end of the ring
+    inside an add.
+    """
     torch.manual_seed(0)
     num_slots, longest, count = sizes
     size = num_slots * longest // 2, num_slots, 1, longest
@@ -174,7 +180,9 @@ def ids_of(ring: Any) -> Tensor:
 
 @pytest.mark.parametrize("unit", [MassUnit.STEP, MassUnit.TRAJECTORY])
 def test_the_highest_of_a_full_ring_begin_with_the_oldest(kernels: Ops, unit: int) -> None:
-    """Many equal priorities, on both sides of the end of the ring, against sorting by priority and id."""
+    """Many equal priorities, on both sides of the end of the ring, against sorting by priority and
+    id.
+    """
     torch.manual_seed(1)
     both = both_of(kernels, 3000, 700, 1, 9, unit, ALL_ANCHORS, True, False)
 
@@ -208,7 +216,9 @@ def test_the_highest_of_a_full_ring_begin_with_the_oldest(kernels: Ops, unit: in
     ("most", "normalize"), [(1, Normalize.BATCH), (2, Normalize.TABLE), (40, Normalize.NONE)]
 )
 def test_limited_draws_of_a_large_ring(kernels: Ops, most: int, normalize: int) -> None:
-    """Several levels, trajectories that are used up in one round and over several, and too few draws."""
+    """Several levels, trajectories that are used up in one round and over several, and too few
+    draws.
+    """
     torch.manual_seed(most)
     both = both_of(kernels, 20_000, 1500, 0, 9, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True)
     times: dict[int, int] = {}
@@ -371,7 +381,7 @@ def test_what_cannot_be_is_refused(careful: Ops) -> None:
     assert not any(tensor.any() for name, tensor in envs.tensors.items() if name != "state")
 
 
-# ---- nodes of a captured graph -----------------------------------------------------------------------
+# ---- nodes of a captured graph -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -391,7 +401,9 @@ def test_nodes_of_a_graph(
     most_steps: int,
     nodes: tuple[int, int, int],
 ) -> None:
-    """Adding, drawing and updating: one launch where one block, or its last one, can do the rest."""
+    """Adding, drawing and updating: one launch where one block, or its last one, can do
+    the rest.
+    """
     num_rows = 1024 + (count + 2) * most_steps
     ring = Ring(
         kernels_on_host, num_rows, 1100, 0, most_steps, MassUnit.STEP, ALL_ANCHORS, True, True
@@ -432,14 +444,16 @@ def test_nodes_of_limited_draws_and_top_k(
 
 
 def test_nodes_of_steps(kernels_on_host: Ops, launched: Launched) -> None:
-    """As the model of costs counts them: the plan, evictions, slots and items, and each level above."""
+    """As the model of costs counts them: the plan, evictions, slots and items, and each level
+    above.
+    """
     ring = Environments(kernels_on_host, 33, (MassUnit.STEP, ALL_ANCHORS, True, True, 1), most=30)
     assert 1024 < ring.shape[0] <= 1024 * 32  # three levels
     ring.step(torch.zeros(33, dtype=torch.bool), None, None)
     assert len(launched()) == 3 + 2
 
 
-# ---- steps of environments ---------------------------------------------------------------------------
+# ---- steps of environments -----------------------------------------------------------------------
 
 
 def flags(num_envs: int, share: float, generator: torch.Generator) -> Tensor:
@@ -464,7 +478,8 @@ def test_steps_equal_the_reference(
 ) -> None:
     """`shares` of the environments end, and take part in a call."""
     both = Both(*(Environments(ops, num_envs, kind) for ops in (model_of(native), native)))
-    (ends, present), generator = shares, torch.Generator().manual_seed(seed)
+    (ends, present) = shares
+    generator = torch.Generator().manual_seed(seed)
     for turn in range(30):
         terminated = flags(num_envs, ends, generator)
         truncated = flags(num_envs, ends / 2, generator)

@@ -78,7 +78,8 @@ def anchors_by_hand(rule: tuple[int, ...], lengths: list[int]) -> list[list[int]
 def test_slot_masses(cpu: Ops, rule: tuple[int, ...], num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
-    slots[:, 0], slots[:, 4] = torch.randint(0, 4, (num_slots,)), torch.randint(1, 40, (num_slots,))
+    slots[:, 0] = torch.randint(0, 4, (num_slots,))
+    slots[:, 4] = torch.randint(1, 40, (num_slots,))
     log = torch.randint(0, num_slots, (50,))
     sums = tree(torch.full((num_slots,), 7), ops=cpu)
     lengths = slots[:, 4].tolist()
@@ -140,7 +141,7 @@ def test_resolve_rows(cpu: Ops, num_slots: int) -> None:
         assert torch.equal(row, torch.searchsorted(masses.cumsum(0), coordinates, right=True))
 
 
-# ---- the item that each coordinate hits, against plain sums ------------------------------------------
+# ---- the item that each coordinate hits, against plain sums --------------------------------------
 
 LARGEST = (1 << 62) - 1
 
@@ -148,7 +149,9 @@ LARGEST = (1 << 62) - 1
 def descend(
     ops: Ops, sums: Tensor, num_items: int, coordinates: list[int]
 ) -> list[tuple[int, int]]:
-    """Item and rest of every coordinate, through the op: where the unit is a step, the rest is the anchor."""
+    """Item and rest of every coordinate, through the op: where the unit is a step, the rest is the
+    anchor.
+    """
     slots = torch.zeros(num_items, 8, dtype=torch.int64)
     out = resolve(sums, slots, torch.tensor(coordinates), RULES["all"], unit=MassUnit.STEP, ops=ops)
     return [(item, rest) for item, rest in out[:, (1, 5)].tolist()]

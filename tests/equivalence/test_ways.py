@@ -1,4 +1,6 @@
-"""Both ways to a device give the batches of the gatherer, whatever is gathered; here on the host."""
+"""Both ways to a device give the batches of the gatherer, whatever is gathered; here on
+the host.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -58,7 +58,9 @@ def log_probabilities(model: Any, prompt: list[int], response: list[int]) -> lis
 
 
 def section(folder: Path, **prompts: Any) -> dict[str, Any]:
-    """Return the example's table with groups of 2, and two of them in a rollout batch, of a few prompts."""
+    """Return the example's table with groups of 2, and two of them in a rollout batch, of a few
+    prompts.
+    """
     with DatasetWriter(
         folder / "prompts", Schema([Column("tokens", "uint8", role="token")])
     ) as writer:
@@ -72,7 +74,7 @@ def section(folder: Path, **prompts: Any) -> dict[str, Any]:
     return {**gear, "shared_memory": {"prefix": prefix()}}
 
 
-# ---- generation --------------------------------------------------------------------------------------
+# ---- generation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -141,13 +143,15 @@ def test_weights_change_between_two_steps(
     reader.close()
 
 
-# ---- the worker --------------------------------------------------------------------------------------
+# ---- the worker ----------------------------------------------------------------------------------
 
 
 def test_a_worker_commits_groups_and_drops_prompts(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard, tmp_path: Path
 ) -> None:
-    """Three prompts, one of them too long; a group with an endless response is dropped if it is asked to."""
+    """Three prompts, one of them too long; a group with an endless response is dropped if it is
+    asked to.
+    """
     model = task.policy()
     reader = PolicyBoard.attach(board.name)
     options = {"size": 2, "max_prompt": 12, "heartbeat_s": 0.0}
@@ -192,7 +196,9 @@ def test_a_worker_commits_groups_and_drops_prompts(
 def test_a_worker_generates_by_a_server(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard, tmp_path: Path
 ) -> None:
-    """Log-probabilities are those of the board's weights: the server gets them before it answers."""
+    """Log-probabilities are those of the board's weights: the server gets them before
+    it answers.
+    """
     http = importlib.import_module("http_generation")
     served = tmp_path / "served"
     task.policy().save_pretrained(served)  # what the server begins with
@@ -255,7 +261,7 @@ def test_a_worker_generates_by_a_server(
     reader.close()
 
 
-# ---- training beside them ----------------------------------------------------------------------------
+# ---- training beside them ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -319,7 +325,9 @@ def test_grpo_goes_on_after_a_kill_of_all_ranks(grpo: list[str], tmp_path: Path)
 def test_a_worker_in_an_actor_of_ray(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard, tmp_path: Path
 ) -> None:
-    """It attaches to the node's store and board; what it leased comes back when the actor is killed."""
+    """It attaches to the node's store and board; what it leased comes back when the actor is
+    killed.
+    """
     ray = pytest.importorskip("ray", reason="it is no dependency")
     config = section(tmp_path)
     examples = str(EXAMPLES)

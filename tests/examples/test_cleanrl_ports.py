@@ -1,4 +1,5 @@
-"""DQN, SAC and TD3 with TransitionBuffer: this project's programs, and those of a checkout of CleanRL.
+"""DQN, SAC and TD3 with TransitionBuffer: this project's programs, and those of a checkout of
+CleanRL.
 
 CleanRL's code is not part of this repository. Its ports are applied to a checkout of it:
 `GEAR_CLEANRL=FOLDER pytest tests/examples/test_cleanrl_ports.py`.

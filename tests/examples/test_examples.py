@@ -26,7 +26,9 @@ LONG = pytest.mark.skipif(
 
 
 def own(config: str, folder: Path, change: Callable[[dict[str, Any]], object] = dict) -> str:
-    """Copy a config with a change, so that its stores have this test's prefix; return where it is."""
+    """Copy a config with a change, so that its stores have this test's prefix; return
+    where it is.
+    """
     made = json.loads((CONFIGS / config).read_text())
     made["gear"]["shared_memory"] = {"prefix": prefix()}
     change(made)
@@ -199,7 +201,9 @@ SHORT = ("--device", "cpu", "--steps", "240", "--random-steps", "205", "--envs",
     ids=["td3", "dqn compiled"],
 )
 def test_an_example_of_a_device_acts_and_learns(program: str, options: tuple[str, ...]) -> None:
-    """tests/unit/test_learning_examples.py compares compiled and plain steps of all, without inductor."""
+    """tests/unit/test_learning_examples.py compares compiled and plain steps of all, without
+    inductor.
+    """
     buffer = "prioritized" if program == "td3" else "uniform"
     command = [str(EXAMPLES / f"{program}_device.py"), *SHORT, "--buffer", buffer, *options]
     run = run_warm(*command, env=environment(), cwd=ROOT)

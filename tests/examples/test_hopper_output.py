@@ -1,4 +1,6 @@
-"""What examples/hopper.py prints as launch/quickstart.sh starts it: progress, no noise, a closing summary."""
+"""What examples/hopper.py prints as launch/quickstart.sh starts it: progress, no noise, a closing
+summary.
+"""
 
 import importlib
 import json
@@ -71,7 +73,9 @@ def launch_options() -> list[str]:
 
 
 def lines_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return the lines of stderr without those of a build of the native op, which only a first run has."""
+    """Return the lines of stderr without those of a build of the native op, which only a first run
+    has.
+    """
     return [line for line in ran.stderr.splitlines() if not line.startswith("gear: b")]
 
 
@@ -81,15 +85,20 @@ def test_progress_and_a_summary_are_all_that_it_writes(
     number = r"-?\d+"
     run = re.escape(str(out / "run"))
     wanted = [
-        rf"\[.*\] \[INFO\] gear: global batch {BATCH} = micro batch {BATCH // 2} x accumulation 1 x data 2",
+        rf"\[.*\] \[INFO\] gear: global batch {BATCH} = micro batch {BATCH // 2} x accumulation "
+        rf""
+        rf"1 x data 2",
         rf"step 0: return {number}",
         rf"step {EVERY} of {STEPS}: return {number}",
         rf"step {STEPS} of {STEPS}: return {number}",
-        rf"return \(mean of 5 episodes, asked for 3600\): {number} before training; after \d+ s {number} at "
+        rf"return \(mean of 5 episodes, asked for 3600\): {number} before training; after \d+ s "
+        rf""
+        rf"{number} at "
         rf"the best evaluation, of step ({EVERY}|{STEPS}), and {number} at the last; "
         r"mean of the data set: 3728",
         rf"the return varies from one evaluation to the next: {number}, {number}",
-        r"behaviour: untrained, the hopper falls after \d+ of 1000 steps; trained, it falls after \d+",
+        r"behaviour: untrained, the hopper falls after \d+ of 1000 steps; trained, it falls "
+        r"after \d+",
         rf"curves: {run}/curves\.png",
         rf"best weights: {run}/checkpoint/best",
         rf"checkpoint: {run}/checkpoint/global_step{STEPS}",

@@ -38,7 +38,9 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["mat", "iql"])
 def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> None:
-    """It saves and draws; test_hopper_output.py resumes such a run. The transformer has three agents."""
+    """It saves and draws; test_hopper_output.py resumes such a run. The transformer has three
+    agents.
+    """
     data = tmp_path / "data"
     if name == "mat":
         load("mamujoco").divide(str(hopper), str(data))

@@ -52,7 +52,9 @@ def captured(op: Callable[..., None], given: Any) -> None:
 
 
 def behind_a_kernel(op: Callable[..., None], given: Any) -> None:
-    """Behind a kernel that sleeps, the call returns at once, and its result comes in the stream's order."""
+    """Behind a kernel that sleeps, the call returns at once, and its result comes in the stream's
+    order.
+    """
     late = moved(moved(given, "cpu"), DEVICE)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -85,7 +87,9 @@ def test_equals_the_reference(
 @pytest.mark.sanitize
 @pytest.mark.parametrize("count", [33, 1100])
 def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> None:
-    """A draw of nothing, adds that go round, a draw, an update: the sanitizers see all of its kernels."""
+    """A draw of nothing, adds that go round, a draw, an update: the sanitizers see all of its
+    kernels.
+    """
     found = []
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         random = torch.Generator().manual_seed(count)
@@ -156,7 +160,9 @@ def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: in
 def test_converted_rows_at_any_address(
     reference: Ops, cuda: Ops, source: torch.dtype, target: torch.dtype, elements: int
 ) -> None:
-    """Vectors of a lane, with and without shift and gain, by one launch and by short ones of few blocks."""
+    """Vectors of a lane, with and without shift and gain, by one launch and by short ones of few
+    blocks.
+    """
     torch.manual_seed(elements)
     samples = (20 << 20) // (9 * elements * source.itemsize) if elements > 1000 else 700
     resolutions = resolutions_of(samples, slots=10)

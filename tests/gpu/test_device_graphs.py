@@ -1,4 +1,6 @@
-"""DeviceReplay on a GPU: the batches of the host, whole steps in CUDA graphs, and no wait for the device."""
+"""DeviceReplay on a GPU: the batches of the host, whole steps in CUDA graphs, and no wait for the
+device.
+"""
 
 import time
 from collections.abc import Callable
@@ -78,7 +80,9 @@ def test_a_compiled_step_gives_the_same_batches(sampler: str, mode: str) -> None
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> None:
-    """And ends no kernel; a graph that was captured of such a step draws as soon as there is something."""
+    """And ends no kernel; a graph that was captured of such a step draws as soon as there is
+    something.
+    """
 
     def run(device: str, captures: bool) -> list[list[Tensor]]:
         found = []
@@ -146,7 +150,9 @@ def test_a_table_of_another_device_is_refused() -> None:
 
 
 def environment_steps(sampler: str, rows: str, device: str, captures: bool) -> list[list[Tensor]]:
-    """Return the batches of steps of environments, with removals, some environments left out, and ends."""
+    """Return the batches of steps of environments, with removals, some environments left out, and
+    ends.
+    """
     made = section(sampler)
     found = []
     made["tables"]["main"] |= {"num_envs": ENVS, "rows": rows, "capacity_steps": 20 * ENVS}

@@ -1,4 +1,6 @@
-"""The examples and the benchmark on a GPU, in short: what is captured runs, and gives the table's rows."""
+"""The examples and the benchmark on a GPU, in short: what is captured runs, and gives the table's
+rows.
+"""
 
 import json
 import os

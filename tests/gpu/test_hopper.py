@@ -1,4 +1,6 @@
-"""The Hopper job on a GPU: the batches of a whole run are those of the CPU, and it learns as much."""
+"""The Hopper job on a GPU: the batches of a whole run are those of the CPU, and it
+learns as much.
+"""
 
 import json
 import os
@@ -53,7 +55,8 @@ def test_it_trains_to_the_return_of_the_cpu(
     result = run_job(run_python, checkout, tmp_path, CONFIGS[placement])
     with capsys.disabled():
         print(
-            f"\nHopper, table in the memory of the {placement}: return {result['return_after']} after "
+            f"\nHopper, table in the memory of the {placement}: return {result['return_after']} "
+            f"after "
             f"{result['seconds_train']} s; gear_sample() {result['sample_us']} us, "
             f"{100 * result['sample_share']:.2f}% of the step"
         )

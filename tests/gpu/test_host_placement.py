@@ -1,6 +1,8 @@
-"""Batches from the memory of a node to a GPU: every way gives the CPU's, waits for nothing and tears nothing.
+"""Batches from the memory of a node to a GPU: every way gives the CPU's, waits for nothing and
+tears nothing.
 
-The same code runs on the CPU in tests/unit/replay/test_device_transfer.py; here is what only a GPU can show.
+The same code runs on the CPU in tests/unit/replay/test_device_transfer.py; here is what only a GPU
+can show.
 """
 
 import mmap
@@ -160,7 +162,9 @@ def test_nothing_registered_means_staged(expected: list[Batch]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
-    """Behind a kernel that sleeps, sampling returns at once, and its result comes in the stream's order."""
+    """Behind a kernel that sleeps, sampling returns at once, and its result comes in the stream's
+    order.
+    """
     with replay_of("cuda", {"way": way}) as replay:
         for batch in expected[:6]:
             assert_same(replay.sample(), batch)
@@ -186,7 +190,9 @@ def test_sampling_waits_for_nothing(expected: list[Batch], way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sample_and_update_return_within_a_millisecond(way: str) -> None:
-    """Behind a kernel that sleeps on the training stream, with batches prepared that need nothing of it."""
+    """Behind a kernel that sleeps on the training stream, with batches prepared that need nothing
+    of it.
+    """
     with replay_of("cuda", {"way": way}, prefetch=2) as replay:
         for _ in range(6):
             batch = replay.sample()
@@ -271,7 +277,8 @@ def test_a_cut_is_kept_until_the_lane_has_read_it() -> None:
         replay.sample()
         with placing.lane.running():
             torch.cuda._sleep(SLEEP // 20)
-        replay.sample()  # makes the blocks of pinned memory that a late lane keeps, which waits for it
+        # makes the blocks of pinned memory that a late lane keeps, which waits for it
+        replay.sample()
         torch.cuda.synchronize()
         replay.sample()
         assert int(consumed[0]) == 2

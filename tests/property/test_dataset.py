@@ -117,7 +117,7 @@ def test_any_d4rl_file_round_trips(lengths: list[int], seed: int, data: st.DataO
             )
 
 
-# ---- parts: any bounds, and the tables of shards are slices of its table ------------------------------
+# ---- parts: any bounds, and the tables of shards are slices of its table -------------------------
 
 
 @given(lengths=LENGTHS, count=st.integers(1, 9))

@@ -75,7 +75,9 @@ def free_slots(extents: RowAllocator) -> list[int]:
 
 
 class ExtentsMachine(RuleBasedStateMachine):
-    """The oracle: `held` says what each slot holds, `old` and `gone` in which order they came and went."""
+    """The oracle: `held` says what each slot holds, `old` and `gone` in which order they came and
+    went.
+    """
 
     @initialize(
         num_slots=st.integers(1, 7), num_rows=st.integers(1, 40), log_size=st.integers(1, 9)
@@ -105,7 +107,9 @@ class ExtentsMachine(RuleBasedStateMachine):
         return int(np.diff(np.nonzero(np.append(True, taken))[0]).max()) - 1
 
     def _next_fit(self, num_rows: int) -> int | None:
-        """Return the row at which the first sufficient gap begins, from the extent of the last search on."""
+        """Return the row at which the first sufficient gap begins, from the extent of the last
+        search on.
+        """
         records = self.extents.slots
         rover = int(self.extents.control[Control.ROVER])
         held = sorted(self.held, key=lambda slot: int(records[slot, Slot.FIRST_ROW]))

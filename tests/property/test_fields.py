@@ -332,7 +332,7 @@ def test_anchors_of_a_config(anchors: Any) -> None:
             assert batch.mask["observation"].all()
 
 
-# ---- the state that an n-step return bootstraps from ---------------------------------------------------
+# ---- the state that an n-step return bootstraps from ---------------------------------------------
 
 FLAGS = [
     Column(name, dtype, (), name)

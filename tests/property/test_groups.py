@@ -107,7 +107,9 @@ def test_groups_follow_the_rules(
     seed=st.integers(0, 9),
 )
 def test_groups_are_evicted_whole(remove: str, kind: str, sizes: list[int], seed: int) -> None:
-    """Writers of three groups at a time fill a small table many times; selections read it in between."""
+    """Writers of three groups at a time fill a small table many times; selections read it in
+    between.
+    """
     kind = "prioritized" if remove == "lowest_priority" else kind
     options: dict[str, Any] = {"remove": remove}
     if remove == "keep_best":

@@ -1,8 +1,8 @@
 """Prompt ledgers of several stores under faults: batches in one order, within the lag, one account.
 
-A `Machine` lets the workers and ranks of some nodes act in a random order, without processes: leases
-of any length, failures, deaths, groups that are dropped, saves. `Resharding` loads its saves on other
-numbers of stores; the stores of `Successors` outlive their jobs (`KeptLedger`).
+A `Machine` lets the workers and ranks of some nodes act in a random order, without processes:
+leases of any length, failures, deaths, groups that are dropped, saves. `Resharding` loads its saves
+on other numbers of stores; the stores of `Successors` outlive their jobs (`KeptLedger`).
 """
 
 from __future__ import annotations

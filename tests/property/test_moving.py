@@ -128,7 +128,9 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
 def test_a_store_of_random_lengths_is_as_full_as_it_can_be(
     removal: str, longest: int, spare_rows: int, least: float, mean: float
 ) -> None:
-    """If trajectories are evicted only until a new one fits, 90% are full, at least 70%; then 83% and 51%."""
+    """If trajectories are evicted only until a new one fits, 90% are full, at least 70%; then 83%
+    and 51%.
+    """
     with scene_of(removal, num_slots=400, num_rows=4000, spare_rows=spare_rows) as scene:
         by = inserter(scene)
         levels = list[float]()

@@ -55,7 +55,7 @@ def outcome(work: Any, *arguments: Any, **named: Any) -> Any:
         return type(error).__name__, str(error)
 
 
-# ---- a replay: selections, and steps of environments ---------------------------------------------------
+# ---- a replay: selections, and steps of environments ---------------------------------------------
 
 
 @st.composite
@@ -101,7 +101,9 @@ ACTIONS += ("fill", "set", "seek", "died")
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[dict[str, Any], int, str, list[tuple[str, Any]]]:
-    """Draw a config, environments, their autoreset mode, and actions with a number or what is stepped."""
+    """Draw a config, environments, their autoreset mode, and actions with a number or what is
+    stepped.
+    """
     num_envs = draw(st.integers(1, 3))
     flags = st.lists(st.sampled_from([False] * 9 + [True]), min_size=num_envs, max_size=num_envs)
     step = st.fixed_dictionaries(
@@ -251,7 +253,9 @@ class Side:
         return None
 
     def state(self) -> list[Any]:
-        """Return what the store holds of the stream, and its rows; and what the writer has counted."""
+        """Return what the store holds of the stream, and its rows; and what the writer
+        has counted.
+        """
         views = self.replay.tables["main"].views
         names = (
             "position",
@@ -326,7 +330,7 @@ def test_a_plain_stream_is_native(kind: str) -> None:
         assert len(side.do("sample", 0)) == 5
 
 
-# ---- a buffer of transitions ---------------------------------------------------------------------------
+# ---- a buffer of transitions ---------------------------------------------------------------------
 
 
 @st.composite
@@ -354,7 +358,9 @@ def transitions(draw: st.DrawFn) -> tuple[int, str, int, list[dict[str, Any]]]:
 def test_native_transitions_are_those_of_python(
     scene: tuple[int, str, int, list[dict[str, Any]]],
 ) -> None:
-    """With gaps, ends of both kinds, parts of `max_length`, and a table that evicts and compacts."""
+    """With gaps, ends of both kinds, parts of `max_length`, and a table that evicts and
+    compacts.
+    """
     spaces = pytest.importorskip("gymnasium").spaces
     num_envs, mode, longest, steps = scene
     space = spaces.Box(-1e6, 1e6, (2,), np.float32)

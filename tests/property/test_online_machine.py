@@ -1,4 +1,5 @@
-"""What actors and ranks do to a table, in any order and with deaths in between, against plain Python.
+"""What actors and ranks do to a table, in any order and with deaths in between, against plain
+Python.
 
 GEAR_LONG_TESTS=1 tries 400 orders instead of 12: some minutes.
 """
@@ -91,7 +92,9 @@ class Machine(RuleBasedStateMachine):
 
 
 class OnlineMachine(Machine):
-    """The oracle: `stored` holds what is there by id, `opened` the writer's open trajectories by number."""
+    """The oracle: `stored` holds what is there by id, `opened` the writer's open trajectories by
+    number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +253,9 @@ class OnlineMachine(Machine):
     @precondition(lambda self: self.next_id)
     @rule(back=st.integers(0, 7))
     def fill(self, back: int) -> None:
-        """Write the column of a trajectory, whether it is there, grows, is gone, or has it already."""
+        """Write the column of a trajectory, whether it is there, grows, is gone, or has
+        it already.
+        """
         key = max(0, self.next_id - 1 - back)
         held = self.stored.get(key, Stored(0, 0, 3))
         values = after_of(held.number, held.first, held.steps)
@@ -295,7 +300,9 @@ class OnlineMachine(Machine):
             self.num_batches += 1
 
     def settle(self) -> None:
-        """Do what a selection does to priorities: new items get their first one, then reports come in."""
+        """Do what a selection does to priorities: new items get their first one, then reports come
+        in.
+        """
         count = {key: held.steps if self.by_step else 1 for key, held in self.ready().items()}
         items = {(key, step) for key, steps in count.items() for step in range(steps)}
         self.known = {item: self.known.get(item, 1.0) for item in items}
@@ -314,7 +321,9 @@ class OnlineMachine(Machine):
     @precondition(lambda self: self.batches and self.kind == "prioritized")
     @rule(data=st.data(), seed=st.integers(0, 99))
     def update(self, data: st.DataObject, seed: int) -> None:
-        """Report priorities of one of the last batches; its items may be gone by now, or by the selection."""
+        """Report priorities of one of the last batches; its items may be gone by now, or by the
+        selection.
+        """
         which, batch = drawn = data.draw(st.sampled_from(self.batches))
         values = np.random.default_rng(seed).choice(PRIORITIES, BATCH)
         self.replay.update_priorities(batch, torch.from_numpy(values))
@@ -346,7 +355,9 @@ class OnlineMachine(Machine):
 
     @rule(steps=st.integers(1, 4), where=st.sampled_from(["between", "first", "last"]))
     def die_while_it_grows(self, steps: int, where: str) -> None:
-        """Be killed with a published part, or with the lock held while the first or last is published."""
+        """Be killed with a published part, or with the lock held while the first or last is
+        published.
+        """
         number = self.count
         self.count += 1
 
@@ -438,7 +449,7 @@ TestOnline.settings = settings(
 )
 
 
-# ---- epochs ------------------------------------------------------------------------------------------
+# ---- epochs --------------------------------------------------------------------------------------
 
 CAPACITY_STEPS = 30
 NUM_SLOTS = 5
@@ -446,9 +457,11 @@ EPOCH_BATCH = 6
 
 
 class EpochMachine(Machine):
-    """Epochs of a table from which nothing is evicted: `stored` has the steps of its trajectories by id.
+    """Epochs of a table from which nothing is evicted: `stored` has the steps of its trajectories
+    by id.
 
-    The epoch under way consists of `items`: trajectories, and a step of each; 0 where they are whole.
+    The epoch under way consists of `items`: trajectories, and a step of each; 0 where they are
+    whole.
     """
 
     unit = "step"

@@ -1,4 +1,6 @@
-"""A stream with priorities that several processes report, against plain Python and its own Philox draws."""
+"""A stream with priorities that several processes report, against plain Python and its own Philox
+draws.
+"""
 
 from decimal import Decimal
 from typing import Any
@@ -177,7 +179,7 @@ class PriorityMachine(RuleBasedStateMachine):
         """Take effect at the next selection that no process has made."""
         self.alpha = alpha
 
-    # ---- selections ------------------------------------------------------------------------------------
+    # ---- selections ------------------------------------------------------------------------------
 
     @rule(peer=st.integers(0, NUM_PEERS - 1), count=st.integers(1, 3))
     def sample(self, peer: int, count: int) -> None:
@@ -214,7 +216,9 @@ class PriorityMachine(RuleBasedStateMachine):
         return total > 0
 
     def _apply(self) -> None:
-        """Do what a selection does: content, then reports before key - lag, sorted, the last wins."""
+        """Do what a selection does: content, then reports before key - lag, sorted, the
+        last wins.
+        """
         first = self.initial if self.initial is not None else self.highest
         count = {
             number: steps if self.unit == "step" else 1 for number, steps in self.stored.items()

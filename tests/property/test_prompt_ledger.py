@@ -1,4 +1,6 @@
-"""The prompt ledger under random lengths, deaths and resumes: each prompt once, in order, within the lag."""
+"""The prompt ledger under random lengths, deaths and resumes: each prompt once, in order, within
+the lag.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,8 @@ class Run:
     def resume(self, elsewhere: bool = False) -> None:
         """Lose all that came after the checkpoint; load it into this run, or into another one.
 
-        In a store that is kept groups and late columns stay, except late columns of groups in the checkpoint.
+        In a store that is kept groups and late columns stay, except late columns of groups in the
+        checkpoint.
         """
         if self.saved is None:
             return
@@ -206,11 +209,9 @@ class Run:
             self.check()
             return
         self.replay.load(self.folder / "saved")
-        self.trained, self.rejected, self.kept = (
-            list(self.saved[0]),
-            set(self.saved[1]),
-            dict(self.saved[3]),
-        )
+        self.trained = list(self.saved[0])
+        self.rejected = set(self.saved[1])
+        self.kept = dict(self.saved[3])
         made, filled = self.saved[4:]
         self.filled = {one for one in self.filled if self.keeps and one[0] not in made} | filled
         check_groups(self.replay)
@@ -316,7 +317,9 @@ def test_admission_is_exact() -> None:
 
 
 def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> None:
-    """In the order of completion, beside entries of any versions, by the earliest of their last batches."""
+    """In the order of completion, beside entries of any versions, by the earliest of their last
+    batches.
+    """
     words = random.Random(0)
     answers = Counter[bool]()
     for _ in range(2000):
@@ -351,11 +354,9 @@ def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> N
         )
 
         batches = key + np.arange(len(last)) // groups
-        entries[0, Entry.STATE], last[0], version = (
-            EntryState.RETURNED,
-            trained + max_lag,
-            words.randint(0, trained + 1),
-        )
+        entries[0, Entry.STATE] = EntryState.RETURNED
+        last[0] = trained + max_lag
+        version = words.randint(0, trained + 1)
         if (batches <= np.sort(last)).all():
             last[0] = version + max_lag
             is_in_time = bool((batches <= np.sort(last)).all())

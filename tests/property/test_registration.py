@@ -186,7 +186,9 @@ def test_nothing_is_registered_for_a_device_with_other_addresses(memory: SharedM
 
 
 def test_the_driver_is_asked_whether_addresses_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the attribute that CUDA's header has: of devices 0 to 2 only 1 shares the addresses of the host."""
+    """By the attribute that CUDA's header has: of devices 0 to 2 only 1 shares the addresses of the
+    host.
+    """
     home = toolchain.cuda_home()
     if home is None:
         pytest.skip("needs the header of a CUDA toolkit")

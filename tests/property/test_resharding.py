@@ -90,7 +90,9 @@ def shards_of(
 
 
 def assert_same(one: SavedShard, other: SavedShard) -> None:
-    """Compare content. Where rows lie does not matter; of reports the order of those of one item does."""
+    """Compare content. Where rows lie does not matter; of reports the order of those of one item
+    does.
+    """
     words = [word for word in range(Slot.NUM_WORDS) if word != Slot.FIRST_ROW]
     np.testing.assert_array_equal(one.slots[:, words], other.slots[:, words])
     for name, array in one.streams["train"].items():
@@ -107,7 +109,9 @@ def assert_same(one: SavedShard, other: SavedShard) -> None:
 def test_shards_are_the_whole_again_and_shards_of_shards_are_those_of_the_whole(
     size: int, before: int, count: int, by_step: bool, by_rows: bool, cuts: int, seed: int
 ) -> None:
-    """Loaded on some nodes, saved there and loaded on others: what the first checkpoint gives these."""
+    """Loaded on some nodes, saved there and loaded on others: what the first checkpoint gives
+    these.
+    """
     random = np.random.default_rng(seed)
     records = stored(random, size)
     content = content_of(random, records, by_step, cuts)
@@ -288,7 +292,9 @@ def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed
 
 
 def leaders_of(shard: SavedShard) -> list[int]:
-    """Return the ids of the leaders of complete groups, in stored order; check their trajectories."""
+    """Return the ids of the leaders of complete groups, in stored order; check their
+    trajectories.
+    """
     leaders = shard.groups.records[:, 0] - 1
     formed = np.nonzero(leaders >= 0)[0]
     assert (leaders[leaders[formed]] == leaders[formed]).all()

@@ -1,4 +1,6 @@
-"""Which rows travel, and where they arrive: of windows, against an oracle that walks row by row; of packs."""
+"""Which rows travel, and where they arrive: of windows, against an oracle that walks row by row; of
+packs.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -237,7 +239,7 @@ def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
     assert (plan.num_rows, plan.sizes) == (12, [0, 48])
 
 
-# ---- packs: every node gets what it gathers, once, and all nodes compute the same places ---------------
+# ---- packs: every node gets what it gathers, once, and all nodes compute the same places ---------
 
 SLOTS = 6
 EDGE = 2
@@ -247,13 +249,16 @@ READS = RowReads(
 
 
 class Node:
-    """A node's store, with codes as rows, and its row exchange; `mapped`: its rows go to the arrivals."""
+    """A node's store, with codes as rows, and its row exchange; `mapped`: its rows go to the
+    arrivals.
+    """
 
     def __init__(
         self, index: int, nodes: int, steps: np.ndarray, room: tuple[int, int], mapped: bool
     ) -> None:
         slots = np.zeros((SLOTS, Slot.NUM_WORDS), np.int64)
-        slots[:, Slot.NUM_STEPS], slots[:, Slot.FIRST_ROW] = steps, np.cumsum(steps + 1) - steps - 1
+        slots[:, Slot.NUM_STEPS] = steps
+        slots[:, Slot.FIRST_ROW] = np.cumsum(steps + 1) - steps - 1
         rows = int((steps + 1).sum())
         held = {name: np.full(rows, -1) for name in ("steps", "final")}
         for slot, (first, count) in enumerate(slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()):

@@ -1,4 +1,5 @@
-"""Draws, orders of epochs, and how often each sampler draws its items: chi-square at fixed seeds, or exactly.
+"""Draws, orders of epochs, and how often each sampler draws its items: chi-square at fixed seeds,
+or exactly.
 
 No item starves among 2^25 equal ones.
 """
@@ -29,8 +30,8 @@ from deepspeed_gear.sampling.samplers.kinds import stratify_
 ALL_ANCHORS = (0, 0, 1, 1 << 40, 0)
 MANY = 1 << 25
 CHUNK = 1 << 22
-# Draws for each item among the 2^25, on average, and which steps are looked at: GEAR_LONG_TESTS=1 draws 32
-# times as many, and looks at all, for some minutes.
+# Draws for each item among the 2^25, on average, and which steps are looked at: GEAR_LONG_TESTS=1
+# draws 32 times as many, and looks at all, for some minutes.
 DRAWS, EVERY = (8.0, 1) if os.environ.get("GEAR_LONG_TESTS") else (0.25, 7)
 NATIVE = load_backend("cpu")
 
@@ -38,15 +39,15 @@ NATIVE = load_backend("cpu")
 def chi_square(counts: Any, expected: Any, degrees: int = 0, spread: float = 1.0) -> float:
     """Return the probability of counts this far from what is expected; their total is given.
 
-    There are `degrees` of freedom, or one less than counts; `spread` is the variance of a count, in parts of
-    what is expected.
+    There are `degrees` of freedom, or one less than counts; `spread` is the variance of a count, in
+    parts of what is expected.
     """
     counts, expected = np.asarray(counts, float), np.asarray(expected, float)
     statistic = float(((counts - expected) ** 2 / expected).sum()) / spread
     return float(chi2.sf(statistic, degrees or counts.size - 1))
 
 
-# ---- coordinates -------------------------------------------------------------------------------------
+# ---- coordinates ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("total", [7, 1000, 3 << 40, (1 << 62) - 1])
@@ -111,7 +112,7 @@ class TestManyEqualItems:
             )
 
 
-# ---- the order of an epoch ---------------------------------------------------------------------------
+# ---- the order of an epoch -----------------------------------------------------------------------
 
 
 def order(size: int, *, seed: int = 0, stream: int = 0, epoch: int = 0) -> Tensor:
@@ -143,7 +144,9 @@ def test_any_part_is_the_same_as_the_whole(size: int, first: int, count: int) ->
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 33])
 def test_every_index_goes_everywhere(size: int) -> None:
-    """Chi-square of the tables index -> place, and place -> place of the next index, over many epochs."""
+    """Chi-square of the tables index -> place, and place -> place of the next index, over many
+    epochs.
+    """
     epochs = 20_000
     orders = torch.empty(epochs, size, dtype=torch.int64)
     for epoch, row in enumerate(orders):
@@ -151,7 +154,8 @@ def test_every_index_goes_everywhere(size: int) -> None:
     places = torch.bincount(
         (torch.arange(size) * size + orders).view(-1), minlength=size**2
     ).double()
-    # Rows and columns sum to `epochs`, so (size - 1)^2 degrees, and each cell varies by 1 - 1 / size less.
+    # Rows and columns sum to `epochs`, so (size - 1)^2 degrees, and each cell varies by 1 - 1 /
+    # size less.
     assert chi_square(places, epochs / size, (size - 1) ** 2, 1 / (1 - 1 / size)) > 1e-3
     pairs = torch.bincount(
         (orders[:, :-1] * size + orders[:, 1:]).view(-1), minlength=size**2
@@ -169,7 +173,9 @@ def test_every_order_of_four_items() -> None:
 
 
 def test_neighbours_are_spread() -> None:
-    """The distance of two neighbours' places is as that of two random places; so is the place of index 0."""
+    """The distance of two neighbours' places is as that of two random places; so is the place of
+    index 0.
+    """
     size = 1000
     epochs = 300
     bins = 20
@@ -186,7 +192,7 @@ def test_seeds_streams_and_epochs_differ() -> None:
     assert len(orders) == len(keys)
 
 
-# ---- samplers ----------------------------------------------------------------------------------------
+# ---- samplers ------------------------------------------------------------------------------------
 
 BATCH = 20_000
 NUM_BATCHES = 6
@@ -257,7 +263,9 @@ PRIORITIES = {
 @pytest.mark.parametrize("kind", ["random", "stratified"])
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_priorities(scenes: Any, name: str, kind: str, unit: str) -> None:
-    """Masses of 2^1 to 2^40 lie in one tree: each has exactly its mass, and the heavy ones their share."""
+    """Masses of 2^1 to 2^40 lie in one tree: each has exactly its mass, and the heavy ones their
+    share.
+    """
     priorities = PRIORITIES[name]
     num_items = len(priorities)
     lengths = [1] * num_items if unit == "trajectory" or num_items == 1 else [5] * (num_items // 5)
@@ -287,7 +295,9 @@ def test_old_items_decay_exactly() -> None:
 
 
 def test_light_items_beside_heavy_ones_have_their_coordinates(scenes: Any) -> None:
-    """Chance cannot show a mass of 2 beside 2^40: every coordinate of the lightest ones is resolved."""
+    """Chance cannot show a mass of 2 beside 2^40: every coordinate of the lightest ones is
+    resolved.
+    """
     scene = scenes("random", "trajectory", [1] * 40, priorities=priority_rule(alpha=1.0), batch=62)
     prioritized(scene, PRIORITIES["of 2^1 to 2^40"])
     stream = scene.streams[0]
@@ -327,7 +337,9 @@ def test_weights(scenes: Any, kind: str, unit: str) -> None:
 
 @pytest.mark.parametrize("total", [1, 5, 1000, 1001, (1 << 62) - 1])
 def test_strata_are_equal_parts(total: int) -> None:
-    """Sample j lies in the j-th part; over all samples each coordinate is equally likely, exactly."""
+    """Sample j lies in the j-th part; over all samples each coordinate is equally
+    likely, exactly.
+    """
     batch = 7
     for drawn in (0, total - 1, total // 2):
         coordinates = torch.full((batch,), drawn)
@@ -351,7 +363,9 @@ def test_strata_spread_a_batch(scenes: Any) -> None:
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_an_epoch_has_every_order(scenes: Any, drop: bool) -> None:
-    """Each of 6 items is at each place of a batch of 4 equally often, also where tails are dropped."""
+    """Each of 6 items is at each place of a batch of 4 equally often, also where tails
+    are dropped.
+    """
     counts = np.zeros((4, 6), np.int64)
     stream = scenes("epoch", "trajectory", [1] * 6, batch=4, drop=drop).streams[0]
     for key in range(3000):

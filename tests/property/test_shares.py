@@ -38,7 +38,9 @@ def test_room_is_all_that_may_be_added(
 
 
 def tightest(min_size: int, ratio: float, longest: int, batch: int) -> RateLimiter:
-    """Return the rate with the least buffer that a config may give; a bit more, as floats are not exact."""
+    """Return the rate with the least buffer that a config may give; a bit more, as floats are not
+    exact.
+    """
     least = max((batch + ratio * longest) / 2, ratio * (longest - 1))
     return RateLimiter.ratio("step", min_size, ratio, least + 1e-9)
 
@@ -135,7 +137,9 @@ def test_the_rate_is_kept_whenever_writers_add(
 def test_nobody_waits_for_ever(
     writes: list[bool], ratio: float, min_size: int, longest: int, batch: int
 ) -> None:
-    """As little as the buffer may be, only some nodes write, and all trajectories are as long as may be."""
+    """As little as the buffer may be, only some nodes write, and all trajectories are as long as
+    may be.
+    """
     nodes = Nodes(len(writes), tightest(min_size, ratio, longest, batch))
     most = len(writes) * (math.ceil((min_size * ratio + 3 * batch) / ratio / longest) + 3)
     for _ in range(3):

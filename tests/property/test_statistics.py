@@ -198,7 +198,7 @@ def test_what_overflows_is_null(tmp_path: Path) -> None:
     assert found.std[1] == pytest.approx(values[:, 1].std())
 
 
-# ---- images --------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 
 IMAGES = [
     ((24, 20, 3), (1, 1, 3)),
@@ -263,7 +263,7 @@ def test_statistics_of_each_pixel_that_older_data_sets_have_stay_readable() -> N
         ColumnStatistics.from_json(old.to_json(), Column("x", "uint8", (24, 20, 4)))
 
 
-# ---- normalised values -------------------------------------------------------------------------------
+# ---- normalised values ---------------------------------------------------------------------------
 
 OFFSETS = {
     "uint8": [0, 200],

@@ -1,4 +1,6 @@
-"""What every way into a table takes and refuses: values that a column can hold, flags that end an episode."""
+"""What every way into a table takes and refuses: values that a column can hold, flags that end an
+episode.
+"""
 
 import math
 from collections.abc import Callable
@@ -84,7 +86,7 @@ def test_values_are_stored_if_the_column_can_hold_them(
             as_stored(given, column, "t")
 
 
-# ---- flags that end an episode -----------------------------------------------------------------------
+# ---- flags that end an episode -------------------------------------------------------------------
 
 EPISODES = Schema(
     [
@@ -102,7 +104,9 @@ EPISODES = Schema(
 
 
 def rollout(terminated: list[bool], truncated: list[bool]) -> dict[str, Any]:
-    """Return steps with resets inside: state n before step n, and n + 0.5 after a step that ends."""
+    """Return steps with resets inside: state n before step n, and n + 0.5 after a step
+    that ends.
+    """
     steps = len(terminated)
     return {
         "observation": np.arange(steps + 1.0),
@@ -181,7 +185,7 @@ def test_what_is_split_is_stored_as_several_trajectories() -> None:
             replay.clear()
 
 
-# ---- every way ---------------------------------------------------------------------------------------
+# ---- every way -----------------------------------------------------------------------------------
 
 SCHEMA = Schema(
     [

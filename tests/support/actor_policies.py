@@ -15,7 +15,9 @@ from deepspeed_gear.actors.actor_process import Actor
 
 
 class Counting(gymnasium.Env):
-    """Observation [episode, step]; the reward is the number of the step; episode e has e % 3 + 1 steps."""
+    """Observation [episode, step]; the reward is the number of the step; episode e has e % 3 + 1
+    steps.
+    """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)

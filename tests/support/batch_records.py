@@ -1,4 +1,6 @@
-"""Batches as arrays: what each rank has seen, joined to global batches, and what one process sees alone."""
+"""Batches as arrays: what each rank has seen, joined to global batches, and what one process sees
+alone.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +21,9 @@ def priorities(batch: Batch) -> torch.Tensor:
 
 
 def record(batch: Batch, names: Sequence[str] = SAMPLES) -> Arrays:
-    """Return attributes of a batch, its fields, and their masks as `mask.NAME`, in memory of their own."""
+    """Return attributes of a batch, its fields, and their masks as `mask.NAME`, in memory of their
+    own.
+    """
     tensors = {**{name: getattr(batch, name) for name in names}, **batch}
     tensors |= {f"mask.{name}": mask for name, mask in batch.mask.items()}
     return {
@@ -45,7 +49,8 @@ def alone(
     transform: Any = None,
     state: dict[str, Any] | None = None,
 ) -> Arrays:
-    """Return the global batches of a Replay in this process, without an engine. [count, B, ...] each.
+    """Return the global batches of a Replay in this process, without an engine. [count, B, ...]
+    each.
 
     Args:
         section: With `batch_size`.

@@ -1,7 +1,8 @@
-"""Several machines for tests, on one: namespaces (`cluster/cluster.sh`) and DeepSpeed's launcher over pdsh.
+"""Several machines for tests, on one: namespaces (`cluster/cluster.sh`) and DeepSpeed's launcher
+over pdsh.
 
-/dev/shm, the network, process ids and host names are each node's own; files, the boot id and the clock are
-common.
+/dev/shm, the network, process ids and host names are each node's own; files, the boot id and the
+clock are common.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from warm_python import WarmProcess, run_warm
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cluster" / "cluster.sh"
 PROGRAMS = Path(__file__).resolve().parents[1] / "cluster" / "programs"
-MARK = "GEAR_TEST_LAUNCH"  # in the environment of every process of a launch; its value is the launch's number
+# in the environment of every process of a launch; its value is the launch's number
+MARK = "GEAR_TEST_LAUNCH"
 # What pdsh does not forward by itself.
 FORWARDED = "DS_ACCELERATOR OMP_NUM_THREADS TORCH_EXTENSIONS_DIR GEAR_TEST_PREFIX PATH".split()
 
@@ -36,7 +38,9 @@ def why_no_cluster() -> str | None:
 
 
 class Launch:
-    """A command of node 0 that runs a program on nodes; its processes have a value of MARK to be known by."""
+    """A command of node 0 that runs a program on nodes; its processes have a value of MARK to be
+    known by.
+    """
 
     def __init__(
         self, cluster: Cluster, mark: str, command: list[str], env: dict[str, str], log: Path
@@ -95,7 +99,9 @@ class Launch:
 
 
 class Cluster:
-    """Nodes node0 .. node<N-1> with the addresses 10.77.0.1 to 10.77.0.N; all see the files of the folder."""
+    """Nodes node0 .. node<N-1> with the addresses 10.77.0.1 to 10.77.0.N; all see the files of the
+    folder.
+    """
 
     def __init__(self, folder: Path, num_nodes: int = 4) -> None:
         self.folder = folder
@@ -130,7 +136,8 @@ class Cluster:
         timeout_s: float = 180.0,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in a node, in the checkout's root and with the environment of ranks, to its end.
+        """Run a command in a node, in the checkout's root and with the environment of ranks, to its
+        end.
 
         A command of this interpreter runs in a warm process, see `warm_python`.
         """
@@ -170,7 +177,8 @@ class Cluster:
         nodes: int = 2,
         ranks: int = 1,
     ) -> Launch:
-        """Start a program, by path or its name in `cluster/programs`, by DeepSpeed's launcher on node 0.
+        """Start a program, by path or its name in `cluster/programs`, by DeepSpeed's launcher on
+        node 0.
 
         It has `ranks` ranks on each of the first nodes.
         """
@@ -187,7 +195,8 @@ class Cluster:
                 str(self.hostfile(nodes, ranks)),
             ),
             *("--launcher", "pdsh", "--force_multi"),
-            # No other program of the node listens, and the kernel gives ports above 32768 to clients.
+            # No other program of the node listens, and the kernel gives ports above 32768 to
+            # clients.
             *("--master_addr", "10.77.0.1", "--master_port", str(20000 + number)),
             *(str(PROGRAMS / program), *arguments),
         ]
@@ -272,7 +281,9 @@ class Cluster:
 
 
 class NodeRanks(Ranks):
-    """Ranks on the first nodes of a cluster, as many on each, without a launcher, in warm processes."""
+    """Ranks on the first nodes of a cluster, as many on each, without a launcher, in warm
+    processes.
+    """
 
     def __init__(
         self, cluster: Cluster, program: Path | str, *arguments: str, nodes: int = 2, ranks: int = 1

@@ -1,13 +1,14 @@
 """A device that notes where the host would wait for it, on machines without any.
 
-Its tensors lie in host memory and call themselves tensors of `meta`, the one device that torch accepts
-without a driver. Ops run on the host. Noted are those for which a CUDA device would be waited for: values
-that the host reads (`item`, `tolist`, `equal`, results whose size depends on values), copies of pageable
-memory, and host indices. A list as an index is a copy inside torch, and raises when it is used.
+Its tensors lie in host memory and call themselves tensors of `meta`, the one device that torch
+accepts without a driver. Ops run on the host. Noted are those for which a CUDA device would be
+waited for: values that the host reads (`item`, `tolist`, `equal`, results whose size depends on
+values), copies of pageable memory, and host indices. A list as an index is a copy inside torch, and
+raises when it is used.
 
-Also noted are tensors used on another stream than the one that was current when they were allocated. Torch's
-allocator keeps a pool of memory for each stream: what one stream has freed it may still be using when
-another writes to it.
+Also noted are tensors used on another stream than the one that was current when they were
+allocated. Torch's allocator keeps a pool of memory for each stream: what one stream has freed it
+may still be using when another writes to it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the device; `held` has its values. `streams` may use its memory, all its views included;
-    none: any may, as for memory that the tests bring.
+    """A tensor of the device; `held` has its values. `streams` may use its memory, all its views
+    included; none: any may, as for memory that the tests bring.
     """
 
     held: Tensor
@@ -110,8 +111,9 @@ class _Numbers(TorchFunctionMode):
 class DeviceStub(TorchDispatchMode):
     """Runs what is called inside as a device would.
 
-    `waits` has where the host would wait for it, `elements` the most elements that each op has read there,
-    `crossings` where a stream uses memory of another one's pool. `stream` is the current stream.
+    `waits` has where the host would wait for it, `elements` the most elements that each op has read
+    there, `crossings` where a stream uses memory of another one's pool. `stream` is the current
+    stream.
     """
 
     def __init__(self) -> None:

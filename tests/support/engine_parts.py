@@ -30,7 +30,9 @@ def ds_config(
     replicas: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return a ds_config of BATCH samples per global batch; with `replicas` by the size of a micro batch."""
+    """Return a ds_config of BATCH samples per global batch; with `replicas` by the size of a micro
+    batch.
+    """
     section = {} if gear is None else {"gear": gear}
     sizes = {"train_batch_size": BATCH}
     if replicas is not None:

@@ -1,4 +1,6 @@
-"""Fields of a gather for the tests of the op: columns of random bits, resolutions, and a call of it."""
+"""Fields of a gather for the tests of the op: columns of random bits, resolutions, and a call of
+it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +52,8 @@ def resolutions_of(count: int) -> Tensor:
     slot = torch.randint(0, len(LENGTHS), (count,))
     length = torch.tensor(LENGTHS)[slot]
     anchor = (torch.rand(count) * length).long()
-    anchor[::5], anchor[1::5] = 0, length[1::5] - 1
+    anchor[::5] = 0
+    anchor[1::5] = length[1::5] - 1
     rest = torch.zeros_like(slot)
     return torch.stack(
         (slot, slot, rest, torch.tensor(FIRST_ROWS)[slot], length, anchor, rest, rest), dim=1
@@ -117,7 +120,9 @@ def gather(
 def arguments_of(
     fields: list[Field], resolutions: Tensor, n_steps: Tensor | None = None, threads: int = 1
 ) -> tuple[Any, ...]:
-    """Make an op's arguments, with fresh outputs: the fields, the masks and the counters come first."""
+    """Make an op's arguments, with fresh outputs: the fields, the masks and the counters come
+    first.
+    """
     count = len(resolutions)
     outs = [f.out(count) for f in fields]
     masks = [

@@ -1,7 +1,7 @@
 """What the tests of stores and replays share: encoded trajectories, data sets and configs of them.
 
-Every stored row says which trajectory and step it is, so a test sees from a batch alone whether it holds the
-rows that it should.
+Every stored row says which trajectory and step it is, so a test sees from a batch alone whether it
+holds the rows that it should.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""Gradients that are measured: what frameworks divide them by, and those of packs beside one process."""
+"""Gradients that are measured: what frameworks divide them by, and those of packs beside one
+process.
+"""
 
 import os
 from typing import Any
@@ -7,16 +9,19 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def zero(stage: int, divisor: float | str, **options: Any) -> dict[str, Any]:
-    """Return a case of a DeepSpeed engine; a combination that is refused has a name of its error as divisor.
+    """Return a case of a DeepSpeed engine; a combination that is refused has a name of its error as
+    divisor.
 
-    Options: `section`, of the ZeRO section; `config`, of the DeepSpeed config; `sequence`, `tensor`, ranks of
-    a replica; `mesh`, as (replicas, sequence ranks); `error`, relative.
+    Options: `section`, of the ZeRO section; `config`, of the DeepSpeed config; `sequence`,
+    `tensor`, ranks of a replica; `mesh`, as (replicas, sequence ranks); `error`, relative.
     """
     return {"kind": "deepspeed", "zero": stage, "divisor": divisor, **options}
 
 
 def torch_case(kind: str, divisor: float | str, **options: Any) -> dict[str, Any]:
-    """Return a case of a torch module; `options` are those of the program's function for the kind."""
+    """Return a case of a torch module; `options` are those of the program's function
+    for the kind.
+    """
     return {"kind": kind, "divisor": divisor, "options": options}
 
 
@@ -33,8 +38,8 @@ def of_stages(name: str, divisors: dict[int, float], **options: Any) -> dict[str
     }
 
 
-#: By world and name, beside those of KINDS. Engines of one kind follow each other: DeepSpeed keeps groups in
-#: globals.
+#: By world and name, beside those of KINDS. Engines of one kind follow each other: DeepSpeed keeps
+#: groups in globals.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {"ddp": torch_case("ddp", 1.0), "plain": torch_case("plain", 1.0)},
     2: {
@@ -91,7 +96,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 BUDGETS = (48, 120, 400)  # tokens of a pack; the longest trajectory has 40
 
 ALL = [(loss, tokens) for tokens in BUDGETS for loss in LOSSES]
-#: Every loss once, every budget two or three times. "token" with the least budget has the most packs.
+#: Every loss once, every budget two or three times. "token" with the least budget has the most
+#: packs.
 SHORT = [(loss, BUDGETS[number % len(BUDGETS)]) for number, loss in enumerate(LOSSES)]
 
 STAGES = [f"zero{stage}" for stage in range(4)]
@@ -109,7 +115,9 @@ KINDS: dict[int, dict[str, float]] = {
 
 
 def cases_of(world: int, every: bool) -> dict[str, list[tuple[str, int]]]:
-    """Return the cases of each kind: all, or every fourth one of `SHORT`, those of neighbours the others."""
+    """Return the cases of each kind: all, or every fourth one of `SHORT`, those of neighbours the
+    others.
+    """
     return {
         kind: ALL if every else SHORT[number % 4 :: 4] for number, kind in enumerate(KINDS[world])
     }

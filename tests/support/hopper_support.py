@@ -1,4 +1,6 @@
-"""What the tests of the Hopper job share: its batches, as the configs of the repository give them."""
+"""What the tests of the Hopper job share: its batches, as the configs of the repository
+give them.
+"""
 
 import hashlib
 import json
@@ -23,7 +25,8 @@ def hopper_data(folder: Path) -> Path:
 
 
 def digests(config: str, device: str, data: Path, count: int, **options: Any) -> list[str]:
-    """Return a digest of each of the first batches: all fields, masks and what describes the samples.
+    """Return a digest of each of the first batches: all fields, masks and what describes the
+    samples.
 
     They are those of a config of the repository, with the transform of its example.
     """

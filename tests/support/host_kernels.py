@@ -21,7 +21,9 @@ CSRC = toolchain.csrc_root()
 
 
 def library(folders: pytest.TempPathFactory) -> Path:
-    """Return the library, which is kept as long as the sources and what builds them are the same."""
+    """Return the library, which is kept as long as the sources and what builds them are
+    the same.
+    """
     sources = [
         file for folder in (CSRC, HOST) for file in sorted(folder.rglob("*")) if file.is_file()
     ]
@@ -38,7 +40,9 @@ def library(folders: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path) -> Path:
-    """Compile the kernels with the host's compiler; only launches and the names of ops are rewritten."""
+    """Compile the kernels with the host's compiler; only launches and the names of ops are
+    rewritten.
+    """
     launch = re.compile(
         r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)\s*<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);",
         re.DOTALL,

@@ -47,10 +47,11 @@ def folder_of(flags: Sequence[str]) -> str:
 
 
 def compiled_kernels(architectures: str) -> tuple[Path, str]:
-    """Compile every kernel with the builder's flags; give the folder of the objects and what ptxas reported.
+    """Compile every kernel with the builder's flags; give the folder of the objects and what ptxas
+    reported.
 
-    The folder is that of a dry run of launch/test_gpu.sh, which finds them there. An object is compiled again
-    unless its report is of this toolkit and of the flags that warn.
+    The folder is that of a dry run of launch/test_gpu.sh, which finds them there. An object is
+    compiled again unless its report is of this toolkit and of the flags that warn.
     """
     flags = flags_for(architectures)
     warn = ["-Xptxas=-v,-warn-spills,-warn-lmem-usage"]

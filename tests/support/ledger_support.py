@@ -43,7 +43,9 @@ def ledger_section(
 
 
 def recipe_section(data: Path, **options: Any) -> dict[str, Any]:
-    """Return a gear section with the recipe, whose groups of two have no condition and a late reward."""
+    """Return a gear section with the recipe, whose groups of two have no condition and a late
+    reward.
+    """
     table = {
         "max_length": 64,
         "group": {"size": SIZE, "where": None},
@@ -68,7 +70,9 @@ def recipe_responses(lease: Lease, reward: bool = True) -> list[dict[str, Any]]:
 
 
 def responses(lease: Lease, weight: float = 1.0) -> list[dict[str, Any]]:
-    """Return the group of a lease: tokens are the prompt's index, as many as the lease's version plus 1."""
+    """Return the group of a lease: tokens are the prompt's index, as many as the lease's version
+    plus 1.
+    """
     tokens = np.full(lease.version % 20 + 1, lease.prompt["index"], np.int32)
     return [
         {"tokens": tokens, "sample": np.int32(m), "weight": np.float32(weight)} for m in range(SIZE)
@@ -79,7 +83,9 @@ OPEN = ("waiting", "incomplete", "leased", "returned")
 
 
 def check_books(replay: Replay) -> dict[str, Any]:
-    """Check that the books close, and that each number in the table has one entry; return the books."""
+    """Check that the books close, and that each number in the table has one entry; return the
+    books.
+    """
     table = replay.tables["main"]
     with table.lock:
         assert table.ledger is not None
@@ -101,7 +107,9 @@ def check_books(replay: Replay) -> dict[str, Any]:
 
 
 def check_epochs(stores: list[dict[str, Any]]) -> None:
-    """Check that the books of each epoch close, over all stores, and add up to those of the table."""
+    """Check that the books of each epoch close, over all stores, and add up to those of
+    the table.
+    """
     sums = {name: sum(of_epochs(stores, name).values()) for name in ("issued", "drawn", *OPEN)}
     whole = {
         name: sum(books[name] for books in stores)

@@ -24,7 +24,9 @@ SIZE = 4  # members of a group
 
 
 def media_section(media: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Return a gear section of packs of groups with media; `options` of the section, or of its table."""
+    """Return a gear section of packs of groups with media; `options` of the section, or of its
+    table.
+    """
     group = {"column": "prompt", "size": SIZE}
     table = {
         "capacity_steps": 2000,

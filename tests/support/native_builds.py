@@ -1,7 +1,8 @@
-"""The just-in-time builds that tests load: `python tests/support/native_builds.py` makes them, once.
+"""The just-in-time builds that tests load: `python tests/support/native_builds.py` makes them,
+once.
 
-A build that begins inside of a test counts in its time limit, and is killed with it; other tests that wait
-for it then find no library.
+A build that begins inside of a test counts in its time limit, and is killed with it; other tests
+that wait for it then find no library.
 """
 
 import os
@@ -11,8 +12,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The checkout's own: a lock that a killed launch leaves in the user's folder stops no test, and a killed
-#: test stops no launch. They are kept, and runs of tests may share them.
+#: The checkout's own: a lock that a killed launch leaves in the user's folder stops no test, and a
+#: killed test stops no launch. They are kept, and runs of tests may share them.
 BUILDS = (
     ROOT
     / "build"
@@ -21,7 +22,9 @@ BUILDS = (
 
 
 def use_builds() -> None:
-    """Make torch build extensions in the folder of the checkout, unless the environment names another."""
+    """Make torch build extensions in the folder of the checkout, unless the environment names
+    another.
+    """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(BUILDS))
 
 

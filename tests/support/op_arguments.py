@@ -1,4 +1,4 @@
-"""Arguments of every op in host memory, of one size: what tests of the kernels give to two backends."""
+"""Arguments of every op in host memory, of one size, for tests that compare two backends."""
 
 import functools
 from typing import Any
@@ -135,7 +135,8 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     slots = torch.arange(HOST_SLOTS)[:, None] * torch.tensor([0, 0, 1, 5, 0, 0, 0, 0])
     slots[:, 4] = 5
     sums = torch.zeros(tree_size(HOST_SLOTS), dtype=torch.int64)
-    sums[:HOST_SLOTS], sums[64:66] = 3, torch.tensor([96, 24])
+    sums[:HOST_SLOTS] = 3
+    sums[64:66] = torch.tensor([96, 24])
     rows = torch.randn(HOST_SLOTS * 5, 3)
     slot = torch.randint(0, HOST_SLOTS, (HOST_COUNT,))
     zero = torch.zeros(HOST_COUNT, dtype=torch.int64)

@@ -29,13 +29,14 @@ _PACKED_WORDS = 4
 # ---- the reference -------------------------------------------------------------------------------
 
 MEANING = ChainMap(*map(vars, (gather, priorities, returns, ring_table, select)))
-#: Message codecs and the packing heuristic exist once, in C++: their tests are round trips and invariants.
+#: Message codecs and the packing heuristic exist once, in C++: their tests are round trips and
+#: invariants.
 WITHOUT_REFERENCE = frozenset(OP_NAMES) - MEANING.keys()
 
 
 @dataclass(frozen=True)
 class ReferenceOps(Ops):
-    """The ops in plain PyTorch, for host memory as they are; those without a reference are native."""
+    """The ops in plain PyTorch, for host memory; those without a reference are native."""
 
     def on_host(self) -> Ops:
         return self
@@ -61,7 +62,7 @@ def draw(seed: int, stream: int, first: int, total: int, count: int, *, ops: Ops
 def permute(
     seed: int, stream: int, epoch: int, first: int, size: int, count: int, *, ops: Ops = CPU
 ) -> Tensor:
-    """Return where an epoch's permutation of [0, size) puts the indices first .. first + count - 1."""
+    """Return where an epoch's permutation of [0, size) puts the indices from `first` on."""
     items = torch.empty(count, dtype=torch.int64)
     ops.permute_(items, seed, stream, epoch, first, size)
     return items
@@ -193,8 +194,9 @@ def model_of(native: Ops) -> Ops:
 
 
 def compare(native: Ops, name: str, *arguments: Any) -> list[Tensor]:
-    """Run an op on copies of what it writes, also on the backend's model where the op has one; return what
-    both have written.
+    """Run an op on copies of what it writes, also on the backend's model where the op has one.
+
+    Return what both have written.
     """
     backends = (native,) if name in WITHOUT_REFERENCE else (model_of(native), native)
     found = []
@@ -248,7 +250,7 @@ def masses_of(count: int) -> Tensor:
 
 
 def store_of(lengths: list[int], gap: int = 2) -> tuple[Tensor, Tensor]:
-    """Slots in falling order of their rows, with unused rows between them; and the slot of each row."""
+    """Slots in falling order of their rows, with unused rows between; and each row's slot."""
     slots = torch.randint(0, 1 << 40, (len(lengths), 8))
     slots[:, 0] = SlotState.COMMITTED
     row_slots = torch.full((sum(lengths) + gap * len(lengths),), -1, dtype=torch.int32)

@@ -1,4 +1,6 @@
-"""A ring on some backend, driven by its ops alone: for the tests that compare backends, and of single ops."""
+"""A ring on some backend, driven by its ops alone: for the tests that compare backends, and of
+single ops.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +118,8 @@ class Ring:
         self, count: int, draw: list[int], betas: list[int], most: int
     ) -> tuple[Tensor, Tensor]:
         """Draw, and remove what was drawn `most` times."""
-        (resolutions, weights), unit = self.batch(count), self.drawn_unit
+        (resolutions, weights) = self.batch(count)
+        unit = self.drawn_unit
         named = (self.state, resolutions, weights, self.slots, self.sums, self.minima)
         self.ops.ring_select_limited_(
             *named, torch.tensor(betas), self.rule, self.shape, draw, unit, most
@@ -221,7 +224,9 @@ class Environments(Ring):
         return super().content | {"truncations": self.truncations}
 
     def check(self) -> None:
-        """Stored trajectories lie apart from each other, in their environments' parts; the tree is right."""
+        """Stored trajectories lie apart from each other, in their environments' parts; the tree is
+        right.
+        """
         num_rows = self.num_rows
         final = self.final_row
         most = self.most_steps

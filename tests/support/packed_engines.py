@@ -1,4 +1,6 @@
-"""Engines that train packed batches, and their saves in the middle of a rollout batch, on any ranks."""
+"""Engines that train packed batches, and their saves in the middle of a rollout batch, on any
+ranks.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +72,9 @@ def train(engine: Any, step: Any) -> list[dict[str, Any]]:
 
 
 def go_on(engine: Any, rollout: Rollout, left: Iterator[TrainStep]) -> dict[str, Any]:
-    """Train the steps that are left; return them, the weights, and the next rollout batch's trajectories."""
+    """Train the steps that are left; return them, the weights, and the next rollout batch's
+    trajectories.
+    """
     first = rollout.steps_done
     steps = [train(engine, step) for step in left]
     weights = [parameter.tolist() for parameter in engine.module.parameters()]

@@ -122,7 +122,8 @@ def alone(model: Any, micro: MicroBatch) -> list[Tensor]:
 def difference(
     model: Any, micro: MicroBatch, inputs: dict[str, Any], wanted: list[Tensor] | None = None
 ) -> float:
-    """Return how far logits of the pack are from those of each trajectory alone, relative to the largest.
+    """Return how far logits of the pack are from those of each trajectory alone, relative to the
+    largest.
 
     `wanted` is what `alone` returned for the same weights; else it is called.
     """
@@ -135,7 +136,7 @@ def difference(
     return most
 
 
-# ---- kernels that are not there: their meaning, in PyTorch -----------------------------------------
+# ---- kernels that are not there: their meaning, in PyTorch ---------------------------------------
 
 
 def flash(
@@ -150,7 +151,9 @@ def flash(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `flash_attention_2` does, with sequences by their bounds, or else by their positions."""
+    """Attend as `flash_attention_2` does, with sequences by their bounds, or else by their
+    positions.
+    """
     count = query.shape[2]
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -225,7 +228,9 @@ KERNELS = {
 
 @contextmanager
 def kernels(model: Any) -> Iterator[None]:
-    """Let flash attention and the recurrent layers of a model's family run with their kernels' meaning."""
+    """Let flash attention and the recurrent layers of a model's family run with their kernels'
+    meaning.
+    """
     module = sys.modules[type(model).__module__]
     plain = {name: getattr(module, name) for name in KERNELS if hasattr(module, name)}
     attention = ALL_ATTENTION_FUNCTIONS._global_mapping

@@ -1,8 +1,8 @@
 """The gradient of packed micro batches of a tiny Qwen2 on many ranks, beside that of one process.
 
-The cases of each kind are pairs of a loss and a budget (tests/support/gradient_cases.py). The change of the
-weights by SGD with a rate of 1 is the gradient. The first rank computes the gradient of one process from one
-sequence at a time; every rank compares its weights with it.
+The cases of each kind are pairs of a loss and a budget (tests/support/gradient_cases.py). The
+change of the weights by SGD with a rate of 1 is the gradient. The first rank computes the gradient
+of one process from one sequence at a time; every rank compares its weights with it.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def responses() -> list[dict[str, Any]]:
     return found
 
 
-# ---- the model -------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 def attend(
@@ -115,7 +115,7 @@ def model_of(group: Any = None) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-# ---- one process -----------------------------------------------------------------------------------
+# ---- one process ---------------------------------------------------------------------------------
 
 
 def unpacked(model: nn.Module, stored: list[dict[str, Any]], loss: dict[str, Any]) -> Weights:
@@ -168,7 +168,7 @@ def deviation(before: Weights, after: Weights, wanted: Weights) -> float:
     return most / max(float(values.abs().max()) for values in wanted.values())
 
 
-# ---- the comparison --------------------------------------------------------------------------------
+# ---- the comparison ------------------------------------------------------------------------------
 
 
 def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
@@ -180,7 +180,9 @@ def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
 
 
 def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]:
-    """Return a gear section whose batch is all responses; groups share prompts but on sequence ranks."""
+    """Return a gear section whose batch is all responses; groups share prompts but on sequence
+    ranks.
+    """
     table: dict[str, Any] = {
         "capacity_steps": 4000,
         "max_length": MOST,

@@ -37,7 +37,9 @@ Case = dict[str, Any]
 
 
 def response(number: int) -> dict[str, Any]:
-    """Return the trajectory of a number; all but the first of a group have a prompt of 9 tokens, or less."""
+    """Return the trajectory of a number; all but the first of a group have a prompt of 9 tokens, or
+    less.
+    """
     words = np.random.default_rng(number)
     length = int(words.integers(2, MOST + 1))
     tokens = words.integers(1, 500, length).astype(np.int32)
@@ -76,7 +78,9 @@ MEDIA["page_bytes"] = 512
 
 
 def images(group: int, length: int) -> dict[int, Media]:
-    """Return the media of a trajectory of a group: one of the group, and one of every third group."""
+    """Return the media of a trajectory of a group: one of the group, and one of every
+    third group.
+    """
     first, second = (
         Media(patches=np.full((n % 5 * 30 + 1, 2), n, np.float32)) for n in (group, 100 + group % 3)
     )
@@ -200,7 +204,9 @@ def cases(data: str, other: str) -> dict[str, Case]:
 
 
 def place_of(case: Case, rank: int, world: int) -> RankCoordinates:
-    """Return the place of a rank; two ranks share a replica on a node, or each with one of the other node."""
+    """Return the place of a rank; two ranks share a replica on a node, or each with one of the
+    other node.
+    """
     how = case.get("shares")
     if how is None or world == 1:
         return RankCoordinates(data_rank=rank, data_world=world)
@@ -216,9 +222,11 @@ def place_of(case: Case, rank: int, world: int) -> RankCoordinates:
 
 
 def fill(replay: Replay) -> None:
-    """Add this node's trajectories to a table with a capacity: every other group; with one node all.
+    """Add this node's trajectories to a table with a capacity: every other group; with one node
+    all.
 
-    So nodes have the ids 0, 2, ... and 1, 3, ...; one node has them in the order of shards, or that of ids.
+    So nodes have the ids 0, 2, ... and 1, 3, ...; one node has them in the order of shards, or that
+    of ids.
     """
     store = replay._parts.tables.get("main")
     topology = replay._parts.plan.topology
@@ -264,8 +272,9 @@ def fill_column(replay: Replay, name: str) -> list[list[int]]:
 
 
 def fill_stages(replay: Replay, config: dict[str, Any]) -> list[list[list[int]]]:
-    """Add this node's groups after those of the nodes before it, and fill "ref" before and after each; then
-    the rewards of six groups, the first one last. Return the trajectories of each micro batch of each pass.
+    """Add this node's groups after those of the nodes before it, and fill "ref" before and after
+    each; then the rewards of six groups, the first one last. Return the trajectories of each micro
+    batch of each pass.
     """
     topology = replay._parts.plan.topology
     barrier = replay._parts.plan.exchange.barrier
@@ -307,7 +316,9 @@ class Seen:
         self._embedding = torch.linspace(-1, 1, 500)
 
     def train(self, step: TrainStep) -> None:
-        """Train a step: note its packs, and the gradient of a model with one weight for each token."""
+        """Train a step: note its packs, and the gradient of a model with one weight for
+        each token.
+        """
         replay = self._replay
         packs = []
         self.shared_tokens += step.shared_tokens
@@ -349,7 +360,8 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
 
 
 def prepare(replay: Replay) -> tuple[Any, list[int]]:
-    """Return the next rollout batch with its columns, and the trajectories that this rank has filled.
+    """Return the next rollout batch with its columns, and the trajectories that this rank has
+    filled.
 
     One rank reports the priorities of groups.
     """
@@ -381,14 +393,16 @@ def sent_bytes(replay: Replay) -> int:
 def run_case(
     case: Case, rank: int, world: int, folder: Path | None = None, other: Path | None = None
 ) -> dict[str, Any]:
-    """Train two rollout batches; save after the first step, and go on from there with another replay.
+    """Train two rollout batches; save after the first step, and go on from there with another
+    replay.
 
     Args:
         case: Of `cases`.
         rank: Of this process.
         world: Processes.
         folder: For a save; None: none is made.
-        other: A save of other ranks after the same step, from which a further replay goes on; None: none.
+        other: A save of other ranks after the same step, from which a further replay goes on; None:
+            none.
     """
     place = place_of(case, rank, world)
     info = BatchInfo(1, 1, world) if case.get("barrier", True) else None
@@ -426,7 +440,8 @@ def run_case(
         for _ in range(2):
             if is_staged and not replay.can_sample():
                 found["passes"].append(fill_column(replay, "reward"))
-            (rollout, filled), first = prepare(replay), len(seen.packs)
+            (rollout, filled) = prepare(replay)
+            first = len(seen.packs)
             found["numbers"].append(rollout.values("number").tolist())
             assert torch.equal(
                 rollout.values("prompt"), torch.tensor(found["numbers"][-1]) // GROUP

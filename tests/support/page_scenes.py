@@ -1,4 +1,6 @@
-"""What pages take for granted, in small: data, tables and models. Hidden Python of pages imports it."""
+"""What pages take for granted, in small: data, tables and models. Hidden Python of pages imports
+it.
+"""
 
 import json
 from collections.abc import Callable
@@ -46,7 +48,9 @@ def write_hopper(path: str, trajectories: int = 40) -> None:
 
 
 class Model(nn.Module):
-    """The action of each step, from its observation: of a batch of Hopper, or of observations alone."""
+    """The action of each step, from its observation: of a batch of Hopper, or of observations
+    alone.
+    """
 
     def __init__(self, observation: int = 11, action: int = 3) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The code of pages: its blocks, and a runner of a page.
 
-`python page_support.py PAGE...` runs pages, each in a fork of this process, in an empty folder, as rank 0 of
-1; it prints a JSON object: the output of each page that failed. CONTRIBUTING.md explains the comments that a
-page may contain.
+`python page_support.py PAGE...` runs pages, each in a fork of this process, in an empty folder, as
+rank 0 of 1; it prints a JSON object: the output of each page that failed. CONTRIBUTING.md explains
+the comments that a page may contain.
 """
 
 import faulthandler
@@ -24,7 +24,8 @@ HOW_TO = ROOT / "docs" / "how-to"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_TIMEOUT_S = 120
 _PART = re.compile(
-    r"^<!-- (?P<kind>python|file|replace|compile only)(?:: (?P<value>[^\n]*?))?(?P<hidden>\n.*?)?\s*-->$"
+    r"^<!-- (?P<kind>python|file|replace|compile only)(?:: "
+    r"(?P<value>[^\n]*?))?(?P<hidden>\n.*?)?\s*-->$"
     r"|^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
@@ -106,7 +107,9 @@ def page_code(page: str, holds: str) -> str:
 
 
 def run_program(page: str, holds: str, arguments: list[str], **helpers: Any) -> None:
-    """Run a program of a page on a rank, as a launcher does; it imports its helpers from `my_task`."""
+    """Run a program of a page on a rank, as a launcher does; it imports its helpers
+    from `my_task`.
+    """
     sys.modules["my_task"] = my_task = ModuleType("my_task")
     my_task.__dict__.update(helpers)
     sys.argv = ["train.py", f"--local_rank={os.environ['LOCAL_RANK']}", *arguments]

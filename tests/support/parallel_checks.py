@@ -1,4 +1,6 @@
-"""Kinds of parallelism, and what an engine's ranks must have seen of each, on however many nodes."""
+"""Kinds of parallelism, and what an engine's ranks must have seen of each, on however
+many nodes.
+"""
 
 import functools
 import hashlib
@@ -47,7 +49,8 @@ MODES = {  # what the program makes: ranks, replicas
     "mesh:2x2": (4, 2),
     "expert:2": (2, 2),
 }
-# Those that can follow each other in one process: DeepSpeed keeps groups of the last engine in globals.
+# Those that can follow each other in one process: DeepSpeed keeps groups of the last engine in
+# globals.
 TOGETHER = [
     [
         "zero:0x2",
@@ -128,7 +131,9 @@ def rows_of(seen: Arrays, name: str, part: int, parts: int) -> int:
 
 
 def digest_of(dataset: Path, case: str, whole: Arrays) -> tuple[int, int]:
-    """Return the last digest that a run logs; a preview, which knows no priorities, must show the same."""
+    """Return the last digest that a run logs; a preview, which knows no priorities, must show the
+    same.
+    """
     every = CASES[case]["gear"]["verify_every"]
     last = (STEPS - 1) // every * every
     rows = np.stack([whole["trajectory_id"][last], whole["anchor"][last]], axis=1)

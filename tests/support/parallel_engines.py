@@ -1,7 +1,7 @@
 """Engines of each kind of parallelism, and what each rank sees and where it sits.
 
-A field of codes (trajectory * 1000 + step) goes with the inputs through a pipeline, so that the loss can see
-whether labels belong to them.
+A field of codes (trajectory * 1000 + step) goes with the inputs through a pipeline, so that the
+loss can see whether labels belong to them.
 """
 
 import contextlib

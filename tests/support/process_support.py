@@ -57,7 +57,9 @@ def kill(child: int) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that no process listens on, and that the kernel gives to none that asks for any."""
+    """Return a TCP port that no process listens on, and that the kernel gives to none that asks for
+    any.
+    """
     while True:
         port = 20_000 + (131 * os.getpid() + next(_ports)) % 12_000
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -130,7 +132,8 @@ def run_ranks(
 ) -> list[str]:
     """Run ranks to their end; return their outputs. All must succeed.
 
-    The first ones in a fresh checkout build DeepSpeed's op for collectives in shared memory, for a minute.
+    The first ones in a fresh checkout build DeepSpeed's op for collectives in shared memory, for a
+    minute.
     """
     results = Ranks(program, count, *arguments, **env).wait(timeout_s)
     assert all(status == 0 for status, _ in results), "\n".join(
@@ -142,7 +145,9 @@ def run_ranks(
 def results_of(
     run: Callable[[str], object], count: int, function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """Return what a function of a test module returns on each rank; `run` runs `CALL` with an argument."""
+    """Return what a function of a test module returns on each rank; `run` runs `CALL` with an
+    argument.
+    """
     with tempfile.TemporaryDirectory() as folder:
         call = write_call(folder, function, *arguments)
         run(call)
@@ -164,7 +169,9 @@ def result_of(call: str, rank: int) -> Any:
 def call_on_ranks(
     count: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0, **env: str
 ) -> list[Any]:
-    """Call a function of a test module on the ranks of a gloo group, as `run_ranks`; return their results."""
+    """Call a function of a test module on the ranks of a gloo group, as `run_ranks`; return their
+    results.
+    """
     run = functools.partial(run_ranks, CALL, count, timeout_s=timeout_s, **env)
     return results_of(run, count, function, *arguments)
 
@@ -174,8 +181,8 @@ def call_with_engines(
 ) -> list[Any]:
     """Call a function as `call_on_ranks`, with GEAR_LONG_TESTS=1 under DeepSpeed's launcher.
 
-    The launcher imports DeepSpeed twice before the first rank starts, and its ranks import it for themselves.
-    To a program it gives the same environment.
+    The launcher imports DeepSpeed twice before the first rank starts, and its ranks import it for
+    themselves. To a program it gives the same environment.
     """
     start: Callable[..., object] = launch if os.environ.get("GEAR_LONG_TESTS") == "1" else run_ranks
     run = functools.partial(start, CALL, count, timeout_s=timeout_s)
@@ -210,13 +217,17 @@ def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 
 
 
 def remove_buffers(port: str) -> None:
-    """Remove the buffers in /dev/shm that DeepSpeed itself leaves for a run's port, 69 MB a rank."""
+    """Remove the buffers in /dev/shm that DeepSpeed itself leaves for a run's port, 69
+    MB a rank.
+    """
     for left in SHM.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         left.unlink(missing_ok=True)
 
 
 def command_options(description: str | None, *flags: str, **defaults: Any) -> argparse.Namespace:
-    """Return options of the command line: flags, and others by name, of the types of their defaults."""
+    """Return options of the command line: flags, and others by name, of the types of their
+    defaults.
+    """
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=shape)
     for flag in flags:
@@ -227,7 +238,9 @@ def command_options(description: str | None, *flags: str, **defaults: Any) -> ar
 
 
 def end_with(found: dict[str, Any], *wrong: str) -> None:
-    """End a program: print what it has found as a line of JSON; with status 1 if any of `wrong` is true."""
+    """End a program: print what it has found as a line of JSON; with status 1 if any of `wrong` is
+    true.
+    """
     print(json.dumps(found))
     sys.exit(1 if any(found[name] for name in wrong) else 0)
 

@@ -1,4 +1,5 @@
-"""Call a function of a test on this rank of a gloo group, and write what it returns: `rank_call.py CALL`.
+"""Call a function of a test on this rank of a gloo group, and write what it returns: `rank_call.py
+CALL`.
 
 CALL is a file of `process_support.write_call`; a launcher puts an option before it.
 """

@@ -1,4 +1,6 @@
-"""Tables with rates and limits of draws, on any number of nodes: their batches until none is left."""
+"""Tables with rates and limits of draws, on any number of nodes: their batches until
+none is left.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ def prioritized(normalize: str | None) -> dict[str, Any]:
 def section_of(
     kind: str | dict[str, Any], unit: str = "trajectory", **table: Any
 ) -> dict[str, Any]:
-    """Return a gear section with a table of 60 trajectories of at most 30 steps, and more options of it."""
+    """Return a gear section with a table of 60 trajectories of at most 30 steps, and more options
+    of it.
+    """
     sampler = {"kind": kind, "unit": unit} if isinstance(kind, str) else kind
     sizes = {"capacity_steps": 900, "capacity_trajectories": 60, "max_length": 30}
     fields = {"code": {"length": 3}, "task": {}, "observation": {"offset": -1, "length": 2}}
@@ -58,7 +62,9 @@ def fill(section: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def rest(section: dict[str, Any], folder: Path, state: dict[str, Any]) -> list[dict[str, str]]:
-    """Load a table and take all batches that it is good for: digests by sample number, batch by batch."""
+    """Load a table and take all batches that it is good for: digests by sample number, batch by
+    batch.
+    """
     found: list[dict[str, str]] = []
     with Replay(section, schemas={"main": SCHEMA}) as replay:
         replay.load(folder, state)

@@ -1,4 +1,6 @@
-"""Cases of configs that are refused, as text: a section of JSON, and below it, by four spaces, the error."""
+"""Cases of configs that are refused, as text: a section of JSON, and below it, by four spaces, the
+error.
+"""
 
 import json
 import re
@@ -8,7 +10,9 @@ import pytest
 
 
 def refusals(text: str) -> list[Any]:
-    """Return the section and the message of each case; lines of either are joined, "# ..." is left out."""
+    """Return the section and the message of each case; lines of either are joined, "# ..." is left
+    out.
+    """
     lines = [line for line in text.strip().splitlines() if not line.startswith("#")]
     cases = re.findall(
         r"((?:^(?! {4}).+\n)+)((?:^ {4}.+\n)+)", "\n".join([*lines, ""]), re.MULTILINE

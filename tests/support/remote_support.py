@@ -1,4 +1,6 @@
-"""What the tests of remote writers share: a table, its gateway, and a network that cuts connections."""
+"""What the tests of remote writers share: a table, its gateway, and a network that cuts
+connections.
+"""
 
 import selectors
 import socket
@@ -109,7 +111,8 @@ def write_token(path: Path) -> Path:
 class Proxy:
     """Hands bytes on to a port, and ends all connections after so many bytes both ways, rising.
 
-    Every second cut loses what the port says for a moment before it: what has arrived is not answered.
+    Every second cut loses what the port says for a moment before it: what has arrived is not
+    answered.
     """
 
     def __init__(self, port: int, cuts: list[int]) -> None:
@@ -180,11 +183,15 @@ class Proxy:
 def openssl_certificate(
     folder: Path, address: str = "IP:127.0.0.1", days: int = 2
 ) -> tuple[Path, Path]:
-    """Make a certificate that signs itself, for localhost and an address; one of -1 days has expired."""
+    """Make a certificate that signs itself, for localhost and an address; one of -1 days has
+    expired.
+    """
     chain = folder / "cert.pem"
     key = folder / "key.pem"
     request = folder / "request.pem"
-    asked = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost -addext".split()
+    asked = (
+        "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost -addext"
+    ).split()
     asked += [f"subjectAltName=DNS:localhost,{address}", "-keyout", str(key), "-out", str(request)]
     signed = [
         "x509",

@@ -1,4 +1,6 @@
-"""One replay by its config, on any number of ranks and nodes: what each of its micro batches holds."""
+"""One replay by its config, on any number of ranks and nodes: what each of its micro
+batches holds.
+"""
 
 import hashlib
 from collections.abc import Iterable

@@ -34,7 +34,9 @@ def filled(lengths: Iterable[int], /, **options: Any) -> Replay:
 
 
 def streams_of(replay: Replay) -> dict[str, BatchStream]:
-    """Return the batch streams of the first sampled table by name: "train", and one for each split."""
+    """Return the batch streams of the first sampled table by name: "train", and one for
+    each split.
+    """
     return replay._parts.streams[replay.config.sampled_tables[0]]
 
 

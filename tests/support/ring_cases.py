@@ -173,7 +173,9 @@ def assert_traced(
     turns: int,
     prepare: Callable[[DeviceReplay], object],
 ) -> None:
-    """A step that adds, draws and trains gives the same with torch.compile, in one graph, as without."""
+    """A step that adds, draws and trains gives the same with torch.compile, in one graph, as
+    without.
+    """
     torch._dynamo.reset()
     found = []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):

@@ -31,7 +31,9 @@ def loader_of(
 
 
 def policy(observation: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Answer as `gear_support.trajectory` has its rows: what a row holds follows from its observation."""
+    """Answer as `gear_support.trajectory` has its rows: what a row holds follows from its
+    observation.
+    """
     code = observation[:, 0].long()
     return {"action": torch.stack([code, -code], 1).float(), "code": code}
 
@@ -69,7 +71,9 @@ def runs(child: int) -> bool:
 
 
 class Envs:
-    """Environments whose episode e of number n is `trajectory(n * 20 + e, length(n, e))`, as gymnasium's."""
+    """Environments whose episode e of number n is `trajectory(n * 20 + e, length(n, e))`, as
+    gymnasium's.
+    """
 
     def __init__(self, numbers: range, autoreset: str, length: Callable[[int, int], int]) -> None:
         self.numbers = numbers
@@ -149,7 +153,8 @@ def simulate(
 
 
 def hold_names(folder: Path, config: dict[str, Any]) -> None:
-    """Hold all that keeps a name in shared memory on a rank: a table that takes writers, a board, a loader.
+    """Hold all that keeps a name in shared memory on a rank: a table that takes writers, a board, a
+    loader.
 
     Writes FOLDER/ready-RANK, adds and samples until its end.
     """
@@ -173,7 +178,9 @@ def stored(replay: Replay) -> list[dict[str, torch.Tensor]]:
 
 
 def check_whole(replay: Replay, length: Callable[[int, int], int]) -> dict[int, int]:
-    """Compare every trajectory with what its simulator did; return number of environment -> episodes."""
+    """Compare every trajectory with what its simulator did; return number of environment ->
+    episodes.
+    """
     episodes: dict[int, int] = {}
     for found in stored(replay):
         number, episode = check_one(found, length)
@@ -183,7 +190,9 @@ def check_whole(replay: Replay, length: Callable[[int, int], int]) -> dict[int, 
 
 
 def check_one(found: dict[str, torch.Tensor], length: Callable[[int, int], int]) -> tuple[int, int]:
-    """Compare a trajectory with what its simulator did; return number of environment, and episode."""
+    """Compare a trajectory with what its simulator did; return number of environment,
+    and episode.
+    """
     task = int(found["task"])
     number, episode = divmod(task, 20)
     wanted = trajectory(task, length(number, episode), task % 2 == 0, task % 2 == 1)

@@ -17,8 +17,8 @@ from deepspeed_gear.schema import Schema
 def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
     """Replace a saved table with a capacity by shards of it; return the state that names them.
 
-    Beside its folder lies the position, where the table was not copied from there. `by_rows`: its items are
-    steps with priorities.
+    Beside its folder lies the position, where the table was not copied from there. `by_rows`: its
+    items are steps with priorities.
     """
     digests = {}
     found = read_table(folder)

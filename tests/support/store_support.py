@@ -35,10 +35,11 @@ from deepspeed_gear.store.table_spec import TableSpec, table_layout
 
 
 class StoreScene:
-    """A table with streams, made without a Replay: this process is peer 0; others attach by `attach`.
+    """A table with streams, made without a Replay: this process is peer 0; others attach by
+    `attach`.
 
-    `specs` are those of its streams, `lengths` those of the trajectories that it holds at the beginning. The
-    rest is of `TableSpec`; `spare_rows` come besides `num_rows`.
+    `specs` are those of its streams, `lengths` those of the trajectories that it holds at the
+    beginning. The rest is of `TableSpec`; `spare_rows` come besides `num_rows`.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class StoreScene:
         return table, [BatchStream(StreamState(spec, table)) for spec in self.specs]
 
     def add(self, num_steps: int, task: int | None = None) -> int:
-        """Add the next trajectory; its number is its id, while nothing else adds, and its task by default."""
+        """Add the next trajectory; its number is its id, while nothing else adds, and its task by
+        default.
+        """
         self.count += 1
         row = trajectory(self.count - 1, num_steps)
         given = {} if task is None else {"task": np.int64(task)}
@@ -126,7 +129,9 @@ def reserve(table: Any, num_steps: int) -> int:
 
 
 def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
-    """Return how priorities become masses; `alpha` and `beta` are numbers, or functions of the batch."""
+    """Return how priorities become masses; `alpha` and `beta` are numbers, or functions of the
+    batch.
+    """
     schedules = [f if callable(f) else (lambda _, value=f: value) for f in (alpha, beta)]
     defaults = {"initial": None, "normalize": "batch", "lag": 0, "log_size": 256}
     return PriorityRule(*schedules, **{**defaults, **options})
@@ -137,8 +142,8 @@ def stream_spec(
 ) -> Any:
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given.
 
-    Kinds are "random", "stratified", "epoch", "pass", and those of the config that take items in an order:
-    "top_k", "fifo", "lifo".
+    Kinds are "random", "stratified", "epoch", "pass", and those of the config that take items in an
+    order: "top_k", "fifo", "lifo".
     """
 
     rule = MassRule(
@@ -224,7 +229,8 @@ def check_priorities_whole(masses: Any) -> None:
         assert minima.equal(masses._minima), "a node is not the least of its children"
     assert masses.counts[UpdateCount.DRAWABLE] == np.count_nonzero(masses.leaves)
     admitted = np.zeros(masses.num_items, bool)
-    # Rows of a slot that is free already may be another trajectory's; where slots are items, they stay.
+    # Rows of a slot that is free already may be another trajectory's; where slots are items, they
+    # stay.
     there = (masses.table.slots[:, Slot.STATE] != SlotState.FREE) | (not masses.by_step)
     slots = np.nonzero((masses.applied != 0) & there)[0]
     items, drawable = masses._items_of(slots, masses.applied[slots])
@@ -257,7 +263,8 @@ def killed_at(
         action()
 
     bound = set(process_bound._living)
-    process_bound._living.clear()  # the child dies in place of this process, with what this one has made
+    # the child dies in place of this process, with what this one has made
+    process_bound._living.clear()
     try:
         status = exit_status(in_child(run))
     finally:

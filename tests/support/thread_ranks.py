@@ -9,7 +9,9 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 
 
 class ThreadPlane(ControlPlane):
-    """The control plane of one of several ranks that are threads, which share values and barrier."""
+    """The control plane of one of several ranks that are threads, which share values
+    and barrier.
+    """
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()

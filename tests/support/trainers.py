@@ -1,4 +1,6 @@
-"""Frameworks that train a model on many ranks, behind the same methods; a step is one of SGD with rate 1."""
+"""Frameworks that train a model on many ranks, behind the same methods; a step is one of SGD with
+rate 1.
+"""
 
 import contextlib
 import functools
@@ -26,7 +28,8 @@ class EngineTrainer:
     """A DeepSpeed engine.
 
     Args:
-        model_of: Makes a model; with a group of sequence ranks, one whose attention is over their slices.
+        model_of: Makes a model; with a group of sequence ranks, one whose attention is over their
+            slices.
         case: Of `gradient_cases.zero`.
     """
 
@@ -56,7 +59,9 @@ class EngineTrainer:
             options["mpu"] = parallel_state_sp
             group = parallel_state_sp.get_sequence_parallel_group()
         if "mesh" in case:
-            options["mesh_param"], group = tuple(case["mesh"]), dist.group.WORLD  # one replica
+            # one replica
+            options["mesh_param"] = tuple(case["mesh"])
+            group = dist.group.WORLD
         if case.get("tensor", 1) > 1:
             config["tensor_parallel"] = {"autotp_size": case["tensor"], "partition_config": SPLIT}
         model = model_of(group)
@@ -91,9 +96,11 @@ class ModuleTrainer:
 
     Args:
         model_of: As of EngineTrainer.
-        parts: The name of a module in the model, and names in it: they are units of FSDP of their own.
+        parts: The name of a module in the model, and names in it: they are units of FSDP of their
+            own.
         kind: One of those.
-        **options: "ddp": `no_sync`, `hook`; "fsdp1": `strategy`; "fsdp2": `factor`, `hybrid`, `whole`.
+        **options: "ddp": `no_sync`, `hook`; "fsdp1": `strategy`; "fsdp2": `factor`, `hybrid`,
+            `whole`.
     """
 
     def __init__(

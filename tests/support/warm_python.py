@@ -1,12 +1,14 @@
-"""Python programs that start from one process with torch and DeepSpeed imported: in 0.1 s and not in 4.
+"""Python programs that start from one process with torch and DeepSpeed imported: in 0.1 s and not
+in 4.
 
-A server imports them once for a process of pytest, or for all whose GEAR_WARM_SERVER names the socket that
-one listens to: `warm_python.py SOCKET`. For each program it forks a child, which gets the arguments, the
-environment and the pipes of that program, and then runs it as `python -u` would: as `__main__`, with the
-interpreter's usual end. Variables that torch reads while it is imported are those of the server.
+A server imports them once for a process of pytest, or for all whose GEAR_WARM_SERVER names the
+socket that one listens to: `warm_python.py SOCKET`. For each program it forks a child, which gets
+the arguments, the environment and the pipes of that program, and then runs it as `python -u` would:
+as `__main__`, with the interpreter's usual end. Variables that torch reads while it is imported are
+those of the server.
 
-A program may run in the namespaces of another process, as one of a node of `cluster_support`: then the child
-waits for its own child there, as `nsenter` does.
+A program may run in the namespaces of another process, as one of a node of `cluster_support`: then
+the child waits for its own child there, as `nsenter` does.
 """
 
 import contextlib
@@ -27,16 +29,20 @@ from typing import IO, Any
 import torch
 
 PIPE = subprocess.PIPE
-# What ranks import; other modules a program imports itself. The first optimizer of a process imports
-# torch._dynamo, the first engine Muon: together 4 s, where all the rest of a short program takes 0.4 s.
+# What ranks import; other modules a program imports itself. The first optimizer of a process
+# imports torch._dynamo, the first engine Muon: together 4 s, where all the rest of a short program
+# takes 0.4 s.
 _IMPORTED = (
-    "numpy torch torch.distributed torch.distributed.fsdp torch.utils.cpp_extension torch.utils.data "
-    "torch._dynamo deepspeed deepspeed.pipe deepspeed.runtime.zero.muon.muon_optimizer deepspeed_gear "
+    "numpy torch torch.distributed torch.distributed.fsdp torch.utils.cpp_extension "
+    "torch.utils.data "
+    "torch._dynamo deepspeed deepspeed.pipe deepspeed.runtime.zero.muon.muon_optimizer "
+    "deepspeed_gear "
     "deepspeed_gear.replay.replay deepspeed_gear.engine.attach deepspeed_gear.writer.vector_writer"
 ).split()
 # Of the packages for examples and tests, which a user may have left out: 2.5 s.
 _OPTIONAL = (
-    "transformers.models.qwen2.modeling_qwen2 transformers.trainer h5py pyarrow.parquet scipy.stats "
+    "transformers.models.qwen2.modeling_qwen2 transformers.trainer h5py pyarrow.parquet "
+    "scipy.stats "
     "torch.utils.tensorboard"
 ).split()
 _NAMESPACES = ("net", "uts", "ipc", "pid", "mnt")  # the last one hides this machine's /proc
@@ -51,10 +57,13 @@ class WarmProcess(subprocess.Popen):
     """A program of the server, with the pipes and methods of a child of this process.
 
     Args:
-        arguments: After `python -u`: a path, "-m" and a module, or "-c" and a text; and its arguments.
+        arguments: After `python -u`: a path, "-m" and a module, or "-c" and a text; and its
+            arguments.
         env: The environment.
-        stdout, stderr, text, **options: As of Popen, of which the server heeds `cwd` and `start_new_session`.
-        inside: The process whose namespaces the program enters; `pid` is that of the one that waits for it.
+        stdout, stderr, text, **options: As of Popen, of which the server heeds `cwd` and
+            `start_new_session`.
+        inside: The process whose namespaces the program enters; `pid` is that of the one that waits
+            for it.
     """
 
     def __init__(
@@ -140,7 +149,9 @@ class WarmProcess(subprocess.Popen):
 
 
 def _running() -> socket.socket:
-    """Return a socket of the run's server, or of this process's own, which the first call starts."""
+    """Return a socket of the run's server, or of this process's own, which the first
+    call starts.
+    """
     global _server
     if _server is None and (path := os.environ.get(SERVER)):
         _server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -174,7 +185,8 @@ def run_warm(
 
 
 def _serve(clients: list[socket.socket], listener: socket.socket | None) -> dict[str, Any] | None:
-    """Fork a child for each request. Return the request in the child, None in the server at its end.
+    """Fork a child for each request. Return the request in the child, None in the server at its
+    end.
 
     The end is that of the last client, where no socket is listened to.
     """
@@ -231,7 +243,9 @@ def _collect(children: dict[int, int]) -> None:
 
 
 def _enter(process: int) -> None:
-    """Enter the namespaces of a process, and return in a child, whose end is also that of this process."""
+    """Enter the namespaces of a process, and return in a child, whose end is also that of this
+    process.
+    """
     setns = ctypes.CDLL(None, use_errno=True).setns
     for namespace in [os.open(f"/proc/{process}/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]:
         if setns(namespace, 0):

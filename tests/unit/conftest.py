@@ -1,4 +1,6 @@
-"""The package's syntax trees, small sources of the formats that ingest reads, and stores with streams."""
+"""The package's syntax trees, small sources of the formats that ingest reads, and stores with
+streams.
+"""
 
 import ast
 import contextlib
@@ -20,8 +22,8 @@ def write_d4rl(
 ) -> dict[str, np.ndarray]:
     """Write a D4RL file and return its arrays.
 
-    `ends` says what marks each episode's last step: "terminals", "timeouts", "both" or "". A change replaces
-    an array (None drops it) or adds one; `__` in its name stands for `/`.
+    `ends` says what marks each episode's last step: "terminals", "timeouts", "both" or "". A change
+    replaces an array (None drops it) or adds one; `__` in its name stands for `/`.
     """
     random = np.random.default_rng(0)
     total = sum(lengths)
@@ -55,7 +57,8 @@ def write_minari(
 ) -> list[Any]:
     """Write a Minari data set with the minari package and return its episode buffers.
 
-    A change replaces what `EpisodeBuffer` takes; a function of the number of steps is called per episode.
+    A change replaces what `EpisodeBuffer` takes; a function of the number of steps is called per
+    episode.
     """
     import gymnasium
     from minari.data_collector.episode_buffer import EpisodeBuffer

@@ -1,4 +1,6 @@
-"""Every block of code in README and docs: JSON parses, configs are valid, Python runs, commands exist."""
+"""Every block of code in README and docs: JSON parses, configs are valid, Python runs, commands
+exist.
+"""
 
 import argparse
 import json
@@ -22,7 +24,9 @@ RUN = [
 
 
 def test_no_block_is_left_out() -> None:
-    """A fence that the parser does not see, or of a language that it does not know, would not be checked."""
+    """A fence that the parser does not see, or of a language that it does not know, would not be
+    checked.
+    """
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         seen = sum(block.page == page for block in BLOCKS)
@@ -41,7 +45,9 @@ def test_python_compiles() -> None:
 
 @pytest.fixture(scope="module")
 def failed(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Run the pages of the chosen tests in one process, which imports once; return outputs of failures."""
+    """Run the pages of the chosen tests in one process, which imports once; return outputs of
+    failures.
+    """
     chosen = [
         item.callspec.params["page"]
         for item in request.session.items

@@ -30,7 +30,7 @@ def pages(checkout: Path) -> dict[str, str]:
     return {name: read(checkout, name) for name in names}
 
 
-# ---- what has run on a GPU ----------------------------------------------------------------------------
+# ---- what has run on a GPU -----------------------------------------------------------------------
 
 # Claims that a record of gpu_stages.json or gpu.json contradicts.
 CONTRADICTED = [
@@ -109,7 +109,8 @@ def test_the_figures_of_a_gpu_are_those_of_the_results(checkout: Path) -> None:
     cells = [
         f"{one['us']:.0f} us, {one['of_card']:.2f} of the card's bandwidth; ",
         f"; {three['us']:.0f} us, {three['of_card']:.2f} | 0.85 |",
-        f"| the same, beside a copy of as many bytes | {one['fraction']:.2f}; {three['fraction']:.2f}",
+        f"| the same, beside a copy of as many bytes | {one['fraction']:.2f}; "
+        f"{three['fraction']:.2f}",
         f"{small_one['fraction']:.2f}; {small_three['fraction']:.2f} of a copy",
         "{:.0f} and {:.0f} times as long as the large gather, {:.0f} and {:.0f} as the small".format(
             *index
@@ -120,7 +121,8 @@ def test_the_figures_of_a_gpu_are_those_of_the_results(checkout: Path) -> None:
         f"| add 16, 256, 1,024 transitions | {us('add', *transitions)} us",
         f"| the same, with sample and update | {us('add, sample and update', *transitions)} us",
         f"| add a step of 64, of 4,096 environments | {us('add_steps', *environments)} us",
-        f"| the same, with sample and update | {us('add_steps, sample and update', *environments)} us",
+        f"| the same, with sample and update | "
+        f"{us('add_steps, sample and update', *environments)} us",
         f"{of('n-step returns', 'n')['us']:.2f}; {of('returns-to-go', '64')['us']:.1f} us",
         f"by kernel | {rates} GB/s: {shares} |",
         f"at most {growth:.1%} longer",
@@ -134,7 +136,7 @@ def test_the_figures_of_a_gpu_are_those_of_the_results(checkout: Path) -> None:
         assert rates_of_pages in read(checkout, name), name
 
 
-# ---- figures of this project and of others --------------------------------------------------------------
+# ---- figures of this project and of others -------------------------------------------------------
 
 
 def one_of(rows: list[Row], **wanted: Any) -> Row:
@@ -207,7 +209,8 @@ def test_the_packing_plans_of_the_readme_are_those_of_the_results(checkout: Path
     }
     gear = plans.pop("gear")
     wanted = [
-        f"takes {gear['ms']:.1f} ms ({gear['k'][0]} micro batches, {gear['imbalance']:.2%} imbalance)"
+        f"takes {gear['ms']:.1f} ms ({gear['k'][0]} micro batches, {gear['imbalance']:.2%} "
+        f"imbalance)"
     ]
     for name, row in plans.items():
         wanted.append(f"{name}'s {row['ms']:.0f} ms ({row['k'][0]}, {row['imbalance']:.1%})")
@@ -225,7 +228,7 @@ def test_prose_beside_the_comparison_repeats_its_numbers(checkout: Path) -> None
     assert counted in read(checkout, "CHANGELOG.md")
 
 
-# ---- returns of the tutorials -------------------------------------------------------------------------
+# ---- returns of the tutorials --------------------------------------------------------------------
 
 
 def table(checkout: Path, name: str, header: str) -> list[list[str]]:

@@ -1,4 +1,6 @@
-"""The pages on extensions: a sampler and an ingest format outside of the package, as they are printed."""
+"""The pages on extensions: a sampler and an ingest format outside of the package, as they are
+printed.
+"""
 
 import json
 import re
@@ -96,7 +98,8 @@ def test_the_ingest_format_of_the_page(
     found = dataset.trajectory(3)
     assert found["observation"].tolist() == lines[3]["observation"]
     assert found["truncated"].tolist() == [False, False, False, True]
-    # The command finds the module in its working directory; a reader may record as little as this one.
+    # The command finds the module in its working directory; a reader may record as little as this
+    # one.
     monkeypatch.setattr(
         sys, "path", [entry for entry in sys.path if entry not in ("", str(modules))]
     )

@@ -1,4 +1,6 @@
-"""What tests/gpu compares a GPU with, on the host alone: it must be right before there is a card."""
+"""What tests/gpu compares a GPU with, on the host alone: it must be right before there
+is a card.
+"""
 
 import pytest
 from device_support import SAMPLERS, assert_equal, plainly, run_on

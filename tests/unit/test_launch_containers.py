@@ -1,4 +1,6 @@
-"""The Dockerfile by launch/check_image.py; launch/slurm.sbatch and the Kubernetes jobs by running them."""
+"""The Dockerfile by launch/check_image.py; launch/slurm.sbatch and the Kubernetes jobs by running
+them.
+"""
 
 import json
 import os
@@ -23,7 +25,7 @@ def image(checkout: Path) -> ModuleType:
     return load_script(checkout / "launch" / "check_image.py")
 
 
-# ---- the Dockerfile --------------------------------------------------------------------------------
+# ---- the Dockerfile ------------------------------------------------------------------------------
 
 
 def problems(image: ModuleType, checkout: Path, *change: str) -> list[str]:
@@ -43,14 +45,14 @@ def test_the_dockerfile_names_what_is_there(image: ModuleType, checkout: Path) -
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("debian:12.11-slim", "debian", "FROM debian: must be an earlier stage, or an image with a tag"),
+        ("debian:12.11-slim", "debian", "FROM debian: must be an earlier stage, or an image " "with a tag"),
         ("debian:12.11-slim", "debian:latest", "FROM debian:latest: must be"),
         ("COPY ops/csrc ops/csrc", "COPY ops/src ops/src", "COPY: ops/src is not in the context"),
         ("COPY LICENSE", "COPY CHANGELOG.md LICENSE", "COPY: CHANGELOG.md is not in the context"),
         ("from=build,", "from=built,", "RUN: must name an earlier stage, got built"),
         ("ARG DEEPSPEED=0.19.8\n", "", "RUN: $DEEPSPEED is not declared"),
         ('"torch==$TORCH+cpu"', '"torch==$TORCH+cpu" &&', "RUN: sh: 1: Syntax error"),
-        ("python3-dev && \\", "python3-dev && no-such-program && \\", "there is no program no-such-program"),
+        ("python3-dev && \\", "python3-dev && no-such-program && \\", "there is no program " "no-such-program"),
         ('CMD ["gear", "doctor"]', 'CMD ["gears", "doctor"]', "CMD: there is no program gears"),
         ("WORKDIR /src", "VOLUME /src", "VOLUME: is not known to this check"),
     ],
@@ -122,10 +124,11 @@ def test_steps_run_in_overlays_of_the_base(checkout: Path, tmp_path: Path, work:
     assert "check_image: exit status 1 of: test" in failed.stderr
 
 
-# ---- Slurm -----------------------------------------------------------------------------------------
+# ---- Slurm ---------------------------------------------------------------------------------------
 
 SLURM = {
-    "scontrol": 'case "$2" in job) echo "   Command=$JOB_FILE a.py --x" ;; *) printf "n%s\\n" 1 2 ;; esac',
+    "scontrol": 'case "$2" in job) echo "   Command=$JOB_FILE a.py --x" ;; *) printf "n%s\\n" 1 '
+    "2 ;; esac",
     "srun": 'echo "SRUN ${SRUN_CPUS_PER_TASK:-all} $*"',
     "deepspeed": 'echo "DEEPSPEED $*"',
     "python": f'exec {sys.executable} "$@"',
@@ -135,7 +138,9 @@ SLURM = {
 def run_job(
     checkout: Path, folder: Path, *arguments: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run launch/slurm.sbatch in a folder as Slurm does: a copy of it, with the variables of a job."""
+    """Run launch/slurm.sbatch in a folder as Slurm does: a copy of it, with the
+    variables of a job.
+    """
     (folder / "bin").mkdir()
     for name, text in SLURM.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -191,7 +196,9 @@ def test_each_task_of_a_slurm_job_has_a_gpu(checkout: Path, tmp_path: Path) -> N
 
 
 def test_the_options_of_the_slurm_job(checkout: Path) -> None:
-    """Its end: a signal that the process which removes stores ignores, long before the kill of the cgroup."""
+    """Its end: a signal that the process which removes stores ignores, long before the kill of the
+    cgroup.
+    """
     lines = (checkout / "launch" / "slurm.sbatch").read_text().splitlines()
     named = dict(
         line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH ")
@@ -219,7 +226,7 @@ def test_a_slurm_job_that_cannot_train_is_refused(checkout: Path, tmp_path: Path
         assert message in done.stderr
 
 
-# ---- Kubernetes ------------------------------------------------------------------------------------
+# ---- Kubernetes ----------------------------------------------------------------------------------
 
 
 def pods_of(job: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, str]]]:
@@ -274,9 +281,11 @@ def test_pods_have_shared_memory_within_their_limit(job: dict[str, Any]) -> None
 
 
 def test_the_job_of_kubeflow_trainer_has_the_same_pods(checkout: Path, job: dict[str, Any]) -> None:
-    """And the same ranks, whose variables it sets: PET_ ones, as EnforceMLPolicy of its torch plugin does.
+    """And the same ranks, whose variables it sets: PET_ ones, as EnforceMLPolicy of its torch
+    plugin does.
 
-    Source: pkg/apis/trainer/v1alpha1 and pkg/runtime/framework/plugins of kubeflow/trainer, 2.0 to 2.3.
+    Source: pkg/apis/trainer/v1alpha1 and pkg/runtime/framework/plugins of kubeflow/trainer, 2.0 to
+    2.3.
     """
     text = (checkout / "launch" / "kubernetes-trainjob.yaml").read_text()
     runtime, train_job = yaml.safe_load_all(text)
@@ -321,7 +330,9 @@ sys.stdout.write(line + "\\n")  # at once: the ranks of a pod share a pipe
 
 
 def test_the_commands_of_the_pods_form_one_group(job: dict[str, Any], tmp_path: Path) -> None:
-    """As processes on loopback, each with the environment of its pod; `gear doctor` is a stand-in."""
+    """As processes on loopback, each with the environment of its pod; `gear doctor` is
+    a stand-in.
+    """
     job["spec"]["nprocPerNode"] = "2"
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "gear").write_text('#!/bin/sh\n[ "$*" = doctor ]\n')
@@ -331,10 +342,8 @@ def test_the_commands_of_the_pods_form_one_group(job: dict[str, Any], tmp_path: 
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def run(pod: tuple[dict[str, Any], dict[str, str]]) -> list[Any]:
-        (container,), variables = (
-            pod[0]["containers"],
-            {**os.environ, **pod[1], **here, "PATH": path},
-        )
+        (container,) = pod[0]["containers"]
+        variables = {**os.environ, **pod[1], **here, "PATH": path}
         command = [*container["command"], *container["args"]]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

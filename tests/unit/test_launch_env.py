@@ -45,7 +45,8 @@ def test_it_needs_nothing_but_an_environment(shell: str, copy: Path, tmp_path: P
     wanted = f"{copy}/.venv/bin/python\n1 cpu"
     here = sourced(shell, copy)
     assert here.stdout == f"{wanted} unset\n", here.stderr
-    # A variable of the user's shell is not taken for the checkout, and `cd` does not look in other folders.
+    # A variable of the user's shell is not taken for the checkout, and `cd` does not look in other
+    # folders.
     (tmp_path / "launch").mkdir()
     code = SHOW.replace("launch/env.sh", "'a checkout/launch/env.sh'")
     elsewhere = sourced(

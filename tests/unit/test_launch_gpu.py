@@ -1,4 +1,6 @@
-"""launch/test_gpu.sh: the Python that it takes, its wheels, its stages, and a dry run of each of them."""
+"""launch/test_gpu.sh: the Python that it takes, its wheels, its stages, and a dry run of each of
+them.
+"""
 
 import importlib.metadata
 import json
@@ -29,7 +31,7 @@ def stages(checkout: Path) -> ModuleType:
     return load_script(checkout / "launch" / "gpu_stages.py")
 
 
-# ---- packages --------------------------------------------------------------------------------------
+# ---- packages ------------------------------------------------------------------------------------
 
 
 def test_what_is_needed_is_documented_and_installed(checkout: Path, stages: ModuleType) -> None:
@@ -58,7 +60,7 @@ def test_missing_packages_go_into_the_cache(
     assert alone.endswith(f"--target {tmp_path}/packages --no-deps deepspeed")
 
 
-# ---- the Python that runs them ---------------------------------------------------------------------
+# ---- the Python that runs them -------------------------------------------------------------------
 
 
 # a torch that sees a device, or one that fails to
@@ -84,7 +86,9 @@ NO_CUDA = 'case "$2" in *cuda*) exit 1;; esac; echo "$0 $*"'
 def test_the_python_that_runs_the_stages(
     programs: dict[str, str], arguments: str, wanted: str | None, checkout: Path, tmp_path: Path
 ) -> None:
-    """The script where these programs are, each the body of a shell script; "other" is an activated one."""
+    """The script where these programs are, each the body of a shell script; "other" is an activated
+    one.
+    """
     (tmp_path / "launch").mkdir()
     shutil.copy(checkout / "launch" / "test_gpu.sh", tmp_path / "launch")
     for name, body in programs.items():
@@ -112,7 +116,7 @@ def test_the_python_that_runs_the_stages(
         assert found.stdout.splitlines()[-1] == ran
 
 
-# ---- stages ----------------------------------------------------------------------------------------
+# ---- stages --------------------------------------------------------------------------------------
 
 
 def record_of(out: Path, stage: str) -> dict[str, Any]:
@@ -124,7 +128,9 @@ def record_of(out: Path, stage: str) -> dict[str, Any]:
 def stage_of(
     stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """Make a stage A of other steps, each with a name, a command and a limit; it records in `tmp_path`."""
+    """Make a stage A of other steps, each with a name, a command and a limit; it records in
+    `tmp_path`.
+    """
 
     def make(
         *waves: list[tuple[Any, ...]], card: tuple[Any, ...] = (), is_dry: bool = False

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# `python`: the server of warm processes, which lives as long as the script; the builds; or pytest with a
-# group's words.
+# `python`: the server of warm processes, which lives as long as the script; the builds; or pytest
+# with a group's words.
 PYTHON = """#!/usr/bin/env bash
 if [ "$1" = -u ]; then
   touch "$3"

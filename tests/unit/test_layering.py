@@ -13,8 +13,10 @@ from deepspeed_gear.ops import load_backend
 
 PACKAGE = "deepspeed_gear"
 LAYERS = (
-    "errors outcome timeouts public_names arguments liveness file_system schema context config ops data "
-    "store sampling batching distributed plan frameworks checkpoint writer device replay actors remote "
+    "errors outcome timeouts public_names arguments liveness file_system schema context config "
+    "ops data "
+    "store sampling batching distributed plan frameworks checkpoint writer device replay actors "
+    "remote "
     "engine cli __main__"
 ).split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
@@ -61,15 +63,18 @@ def wrong_arrows(module: Module) -> list[str]:
     own = module.name.split(".")[1]
     if own not in RANK:
         return [
-            f"{module.name}: {own} is in no layer; add it to the order in this test and in the design"
+            f"{module.name}: {own} is in no layer; add it to the order in this test and in the "
+            f"design"
         ]
     wrong = []
     for whole, names in gear_imports(module):
-        # `from .. import errors` names a module; `from ..errors import GearError` names what is in one.
+        # `from .. import errors` names a module; `from ..errors import GearError` names what is in
+        # one.
         for target in [f"{whole}.{name}" for name in names] if whole == PACKAGE else [whole]:
             rank = RANK.get(target.split(".")[1]) if "." in target else None
             if rank is None and own != "cli":
-                # The package's own __init__ imports everything: only the outermost layer may use it.
+                # The package's own __init__ imports everything: only the outermost layer may use
+                # it.
                 wrong.append(f"{module.name} imports {target}, which is the whole package")
             elif rank is not None and rank > RANK[own]:
                 wrong.append(f"{module.name} imports {target}, to its right")
@@ -133,7 +138,8 @@ def test_a_wrong_arrow_is_found(source: str, module: str, is_package: bool) -> N
 def import_graph(modules: list[Module]) -> dict[str, set[str]]:
     """Return which modules each one imports, at any depth: a circle through a function is one, too.
 
-    A package stands for its `__init__.py`, and is a target where what is taken from it is no module.
+    A package stands for its `__init__.py`, and is a target where what is taken from it is no
+    module.
     """
     known = {module.name for module in modules}
     graph: dict[str, set[str]] = {}

@@ -1,4 +1,6 @@
-"""Examples that learn online: what they add and sample is what their environments do, as pages say."""
+"""Examples that learn online: what they add and sample is what their environments do,
+as pages say.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,16 @@ def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
     return importlib.import_module
 
 
-# ---- tables of a device: compiling changes nothing ---------------------------------------------------
+# ---- tables of a device: compiling changes nothing -----------------------------------------------
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_compiled_program_gives_the_numbers_of_a_plain_one(
     load: Load, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Traced by dynamo and run as traced; draws are equal, and Adam's corrections are rounded otherwise."""
+    """Traced by dynamo and run as traced; draws are equal, and Adam's corrections are rounded
+    otherwise.
+    """
     program = load(name)
     (options, held) = PROGRAMS[name]
     plain = program.train(Namespace(**OPTIONS, **options))
@@ -114,7 +118,9 @@ def test_an_episode_keeps_its_own_last_observation(load: Load) -> None:
 
 
 def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against equation 16 of the paper, from the critic and the environments' rows; some episodes are cut."""
+    """Against equation 16 of the paper, from the critic and the environments' rows; some episodes
+    are cut.
+    """
     loop = load("device_loop")
     program = load("ppo_device")
     make = partial(gymnasium.make, max_episode_steps=20)
@@ -168,7 +174,7 @@ def test_a_divergence_is_an_error(load: Load) -> None:
         loop.result(Namespace(**OPTIONS), envs, loop.Clock(CPU, 0), loss=float("nan"))
 
 
-# ---- off-policy examples: they learn from what the environments have done ---------------------------
+# ---- off-policy examples: they learn from what the environments have done ------------------------
 
 
 class Recorded(TransitionBuffer):
@@ -216,7 +222,9 @@ def recorded(env: Any, observe: Any, monkeypatch: pytest.MonkeyPatch) -> set[tup
 def test_what_an_example_samples_is_what_its_environments_have_done(
     program: str, envs: int, steps: int, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Episodes end by failures in DQN, by time limits in the others; each has another autoreset mode."""
+    """Episodes end by failures in DQN, by time limits in the others; each has another autoreset
+    mode.
+    """
     classic = importlib.import_module("gymnasium.envs.classic_control")
     if program == "dqn":
         record = recorded(classic.CartPoleEnv, lambda env: env.state, monkeypatch)

@@ -20,7 +20,9 @@ from deepspeed_gear.store.shared_memory import SharedMemory, remove_garbage
 
 @contextmanager
 def left_by_the_killed(hold: Callable[[], Any]) -> Iterator[None]:
-    """Run `hold` in a process that forks a child and is killed; the child lives on inside the block."""
+    """Run `hold` in a process that forks a child and is killed; the child lives on inside the
+    block.
+    """
     read, write = os.pipe()
 
     def run() -> None:
@@ -68,7 +70,9 @@ def test_what_the_killed_have_held_is_free(tmp_path: Path) -> None:
 
 
 def test_a_child_keeps_the_number_and_the_files_of_its_own(tmp_path: Path) -> None:
-    """Else the next file that a child opens would take the number, and be closed by its parent's object."""
+    """Else the next file that a child opens would take the number, and be closed by its parent's
+    object.
+    """
     held, forgotten = (
         os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("held", "forgotten")
     )

@@ -96,7 +96,8 @@ def test_writers_show_what_they_did() -> None:
             writer.add({"x": np.zeros(4)})
             assert repr(writer) == "TrajectoryWriter(main: 1 trajectories added)"
             assert dir(writer) == shown(
-                "add attach close fill max_length num_added run schema table trajectory vector_writer "
+                "add attach close fill max_length num_added run schema table trajectory "
+                "vector_writer "
                 "waited_s"
             )
         assert repr(writer) == "TrajectoryWriter(main: 1 trajectories added, closed)"

@@ -1,4 +1,6 @@
-"""Rules that keep the package readable: whole classes, short signatures, private names."""
+"""Rules that keep the package readable: whole classes, short signatures, private names, one
+assignment per statement.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -32,7 +34,9 @@ def _is_record(node: ast.ClassDef) -> bool:
 
 
 def defined(node: ast.ClassDef) -> set[str]:
-    """Return the attributes that a class defines: methods, class variables, what methods assign to self."""
+    """Return the attributes that a class defines: methods, class variables, what methods assign to
+    self.
+    """
     found: set[str] = set()
     for child in node.body:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -95,7 +99,9 @@ def test_classes_define_what_they_use(trees: dict[str, ast.Module]) -> None:
 
 
 def assigned_from_outside(tree: ast.Module) -> Iterator[str]:
-    """Return the assignments to attributes of objects of other modules: one may fill its own records."""
+    """Return the assignments to attributes of objects of other modules: one may fill its own
+    records.
+    """
     own = {
         name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for name in defined(node)
     }
@@ -112,8 +118,10 @@ def assigned_from_outside(tree: ast.Module) -> Iterator[str]:
 
 # Attributes of other projects' objects: their interface is that they are set.
 OF_OTHERS = set(
-    "parser.description env_report.accelerator_name engine.gear engine.gear_sample engine.gear_iterator "
-    "engine.gear_update_priorities engine.gear_batches engine.train_batch engine.eval_batch LOG.propagate "
+    "parser.description env_report.accelerator_name engine.gear engine.gear_sample "
+    "engine.gear_iterator "
+    "engine.gear_update_priorities engine.gear_batches engine.train_batch engine.eval_batch "
+    "LOG.propagate "
     "engine.gear_step engine.gear_rollout engine.step context.ranks self._engine.global_samples "
     "deepspeed.initialize sys.excepthook accelerator.get_op_builder accelerator.create_op_builder "
     "extension.CUDA_HOME stream.thread_type stream.codec_context.options "
@@ -138,7 +146,9 @@ def is_own(node: ast.Attribute) -> bool:
 
 
 def own_private_names(tree: ast.Module) -> set[str]:
-    """Return the private names that a module defines: functions, classes, variables, attributes of self."""
+    """Return the private names that a module defines: functions, classes, variables, attributes of
+    self.
+    """
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -153,7 +163,8 @@ def own_private_names(tree: ast.Module) -> set[str]:
 def private_names_of_others(trees: dict[str, ast.Module]) -> list[str]:
     """Return where a module imports, reads or sets a private name of another module of the package.
 
-    An attribute is another module's if its name is defined in one, and not in the module that uses it.
+    An attribute is another module's if its name is defined in one, and not in the module that uses
+    it.
     """
     own = {name: own_private_names(tree) for name, tree in trees.items()}
     of_package = set[str]().union(*own.values())
@@ -198,3 +209,28 @@ def test_a_private_name_of_another_module_is_found(source: str) -> None:
     owner = "def _helper(): ...\nclass Thing:\n    def __init__(self):\n        self._state = 0"
     trees = {"deepspeed_gear.owner": ast.parse(owner), "deepspeed_gear.user": ast.parse(source)}
     assert len(private_names_of_others(trees)) == 1
+
+
+def paired_assignments(tree: ast.Module) -> Iterator[str]:
+    """Yield assignments of several values to several names that are no swap."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        if not isinstance(node.targets[0], ast.Tuple):
+            continue
+        assigned = {ast.unparse(target) for target in node.targets[0].elts}
+        read = {ast.unparse(child) for child in ast.walk(node.value) if isinstance(child, ast.expr)}
+        if not assigned & read:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_a_statement_assigns_one_value(trees: dict[str, ast.Module]) -> None:
+    """`a, b = b, a` and the unpacking of one value stay; `a, b = x, y` is two statements."""
+    assert {
+        module: found for module, tree in trees.items() if (found := [*paired_assignments(tree)])
+    } == {}
+    swap, unpacking, pair = (
+        [*paired_assignments(ast.parse(source))]
+        for source in ("a, b = b, a + b", "a, b = f()", "a, b = x, y")
+    )
+    assert (len(swap), len(unpacking), len(pair)) == (0, 0, 1)

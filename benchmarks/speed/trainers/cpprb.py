@@ -1,4 +1,6 @@
-"""cpprb: MPPrioritizedReplayBuffer, in shared memory; its documentation has one process that samples."""
+"""cpprb: MPPrioritizedReplayBuffer, in shared memory; its documentation has one process that
+samples.
+"""
 
 from __future__ import annotations
 

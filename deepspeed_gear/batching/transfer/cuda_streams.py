@@ -1,5 +1,6 @@
-"""Transfer streams: a CUDA stream, or the calling thread, on which batches are gathered during steps. Nothing
-here waits for a device, except `Event.synchronize`, before memory of the host is overwritten.
+"""Transfer streams: a CUDA stream, or the calling thread, on which batches are gathered during
+steps. Nothing here waits for a device, except `Event.synchronize`, before memory of the host is
+overwritten.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class HostEvent(threading.Event):
 
 
 class HostStream:
-    """A queue of work that runs in order: of the calling thread, done when a call returns. Thread safe."""
+    """A queue of work that runs in order: of the calling thread, done when a call returns. Thread
+    safe.
+    """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -74,7 +77,8 @@ class HostStream:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy small tensors of the host to the device by one asynchronous copy. Called inside `running`.
+        """Copy small tensors of the host to the device by one asynchronous copy. Called inside
+        `running`.
 
         Torch's allocator of pinned memory reuses a block only when the copies from it are done.
         """
@@ -132,7 +136,9 @@ class CudaStream(HostStream):
 
 
 def allow_captures_elsewhere() -> None:
-    """Relax this thread's capture mode: else its allocations fail other threads' captures of graphs."""
+    """Relax this thread's capture mode: else its allocations fail other threads' captures of
+    graphs.
+    """
     if not torch.cuda.is_available():
         return
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -162,7 +168,9 @@ class Packing:
         self.num_bytes = at
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return an allocation's tensors; in-place changes count for each alone, as autograd reports."""
+        """Return an allocation's tensors; in-place changes count for each alone, as autograd
+        reports.
+        """
         found = []
         for (shape, dtype), begin in zip(self._shapes, self._begins, strict=True):
             end = begin + torch.Size(shape).numel() * dtype.itemsize
@@ -174,8 +182,9 @@ Release = Callable[[int], None]
 
 
 class DeferredRelease:
-    """Selections that wait for release, in the order of their gathers. Thread safe. A selection pins its rows
-    and ring entry until its device has read them: `settle` checks, without waiting, at each sample and add.
+    """Selections that wait for release, in the order of their gathers. Thread safe. A selection
+    pins its rows and ring entry until its device has read them: `settle` checks, without waiting,
+    at each sample and add.
     """
 
     def __init__(self) -> None:
@@ -186,7 +195,9 @@ class DeferredRelease:
         return len(self._waiting)
 
     def hold(self, event: Event, release: Release, key: int) -> None:
-        """Release a selection after the event that follows its last kernel; events come in stream order."""
+        """Release a selection after the event that follows its last kernel; events come in stream
+        order.
+        """
         with self._lock:
             self._waiting.append((event, release, key))
 

@@ -1,8 +1,9 @@
 """Batches on a device: each field is read in place by kernels, or staged by the host.
 
-A ring entry is one allocation on the device. Staged fields lie at its front, with the same layout as in
-pinned memory of the host, so one copy transfers them. All work is enqueued on a transfer stream; the process
-waits only for pinned memory that is still being copied, from `PINNED` batches before.
+A ring entry is one allocation on the device. Staged fields lie at its front, with the same layout
+as in pinned memory of the host, so one copy transfers them. All work is enqueued on a transfer
+stream; the process waits only for pinned memory that is still being copied, from `PINNED` batches
+before.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ WAYS = (DIRECT, STAGED)  # in order of preference
 PINNED = (
     4  # batches that are staged at once; bounds how many batches the host is ahead of the device
 )
-# Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be in flight:
-# these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for short windows, and
-# more with long ones. Of an H200's 132 multiprocessors at least 100 are free of them.
+# Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be
+# in flight: these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for
+# short windows, and more with long ones. Of an H200's 132 multiprocessors at least 100 are free of
+# them.
 _DIRECT_BLOCKS = 32
 _NONE = torch.empty(0, 0)
 
@@ -78,8 +80,8 @@ class FieldTransfer:
     keep: int  # latest batches that their user may use
 
     def way(self, field: ResolvedField) -> str:
-        """Return a field's transfer way. Goals, which the host draws, and fields that the device cannot read
-        are staged.
+        """Return a field's transfer way. Goals, which the host draws, and fields that the device
+        cannot read are staged.
         """
         is_read = is_computed(field) or self.is_reached(column_name(field))
         if (
@@ -109,8 +111,9 @@ class _Pinned:
 
 
 class DeviceGatherer(Gatherer):
-    """Gathers batches of fixed fields and size on a device; one thread gathers, another may take batches. The
-    tables of a mixture have equal `transfer`; the ring has one entry more than are prefetched and kept.
+    """Gathers batches of fixed fields and size on a device; one thread gathers, another may take
+    batches. The tables of a mixture have equal `transfer`; the ring has one entry more than are
+    prefetched and kept.
     """
 
     def __init__(
@@ -181,7 +184,9 @@ class DeviceGatherer(Gatherer):
         return self._reach.columns[column_name(field)]
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
-        """Return a group of fields that reads their rows in `columns`, of which each field has one."""
+        """Return a group of fields that reads their rows in `columns`, of which each
+        field has one.
+        """
         rows = []
         for i in which:
             known = self._rows[i]
@@ -211,13 +216,17 @@ class DeviceGatherer(Gatherer):
     def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather a batch of one table, as `gather_from` does: through the ring entry and pinned memory."""
+        """Gather a batch of one table, as `gather_from` does: through the ring entry and pinned
+        memory.
+        """
         return self.gather_from([(self, records, goal_step)])
 
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather samples of records in host memory; ready after the work on the transfer stream so far."""
+        """Gather samples of records in host memory; ready after the work on the transfer stream so
+        far.
+        """
         self.made = self._turn
         buffers = self._next()
         slot = self._slots[self.made]
@@ -266,7 +275,8 @@ class DeviceGatherer(Gatherer):
     def hand_over(self, index: int) -> None:
         """Mark a ring entry as used from now on; free the entry of `keep` batches before.
 
-        Called in the user's thread: the work on its stream so far includes all uses of older batches.
+        Called in the user's thread: the work on its stream so far includes all uses of older
+        batches.
         """
         consumer, until_now = self._lane.consumer()
         slot = self._slots[index]
@@ -280,14 +290,16 @@ class DeviceGatherer(Gatherer):
                     old.free = until_now
 
     def place(self, buffers: Buffers, records: torch.Tensor) -> None:
-        """Enqueue the device's gather of the fields that `fill` does not stage; `records` in host memory."""
+        """Enqueue the device's gather of the fields that `fill` does not stage; `records` in host
+        memory.
+        """
         if not self.reads_in_place:
             return
         (there,) = self._lane.bring([records])
         order = None
         if self._direct.which:
-            # Samples in the order of their rows: neighbours in memory are read in sequence. Sorted where the
-            # records lie: on the device, as a host takes 2 ms for 65,536 samples.
+            # Samples in the order of their rows: neighbours in memory are read in sequence. Sorted
+            # where the records lie: on the device, as a host takes 2 ms for 65,536 samples.
             order = torch.argsort(there[:, Resolution.FIRST_ROW] + there[:, Resolution.ANCHOR])
         ops = self._transfer.ops
         counters = self._counters_there

@@ -94,7 +94,9 @@ def open_rows(
     max_expansion: float = MAX_EXPANSION,
     **options: Any,
 ) -> Reader:
-    """Open rows of a program, as `Dataset.from_iterable` takes them; arguments as of `open_source`."""
+    """Open rows of a program, as `Dataset.from_iterable` takes them; arguments as of
+    `open_source`.
+    """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
     name = type(rows).__name__
@@ -168,7 +170,10 @@ def _content(path: Path) -> str:
     import h5py
 
     if path.is_dir():
-        return f"a folder with {', '.join(sorted(entry.name for entry in path.iterdir())[:8]) or 'nothing'}"
+        return (
+            f"a folder with "
+            f"{', '.join(sorted(entry.name for entry in path.iterdir())[:8]) or 'nothing'}"
+        )
     if not h5py.is_hdf5(path):
         return f"a file that is neither HDF5 nor a table, {path.name}"
     return f"HDF5 with {', '.join(sorted(hdf5_members(path))[:8]) or 'nothing'}"
@@ -179,17 +184,20 @@ class Options(TypedDict, total=False):
 
     Args:
         dtype: Stored dtype by column or shell pattern: {"observation": "float32"}. Values must fit.
-        rename: New name by the reader's. `dtype` and `role` use the new names, `columns` the reader's.
+        rename: New name by the reader's. `dtype` and `role` use the new names, `columns` the
+            reader's.
         role: Role by column or shell pattern: {"score": "reward"}.
-        reward: Rule of sources without a column of role reward: "none" (no such column, no returns),
-            "last=1.0" (that value at the last step, 0 before) or "each=-1" (at every step). It must be given
-            unless the source has rewards, or tokens.
+        reward: Rule of sources without a column of role reward: "none" (no such column, no
+            returns), "last=1.0" (that value at the last step, 0 before) or "each=-1" (at every
+            step). It must be given unless the source has rewards, or tokens.
         allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.
-        split_by_flags: Divide episodes after each step with an end flag; as `DatasetWriter.add`. An episode
-            that is truncated inside is refused where it has columns of T+1 rows: its last state is unknown.
+        split_by_flags: Divide episodes after each step with an end flag; as `DatasetWriter.add`. An
+            episode that is truncated inside is refused where it has columns of T+1 rows: its last
+            state is unknown.
         compress: Columns to store compressed, as of `DatasetWriter`.
-        group_scope: What group numbers (`prompt_id`) that several files have mean: "file", other groups,
-            which get other numbers; "all", the same groups. It must be given where numbers repeat over files.
+        group_scope: What group numbers (`prompt_id`) that several files have mean: "file", other
+            groups, which get other numbers; "all", the same groups. It must be given where numbers
+            repeat over files.
     """
 
     dtype: Mapping[str, str]
@@ -216,26 +224,28 @@ def ingest(
 ) -> Dataset:
     """Turn one or more sources into a data set.
 
-    The ids are the ordinals of the episodes: those of the first source, then those of the second. With
-    several sources the per-trajectory column `source` holds the number of an episode's source. The same
-    sources give the same bytes.
+    The ids are the ordinals of the episodes: those of the first source, then those of the second.
+    With several sources the per-trajectory column `source` holds the number of an episode's source.
+    The same sources give the same bytes.
 
     Args:
-        sources: Files or folders whose columns agree; or what `open_source` returns of them, for its other
-            options. Readers are closed.
+        sources: Files or folders whose columns agree; or what `open_source` returns of them, for
+            its other options. Readers are closed.
         dest: The folder to make.
         format: Of all sources; "auto" detects it by the content of each.
         split: Share of each held-out part by name; the statistics are those of the rest.
         columns: Patterns of optional columns to keep; None keeps all.
         overwrite: Replace a data set at `dest`.
-        append: Add to the data set at `dest`, as if these sources had been ingested after its own: the result
-            has the same columns, statistics and fingerprint. It takes the place of the old one in one rename.
+        append: Add to the data set at `dest`, as if these sources had been ingested after its own:
+            the result has the same columns, statistics and fingerprint. It takes the place of the
+            old one in one rename.
         progress: Show a bar and notes on stderr.
         **options: What is done with columns, and with sources that would be refused: see `Options`.
     Raises:
-        DataError: A source is malformed or differs from the first, or `dest` cannot be written; `dest` is
-            not made, or not changed.
-    Cost: two passes over the sources' observations, one over the rest; memory for one episode and a few
+        DataError: A source is malformed or differs from the first, or `dest` cannot be written;
+            `dest` is not made, or not changed.
+    Cost: two passes over the sources' observations, one over the rest; memory for one episode and a
+    few
         blocks. With `append` also a copy of what is there, and the statistics of all.
     """
     for name in options.keys() - Options.__annotations__.keys():
@@ -314,7 +324,9 @@ def _note_counted(readers: Sequence[Reader]) -> None:
 def ingest_rows(
     rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
 ) -> Dataset:
-    """Turn the rows of a program into a data set: `Dataset.from_iterable`, which has the arguments."""
+    """Turn the rows of a program into a data set: `Dataset.from_iterable`, which has
+    the arguments.
+    """
     of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
     of_reader = {name: value for name, value in options.items() if name not in of_ingest}
     written: dict[str, Any] = {name: value for name, value in options.items() if name in of_ingest}
@@ -351,7 +363,9 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
 
 
 def _without_bounds(column: Column) -> Column:
-    """Return a column as sources must agree in it: without `allow_nan` and the size of the longest value."""
+    """Return a column as sources must agree in it: without `allow_nan` and the size of the longest
+    value.
+    """
     if column.is_opaque:
         return Column(column.name, column.dtype, rows="1", max_bytes=1)
     return replace(column, allow_nan=False)
@@ -368,8 +382,9 @@ def _describe(column: Column | None) -> str:
 def ingested(path: str | Path) -> Dataset:
     """Open a data set, or the one that a file of a known format is ingested into beside it, once.
 
-    It is a hidden folder whose name follows from the file's size and time of change: a file that has changed
-    is ingested again. Other processes wait for the first one, where the file system has locks.
+    It is a hidden folder whose name follows from the file's size and time of change: a file that
+    has changed is ingested again. Other processes wait for the first one, where the file system has
+    locks.
 
     Raises:
         DataError: As `ingest`, or the folder cannot be written.

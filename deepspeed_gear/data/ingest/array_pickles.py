@@ -1,9 +1,9 @@
 """Pickles of arrays: an unpickler that builds NumPy arrays, scalars and builtins only.
 
-It is a machine of its own for the opcodes that such pickles have: a table names each one, and all others are
-refused. Nothing that a pickle holds is ever called. A global is a name on the stack, and REDUCE makes the
-value that the name stands for. An array is made once, from bytes, by a copy, when its state is known: no view
-of it exists, and no opcode changes it.
+It is a machine of its own for the opcodes that such pickles have: a table names each one, and all
+others are refused. Nothing that a pickle holds is ever called. A global is a name on the stack, and
+REDUCE makes the value that the name stands for. An array is made once, from bytes, by a copy, when
+its state is known: no view of it exists, and no opcode changes it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class _Pending:
 
 
 class _ArrayMachine:
-    """Runs the opcodes of a pickle. `spend` is called with the bytes of what it is about to make."""
+    """Runs the opcodes of a pickle. `spend` is called with the bytes of what it is
+    about to make.
+    """
 
     def __init__(self, spend: Callable[[int], None]) -> None:
         self._spend = spend
@@ -110,8 +112,8 @@ class _ArrayMachine:
     def _run(self, opcode: str, argument: Any) -> None:
         """Run an opcode on the stack.
 
-        Refused are PERSID, BINPERSID, EXT1 to EXT4, INST, OBJ and NEWOBJ_EX, which make objects of any class,
-        and NEXT_BUFFER and READONLY_BUFFER, which make views.
+        Refused are PERSID, BINPERSID, EXT1 to EXT4, INST, OBJ and NEWOBJ_EX, which make objects of
+        any class, and NEXT_BUFFER and READONLY_BUFFER, which make views.
         """
         match opcode:
             case "PROTO" | "FRAME" | "STOP":
@@ -239,7 +241,9 @@ class _ArrayMachine:
             raise pickle.UnpicklingError(key)
 
     def _call(self, made: Any, arguments: Any, is_new: bool) -> Any:
-        """Return the value that a call of a global stands for; `is_new`: of the class's `__new__`."""
+        """Return the value that a call of a global stands for; `is_new`: of the class's
+        `__new__`.
+        """
         if not isinstance(made, _Global) or made.make is None or type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"a call of {_name(made)}")
         if is_new and made.make != self._trajectory:
@@ -350,17 +354,19 @@ class _ArrayMachine:
 
 
 _LITERALS = frozenset(  # opcodes whose argument is the value
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES "
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING "
+    "SHORT_BINSTRING BINBYTES "
     "SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 def load_pickle(where: str, content: bytes, expansion: Expansion, file_bytes: int) -> Any:
-    """Return what a pickle holds: arrays, scalars, text, lists, tuples, sets, dicts; else a DataError.
+    """Return what a pickle holds: arrays, scalars, text, lists, tuples, sets, dicts; else a
+    DataError.
 
-    Objects of other types are refused, whichever opcodes make them. What they take in memory, about, must be
-    within the bound for the bytes of the file that the pickle is from.
+    Objects of other types are refused, whichever opcodes make them. What they take in memory,
+    about, must be within the bound for the bytes of the file that the pickle is from.
     """
     num_bytes = 0
 
@@ -403,7 +409,9 @@ def _dict_of_state(state: Any) -> dict[str, Any]:
 
 
 def _hashable(key: Any) -> Any:
-    """Return a key. Python's hash of nested tuples has no limit of depth, and overflows the stack."""
+    """Return a key. Python's hash of nested tuples has no limit of depth, and overflows
+    the stack.
+    """
     parts = key if type(key) is tuple else (key,)
     if not all(type(part) in _PLAIN or isinstance(part, np.generic) for part in parts):
         raise pickle.UnpicklingError(f"a key {_shown(key)}")
@@ -411,7 +419,9 @@ def _hashable(key: Any) -> Any:
 
 
 def _check_plain(value: Any) -> None:
-    """Raise unless a value is of arrays and builtins, at any depth; containers may hold themselves."""
+    """Raise unless a value is of arrays and builtins, at any depth; containers may hold
+    themselves.
+    """
     known: set[int] = set()
     remaining = [value]
     while remaining:

@@ -1,4 +1,6 @@
-"""Options of ingest that change a reader's columns: names, dtypes, roles, and the rule of missing rewards."""
+"""Options of ingest that change a reader's columns: names, dtypes, roles, and the rule of missing
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,19 @@ _RULES = "none (no column), last=VALUE (of the last step, 0 before) or each=VALU
 
 
 class OutputColumns:
-    """A reader's columns and episodes as they are written: with the options, and the derived columns.
+    """A reader's columns and episodes as they are written: with the options, and the derived
+    columns.
 
-    A data set has the columns `reward` and `return` only where the source has rewards, or a rule makes them.
-    A source without rewards needs a rule, as zeros would be taken for rewards; tokens need none. `columns`
-    are those of the data set, without `source`; `names` has the new ones by the reader's.
+    A data set has the columns `reward` and `return` only where the source has rewards, or a rule
+    makes them. A source without rewards needs a rule, as zeros would be taken for rewards; tokens
+    need none. `columns` are those of the data set, without `source`; `names` has the new ones by
+    the reader's.
     """
 
     def __init__(self, reader: Reader, options: Mapping[str, Any]) -> None:
-        """Apply dtype, rename, role and reward of `ingest.Options` to the columns of an open source."""
+        """Apply dtype, rename, role and reward of `ingest.Options` to the columns of an open
+        source.
+        """
         self.reader = reader
         self.names = dict(options.get("rename") or {})
         self._check_names("--rename", self.names, [column.name for column in reader.columns])
@@ -52,7 +58,9 @@ class OutputColumns:
         self._ends = Schema(self.columns).end_columns if options.get("split_by_flags") else ()
 
     def _with_derived(self, columns: list[Column]) -> tuple[Column, ...]:
-        """Return the columns with return and length; of an export, those that its data set has of them."""
+        """Return the columns with return and length; of an export, those that its data set has of
+        them.
+        """
         derived = [*([] if self._reward is None else [RETURN]), LENGTH]
         if (whole := self.reader.whole) is None:
             return (*columns, *derived)
@@ -74,7 +82,10 @@ class OutputColumns:
         for role in ("observation", "action") if left_out else ():
             if role not in roles and role not in select.excluded:
                 rule = f"must keep a column of the role {role}: it leaves out {', '.join(left_out)}"
-                remedy = f"name the {role}s as well, with --role COLUMN={role} where they lack the role; "
+                remedy = (
+                    f"name the {role}s as well, with --role COLUMN={role} where they lack "
+                    f"the role; "
+                )
                 remedy += "or leave columns out by name: " + ",".join(
                     f"!{name}" for name in left_out
                 )
@@ -92,7 +103,9 @@ class OutputColumns:
     def _changed(
         self, columns: list[Column], what: str, values: Mapping[str, str] | None
     ) -> list[Column]:
-        """Return the columns with the values of one option; the last pattern that matches counts."""
+        """Return the columns with the values of one option; the last pattern that
+        matches counts.
+        """
         self._check_names(f"--{what}", values or {}, [column.name for column in columns])
         for pattern, value in (values or {}).items():
             change: dict[str, Any] = {what: value}
@@ -100,7 +113,11 @@ class OutputColumns:
             for column in chosen if change == {"role": "reward"} else []:
                 if column.rows == "1" and column.name != "reward":
                     as_float = "" if column.is_floating else " --dtype reward=float32"
-                    remedy = f"--rename {column.name}=reward{as_float} makes it the reward of a trajectory"
+                    remedy = (
+                        f"--rename {column.name}=reward{as_float} makes it the reward of "
+                        f"a "
+                        f"trajectory"
+                    )
                     where = f"{self.reader.path}: --role {pattern}=reward"
                     raise DataError(
                         where, "must be of a value per step", "one per trajectory", remedy

@@ -29,7 +29,9 @@ _MALFORMED = Exception  # what a malformed file can raise: any
 
 
 class ExportedReader(Reader):
-    """Reads files of `gear export` with their exact columns: dtypes, roles, shapes and opaque values."""
+    """Reads files of `gear export` with their exact columns: dtypes, roles, shapes and opaque
+    values.
+    """
 
     format = "export"
 

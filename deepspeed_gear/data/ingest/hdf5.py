@@ -1,4 +1,6 @@
-"""HDF5 of steps: D4RL, an array per quantity of all episodes, and robomimic, a group for each of them."""
+"""HDF5 of steps: D4RL, an array per quantity of all episodes, and robomimic, a group for each of
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,12 @@ class D4rlReader(ArrayReader):
     """Reads D4RL's layout, rows of all episodes in arrays at the root. They are read in blocks.
 
     Where `next_observations` are the shifted observations inside every episode, to the last bit,
-    `observation` gets one more row per episode, the last next observation; otherwise both are stored. Without
-    them the observation after the last step of an episode is not known: a terminated episode repeats its last
-    one there, which nothing bootstraps from, and the last step of any other episode is left out, so that its
-    observation is the last one. Other arrays with a row per step become columns (`infos/qpos` is
-    `infos.qpos`); groups named `metadata` are left out.
+    `observation` gets one more row per episode, the last next observation; otherwise both are
+    stored. Without them the observation after the last step of an episode is not known: a
+    terminated episode repeats its last one there, which nothing bootstraps from, and the last step
+    of any other episode is left out, so that its observation is the last one. Other arrays with a
+    row per step become columns (`infos/qpos` is `infos.qpos`); groups named `metadata` are left
+    out.
     """
 
     format = "d4rl"
@@ -42,7 +45,9 @@ class D4rlReader(ArrayReader):
         )
 
     def open(self) -> None:
-        """Check the layout and find the episodes. Cost: one pass over the flags and observations."""
+        """Check the layout and find the episodes. Cost: one pass over the flags and
+        observations.
+        """
         file = self.files.enter_context(open_hdf5(self.path))
         found = {key: file.get(key) for key in KINDS} | hdf5_arrays(file)  # also where it is a link
         self._arrays = {
@@ -70,7 +75,9 @@ class RobomimicReader(ArrayReader):
         return any(re.fullmatch(r"demo_\d+", name) for name in hdf5_members(path, "data"))
 
     def open(self) -> None:
-        """Choose the demonstrations. Cost: a pass over observations and next ones, if there are some."""
+        """Choose the demonstrations. Cost: a pass over observations and next ones, if there are
+        some.
+        """
         file = self.files.enter_context(open_hdf5(self.path))
         if not isinstance(file.get("data"), h5py.Group):
             raise DataError(f"{self.path}: data", "must be a group of demonstrations", sorted(file))

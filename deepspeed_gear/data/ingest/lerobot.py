@@ -60,7 +60,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Episode:
-    """Where an episode is: its number of frames, its data file, and each camera's file and start in it."""
+    """Where an episode is: its number of frames, its data file, and each camera's file and start in
+    it.
+    """
 
     index: int
     length: int
@@ -69,13 +71,15 @@ class Episode:
 
 
 class LerobotReader(Reader):
-    """Reads LeRobot's layout, versions 2.0, 2.1 and 3.0. Episodes come in the order of the metadata.
+    """Reads LeRobot's layout, versions 2.0, 2.1 and 3.0. Episodes come in the order of the
+    metadata.
 
-    A frame is a step, and columns have the names of the features: `observation.state`, `action`. There is no
-    observation after the last action, so all columns have T rows. `next.reward` becomes `reward`. `next.done`
-    is `terminated`, but `truncated` where `next.truncated` is set or `next.success` is not. An episode whose
-    last frame has neither flag is truncated. Videos and images become uint8 columns [height, width,
-    channels]. `task` holds the texts of an episode's tasks, one a line, as bytes.
+    A frame is a step, and columns have the names of the features: `observation.state`, `action`.
+    There is no observation after the last action, so all columns have T rows. `next.reward` becomes
+    `reward`. `next.done` is `terminated`, but `truncated` where `next.truncated` is set or
+    `next.success` is not. An episode whose last frame has neither flag is truncated. Videos and
+    images become uint8 columns [height, width, channels]. `task` holds the texts of an episode's
+    tasks, one a line, as bytes.
     """
 
     format = "lerobot"
@@ -150,7 +154,9 @@ class LerobotReader(Reader):
         self._columns[feature.kind][key] = column
 
     def _metadata(self, name: str) -> list[CheckedValues]:
-        """Return the rows of meta/<name>: JSON lines, or Parquet from v3.0 on, without the statistics."""
+        """Return the rows of meta/<name>: JSON lines, or Parquet from v3.0 on, without the
+        statistics.
+        """
         whole = self.path / "meta" / name
         if not self._has_many:
             return read_lines(_present(whole.with_suffix(".jsonl")))
@@ -245,7 +251,8 @@ class LerobotReader(Reader):
         ]
 
     def _table(self, path: Path, keys: list[str] | None, are_objects: bool = False) -> Any:
-        """Read columns of a Parquet file, or all but the statistics, if they are worth what they take.
+        """Read columns of a Parquet file, or all but the statistics, if they are worth what they
+        take.
 
         `are_objects`: their rows are to become Python objects.
         """
@@ -324,15 +331,17 @@ class LerobotReader(Reader):
     def _frames(
         self, path: Path, start: float, name: str, column: Column, times: NDArray[Any]
     ) -> NDArray[np.uint8]:
-        """Decode the frames at `start + times` seconds, which must be all between the first and the last."""
+        """Decode the frames at `start + times` seconds, which must be all between the first and the
+        last.
+        """
         av = optional(str(path), "must be decoded with PyAV", f"av, or {LEAVE_OUT}", "av")
         where, times, number = f"{path}: {name}", start + times, 0
         frames = np.empty((len(times), *column.shape), np.uint8)
         is_readable = DataError.on(
             where, "must be a readable video", av.FFmpegError, remedy=DAMAGED
         )
-        # Demuxers other than mp4's read files that a video names. FFmpeg gets no path: it could take one for
-        # the address of a protocol.
+        # Demuxers other than mp4's read files that a video names. FFmpeg gets no path: it could
+        # take one for the address of a protocol.
         with is_readable, path.open("rb") as file, av.open(file, format="mp4") as container:
             stream = container.streams.best("video")
             if stream is None or stream.time_base is None:
@@ -363,7 +372,9 @@ class LerobotReader(Reader):
 
 
 def _group(key: str, feature: Feature) -> str:
-    """Return "observation" or "action" where a feature is one, else the part before the first dot."""
+    """Return "observation" or "action" where a feature is one, else the part before the
+    first dot.
+    """
     head = key.split(".")[0]
     is_camera = feature.kind in IMAGES and KINDS.get(head) != "action"
     return "observation" if is_camera or head in _STATES else KINDS.get(head, head)
@@ -397,11 +408,12 @@ def _present(path: Path, remedy: str = _AGAIN) -> Path:
 def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], num_bytes: Callable[[Item], int]
 ) -> Iterator[Result]:
-    """Yield `read(item)` of each item in order, while threads read the items that follow; `num_bytes` is the
-    memory of its result, about.
+    """Yield `read(item)` of each item in order, while threads read the items that follow;
+    `num_bytes` is the memory of its result, about.
 
-    For readers whose work releases the interpreter's lock, as decompression in pyarrow and decoding in PyAV
-    do. Cost: a thread per core, at most 8; memory of 256 MiB of results, or of one that is larger.
+    For readers whose work releases the interpreter's lock, as decompression in pyarrow and decoding
+    in PyAV do. Cost: a thread per core, at most 8; memory of 256 MiB of results, or of one that is
+    larger.
     """
     waiting: deque[tuple[Future[Result], int]] = deque()
     with ThreadPoolExecutor(

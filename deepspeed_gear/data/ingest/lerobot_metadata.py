@@ -1,4 +1,6 @@
-"""Metadata of LeRobot data sets: every value of info.json, the episodes and the tasks, checked once."""
+"""Metadata of LeRobot data sets: every value of info.json, the episodes and the tasks, checked
+once.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +190,10 @@ def _feature(features: CheckedValues, key: str) -> Feature:
         type(size) is int and size >= 0 for size in shape
     )
     if not is_list or (kind and len(shape) != 3) or math.prod(shape) > _MOST_VALUES:
-        rule = f"must be a list of {'three ' if kind else ''}whole numbers, of at most {_MOST_VALUES} values"
+        rule = (
+            f"must be a list of {'three ' if kind else ''}whole numbers, of at most "
+            f"{_MOST_VALUES} values"
+        )
         values.refuse("shape", rule)
     if names is not None and not isinstance(names, (list, dict)):
         values.refuse("names", "must be a list or an object of names, or null")
@@ -211,7 +216,9 @@ def read_lines(path: Path) -> list[CheckedValues]:
 
 
 def is_text(value: Any, most_bytes: int | None) -> bool:
-    """Return whether a value is a text that UTF-8 can hold, without NUL, of at least one character."""
+    """Return whether a value is a text that UTF-8 can hold, without NUL, of at least
+    one character.
+    """
     if not isinstance(value, str) or "\0" in value:
         return False
     try:

@@ -1,7 +1,7 @@
 """What chats say of themselves: which messages have loss, and which answers are preferred to which.
 
-Loss masks by message are keys of the field's formats: NeMo-RL's `message_loss_mask` beside the messages,
-`weight` (OpenAI), `loss` (ms-swift) or `train` (Axolotl) in each.
+Loss masks by message are keys of the field's formats: NeMo-RL's `message_loss_mask` beside the
+messages, `weight` (OpenAI), `loss` (ms-swift) or `train` (Axolotl) in each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _OF_MESSAGE = (
     "training",
     "train_on_turn",
 )
-# Of parts of a message, of losses that are scaled, or where 1 may mean either: not known to have one meaning.
+# Of parts of a message, of losses that are scaled, or where 1 may mean either: not known to have
+# one meaning.
 _UNCLEAR = ("mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 _UNKNOWN = "must not mask messages: the key has no one meaning"
 _ASSISTANTS = ("assistant", "gpt", "model", "bot", "chatgpt")
@@ -35,7 +36,9 @@ TAKE_ROW = (
 
 
 def is_messages(value: Any) -> bool:
-    """Return whether a value is a list of messages: of role and content, or from and value (ShareGPT)."""
+    """Return whether a value is a list of messages: of role and content, or from and value
+    (ShareGPT).
+    """
     if not isinstance(value, (list, tuple, np.ndarray)) or not len(value):
         return False
     keys = ("role", "content"), ("from", "value")
@@ -52,7 +55,8 @@ def is_of_assistant(message: Mapping[str, Any]) -> bool:
 def message_losses(
     where: str, row: Mapping[str, Any], messages: Sequence[Any]
 ) -> list[bool | None]:
-    """Return for each message of a row whether its tokens have loss; None where the source does not say.
+    """Return for each message of a row whether its tokens have loss; None where the source does not
+    say.
 
     Raises:
         DataError: A mask is not 0 or 1 for each message, or has no known meaning.
@@ -85,7 +89,8 @@ def message_losses(
 def check_applied(
     where: str, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], has_mask: bool
 ) -> None:
-    """Raise DataError unless masks by message say no more than a mask of the assistant's tokens does.
+    """Raise DataError unless masks by message say no more than a mask of the assistant's tokens
+    does.
 
     Args:
         where: Of the row, for errors.
@@ -111,9 +116,11 @@ def _as_mask(where: str, value: Any) -> bool:
 
 
 def check_no_pairs(where: str, row: Mapping[str, Any], tokenized: Iterable[str]) -> None:
-    """Raise DataError if a row holds a preferred and a rejected answer, and both would be one trajectory.
+    """Raise DataError if a row holds a preferred and a rejected answer, and both would be one
+    trajectory.
 
-    A function that makes tokens of one of them only takes the row for a conversation with that answer.
+    A function that makes tokens of one of them only takes the row for a conversation with that
+    answer.
     """
     rejected = [
         name

@@ -66,7 +66,9 @@ class Hdf5Store:
         return f"{self._path}: episode_{number}" + "".join(f"/{part}" for part in key)
 
     def facts(self, number: int) -> dict[str, Any]:
-        """Return the metadata of an episode: id, seed and other numbers; total_steps also if it is none."""
+        """Return the metadata of an episode: id, seed and other numbers; total_steps also if it is
+        none.
+        """
         found = reader.single_attributes(self._file[f"episode_{number}"])
         return {
             name: value
@@ -104,7 +106,9 @@ class Hdf5Store:
         return rows
 
     def _ragged(self, where: str, array: h5py.Dataset, file_bytes: int) -> list[bytes]:
-        """Read rows of bytes of any length, each of which may have its content at the same place."""
+        """Read rows of bytes of any length, each of which may have its content at the
+        same place.
+        """
         rows: list[bytes] = []
         num_bytes = 0
         for number in range(len(array)):
@@ -116,7 +120,8 @@ class Hdf5Store:
 
 
 class MinariReader(Reader):
-    """Reads Minari data sets. Episodes come in numerical order; `infos` become columns `infos.<name>`.
+    """Reads Minari data sets. Episodes come in numerical order; `infos` become columns
+    `infos.<name>`.
 
     `observation` has one more row than steps. An episode whose last step has no flag is truncated.
     `episode_id` and `seed`, one value per trajectory, are there if every episode has them.
@@ -184,7 +189,9 @@ class MinariReader(Reader):
         self.description.update(known, episodes=len(numbers), steps=self.num_steps)
 
     def _restore(self, schema: Schema, whole: Schema | None) -> None:
-        """Take the order and the options of the columns that gear export has written, if they are those."""
+        """Take the order and the options of the columns that gear export has written, if they are
+        those.
+        """
         stated = {c.name: c for c in schema}
         given = {c.name: c for c in self.columns}
         if {
@@ -216,7 +223,9 @@ class MinariReader(Reader):
         return Hdf5Store(file, self.files.enter_context(reader.open_hdf5(file)), self.expansion)
 
     def _ordered_keys(self, number: int) -> list[Key]:
-        """Return the keys of an episode: groups in Minari's order, in them by name, tuples by index."""
+        """Return the keys of an episode: groups in Minari's order, in them by name, tuples by
+        index.
+        """
         keys = self._store.keys(number)
         for group in GROUPS:
             is_array = group in ("rewards", "terminations", "truncations")
@@ -241,7 +250,9 @@ class MinariReader(Reader):
         return make_column(where, name, array.dtype, array.shape[1:], role, "T+1" if final else "T")
 
     def _load(self, number: int, key: Key, length: int) -> NDArray[Any]:
-        """Read an array and check that it has the rows of its group in an episode of `length` steps."""
+        """Read an array and check that it has the rows of its group in an episode of `length`
+        steps.
+        """
         array = self._store.load(number, key)
         legal = (length,) if key[0] in GROUPS else (length, length + 1)
         legal = (length + 1,) if key[0] == "observations" else legal
@@ -285,7 +296,9 @@ def _is_minari(folder: Path) -> bool:
 
 
 class TableStore:
-    """As `Hdf5Store`: folders `<n>` with a table each; row T + 1 is padding but in observations and infos."""
+    """As `Hdf5Store`: folders `<n>` with a table each; row T + 1 is padding but in observations and
+    infos.
+    """
 
     def __init__(
         self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion

@@ -1,4 +1,6 @@
-"""Arrays in npz files and pickles: trajectories of imitation, CS285 and hand_dapg, recordings, rollouts."""
+"""Arrays in npz files and pickles: trajectories of imitation, CS285 and hand_dapg, recordings,
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from deepspeed_gear.errors import DataError
 class NpzReader(ArrayReader):
     """Reads npz files; all arrays are in memory.
 
-    - With `indices`: imitation's layout. Trajectories one after the other, divided before the actions
-      `indices`, each with one observation more than actions.
+    - With `indices`: imitation's layout. Trajectories one after the other, divided before the
+      actions `indices`, each with one observation more than actions.
     - Object arrays of actions: an array for each trajectory.
     - Rewards or flags [T, N]: rollouts of N environments, whose arrays are [T, N, ...].
     - Otherwise: steps [T] of one environment.

@@ -1,4 +1,6 @@
-"""Arrays in npz files that others made: none takes more memory than its entry in the archive declares."""
+"""Arrays in npz files that others made: none takes more memory than its entry in the archive
+declares.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Common parts of all ingest formats: the reader's interface, names, dtypes, reading HDF5 in blocks."""
+"""Common parts of all ingest formats: the reader's interface, names, dtypes, reading HDF5 in
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _WHOLE_GROUPS = ("observation", "next_observation", "action")
 class Reader(ABC):
     """One source in one format.
 
-    A format of the package is a subclass in this folder and an entry in `READERS`; one from outside is named
-    by "module:Class" (docs/how-to/add-an-ingest-format.md).
+    A format of the package is a subclass in this folder and an entry in `READERS`; one from outside
+    is named by "module:Class" (docs/how-to/add-an-ingest-format.md).
 
     Attributes:
         format: Name of the format, for `--format`.
@@ -46,12 +48,14 @@ class Reader(ABC):
         files: Closes what was entered into it, with the reader.
         columns: Columns of every episode, in the order of the schema.
         num_steps: Steps of all episodes, for progress.
-        file: File of the trajectory that `episodes` has yielded last, of a source of several; else None.
+        file: File of the trajectory that `episodes` has yielded last, of a source of several; else
+            None.
         has_schema: Whether the source states its columns, so that it needs no rule of rewards.
-        whole: Columns of the data set that the source is an export of, in their order and with those that
-            ingest derives; None where it does not state them.
+        whole: Columns of the data set that the source is an export of, in their order and with
+            those that ingest derives; None where it does not state them.
         texts: Columns of numbers that stand for texts: the text of each number, by column.
-        counted: Columns of a number per trajectory that every source counts anew, such as `episode_index`.
+        counted: Columns of a number per trajectory that every source counts anew, such as
+            `episode_index`.
         notes: Notes for the user on how the source was read.
         description: Record of the source in the data set; JSON-able, without paths.
     """
@@ -96,7 +100,8 @@ class Reader(ABC):
 
     @abstractmethod
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-        """Yield the episodes in the order of the source: the name for errors ("episode 3"), and the arrays.
+        """Yield the episodes in the order of the source: the name for errors ("episode 3"), and the
+        arrays.
 
         Arrays come by column name, with the dtype and shape of the reader's columns. Called once.
 
@@ -115,10 +120,10 @@ class ColumnSelection:
     """The optional columns to keep (`--columns`).
 
     A group is the part before the first dot of a column name (`infos`, `observation`), or that of
-    `assign_groups`.
-    Without patterns everything is kept. With patterns, a group is reduced to the columns that match one;
-    observations and actions are kept whole where no pattern names them, and every other optional column is
-    left out. A pattern after "!" leaves out what matches; where all patterns are such, the rest is kept.
+    `assign_groups`. Without patterns everything is kept. With patterns, a group is reduced to the
+    columns that match one; observations and actions are kept whole where no pattern names them, and
+    every other optional column is left out. A pattern after "!" leaves out what matches; where all
+    patterns are such, the rest is kept.
 
     Attributes:
         left_out: Columns that are left out because no pattern names them.
@@ -186,7 +191,9 @@ def end_episode(arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
-    """Return the schema's dtype for a source's dtype; unsigned integers become the next wider signed ones."""
+    """Return the schema's dtype for a source's dtype; unsigned integers become the next wider
+    signed ones.
+    """
     name = str(dtype.name)
     name = _WIDER.get(name, name)
     if name not in DTYPES:
@@ -204,7 +211,8 @@ def make_column(
     role: str = "other",
     rows: Rows = "T",
 ) -> Column:
-    """Describe a column as stored: scalar integer actions are int64, integer rewards float64, flags bool.
+    """Describe a column as stored: scalar integer actions are int64, integer rewards float64, flags
+    bool.
 
     Rewards and flags have the shape ().
     """
@@ -244,7 +252,8 @@ def decode_images(
         if not isinstance(frame, bytes) or not frame.startswith(_IMAGE_HEADS):
             head = frame[:8] if isinstance(frame, bytes) else type(frame).__name__
             raise DataError(where, "must hold images in the format JPEG or PNG", head, LEAVE_OUT)
-    # Pillow would take others by their content: of some it starts programs. A malformed one can raise any.
+    # Pillow would take others by their content: of some it starts programs. A malformed one can
+    # raise any.
     rule = "must hold JPEG or PNG images of one size, with 8 bits a channel"
     with DataError.on(where, rule, Exception, remedy=""):
         # This reads the headers.
@@ -262,7 +271,9 @@ def decode_images(
 
 
 def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
-    """Return the classes of the members of a group by name; none of what is no HDF5 file, or no group."""
+    """Return the classes of the members of a group by name; none of what is no HDF5 file, or no
+    group.
+    """
     if not path.is_file() or not h5py.is_hdf5(path):
         return {}
     with open_hdf5(path) as file:
@@ -284,14 +295,18 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:
-    """Return the arrays in a group, and in the groups below it, by path; no empty ones (h5py.Empty)."""
+    """Return the arrays in a group, and in the groups below it, by path; no empty ones
+    (h5py.Empty).
+    """
     found: dict[str, Any] = {}
     group.visititems(lambda key, node: found.update({key: node}))
     return {key: node for key, node in found.items() if getattr(node, "shape", None) is not None}
 
 
 def single_attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of a group or array with one value each: those with more may repeat one text."""
+    """Return the attributes of a group or array with one value each: those with more may repeat one
+    text.
+    """
     shapes = {name: node.attrs.get_id(name).shape for name in node.attrs}
     return {name: node.attrs[name] for name, shape in shapes.items() if shape == ()}
 
@@ -312,8 +327,9 @@ def block_rows(array: Any) -> int:
 class RowReader:
     """Reads ranges of rows of an HDF5 array in blocks of whole chunks, for ranges that rise.
 
-    A compressed chunk is decompressed once per pass and not once per episode, but for one or two a block.
-    Memory: one block, about 8 MiB (`block_rows`), or the range that is asked for where it is larger.
+    A compressed chunk is decompressed once per pass and not once per episode, but for one or two a
+    block. Memory: one block, about 8 MiB (`block_rows`), or the range that is asked for where it is
+    larger.
     """
 
     def __init__(self, where: str, dataset: h5py.Dataset) -> None:

@@ -27,8 +27,9 @@ _PLACES = ("eps_id", "agent_index", "t", "unroll_id", "env_id")  # where a row i
 class RllibReader(ArrayReader):
     """Reads the files of RLlib's JsonWriter, or a folder of them; all arrays are in memory.
 
-    A trajectory has the rows of one policy, `eps_id` and `agent_index`, also of several lines, while `t`
-    counts on; without `eps_id`, those of a line. Compressed columns are base64, LZ4 frames and pickles.
+    A trajectory has the rows of one policy, `eps_id` and `agent_index`, also of several lines,
+    while `t` counts on; without `eps_id`, those of a line. Compressed columns are base64, LZ4
+    frames and pickles.
     """
 
     format = "rllib"
@@ -73,7 +74,9 @@ class RllibReader(ArrayReader):
     def _fragments(
         self, where: str, columns: dict[str, Any]
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield where rows are from, episode and agent, and those of the same that follow each other."""
+        """Yield where rows are from, episode and agent, and those of the same that follow each
+        other.
+        """
         arrays = {}
         for key, value in columns.items():
             value = self._unpack(f"{where}: {key}", value) if isinstance(value, str) else value

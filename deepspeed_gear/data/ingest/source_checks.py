@@ -1,8 +1,9 @@
-"""Checks of a source before it is read: it holds its own data, and no more than its files can be worth.
+"""Checks of a source before it is read: it holds its own data, and no more than its files can be
+worth.
 
-A downloaded file could name others of this machine, whose bytes would become a column, and a few kilobytes
-could decompress to any amount of memory and disk. A reader never sees such a source, one from outside of the
-package neither.
+A downloaded file could name others of this machine, whose bytes would become a column, and a few
+kilobytes could decompress to any amount of memory and disk. A reader never sees such a source, one
+from outside of the package neither.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def pyarrow_for(where: str, rule: str = "must be read with pyarrow") -> Any:
 
 
 class Expansion:
-    """The bound of a source in memory: `most` bytes of arrays for each byte of files, above 256 MiB."""
+    """The bound of a source in memory: `most` bytes of arrays for each byte of files, above 256
+    MiB.
+    """
 
     def __init__(self, most: float = MAX_EXPANSION) -> None:
         if isinstance(most, bool) or not isinstance(most, (int, float)) or not most >= 1:
@@ -58,10 +61,18 @@ class Expansion:
         return int(max(FLOOR_BYTES, self.most * file_bytes))
 
     def check(self, where: str, num_bytes: int, file_bytes: int) -> None:
-        """Raise if the bytes of arrays, as declared or read so far, are too many for those of their files."""
+        """Raise if the bytes of arrays, as declared or read so far, are too many for those of their
+        files.
+        """
         if num_bytes > self.most_bytes(file_bytes):
-            rule = f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes of its files"
-            remedy = "if the source is to be trusted, raise --max-expansion, or max_expansion of open_source"
+            rule = (
+                f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes "
+                f"of its files"
+            )
+            remedy = (
+                "if the source is to be trusted, raise --max-expansion, or max_expansion "
+                "of open_source"
+            )
             raise DataError(where, rule, num_bytes, remedy)
 
 
@@ -69,9 +80,9 @@ def check_source(path: Path, expansion: Expansion) -> None:
     """Check a file or folder, and all HDF5 and npz files in it.
 
     Raises:
-        DataError: It is no file or folder, is a Git LFS pointer, has a link that leads out of it or nowhere,
-            an HDF5 file in it refers to other files or to nothing, or a file declares arrays that are too
-            large for it; names file and key.
+        DataError: It is no file or folder, is a Git LFS pointer, has a link that leads out of it or
+            nowhere, an HDF5 file in it refers to other files or to nothing, or a file declares
+            arrays that are too large for it; names file and key.
     Cost: the links and headers of all files; no array is read.
     """
     mode = path.stat().st_mode
@@ -90,14 +101,18 @@ def check_source(path: Path, expansion: Expansion) -> None:
 
 
 def check_no_pointer(path: Path) -> None:
-    """Raise if a file is a Git LFS pointer, which a clone without git-lfs has in place of the data."""
+    """Raise if a file is a Git LFS pointer, which a clone without git-lfs has in place
+    of the data.
+    """
     if first_bytes(path, len(_POINTER)) == _POINTER:
         remedy = "run git lfs pull in the clone that it is from"
         raise DataError(str(path), "must be the data themselves", "a Git LFS pointer", remedy)
 
 
 def check_archive(path: Path, expansion: Expansion) -> None:
-    """Raise if a zip file declares more than it can be worth; a reader gets no more than is declared."""
+    """Raise if a zip file declares more than it can be worth; a reader gets no more than is
+    declared.
+    """
     with DataError.on(str(path), "must be a readable zip file", *_ZIP_ERRORS, remedy=DAMAGED):
         with zipfile.ZipFile(path) as archive:
             num_bytes = sum(entry.file_size for entry in archive.infolist())
@@ -131,7 +146,9 @@ def first_bytes(path: Path, count: int) -> bytes:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder in the order of their names; DataError for a link that leaves it."""
+    """Yield the files of a folder in the order of their names; DataError for a link
+    that leaves it.
+    """
     root = Path(os.path.realpath(folder))
     for at, folders, files in os.walk(folder):
         folders.sort()

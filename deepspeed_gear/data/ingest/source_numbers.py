@@ -1,4 +1,6 @@
-"""Numbers that each source counts anew: groups and tasks, distinct over all sources of a data set."""
+"""Numbers that each source counts anew: groups and tasks, distinct over all sources of
+a data set.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _COUNTED = (
 class _DistinctNumbers:
     """Numbers that are taken once: one's own where it is free, otherwise the smallest free one.
 
-    What is taken depends on the numbers taken before and on nothing else, so appending to a data set gives
-    what one ingest of all sources gives.
+    What is taken depends on the numbers taken before and on nothing else, so appending to a data
+    set gives what one ingest of all sources gives.
     """
 
     def __init__(self, taken: Iterable[int] = ()) -> None:
@@ -44,12 +46,14 @@ class _DistinctNumbers:
 class GroupNumbers:
     """The group numbers of all files of an ingest, by its option `group_scope`.
 
-    Dumps of rollouts often begin with group 0 in each file. Taken for one group, the trajectories of two
-    prompts would be compared with each other, and those beyond the group's size never be trained.
+    Dumps of rollouts often begin with group 0 in each file. Taken for one group, the trajectories
+    of two prompts would be compared with each other, and those beyond the group's size never be
+    trained.
 
     - "file": a group is of one file. A number that an earlier file has becomes another one.
     - "all": equal numbers are one group, in all files.
-    - None: a number that two files have is refused, unless it is too large to be counted, such as a hash.
+    - None: a number that two files have is refused, unless it is too large to be counted, such as a
+      hash.
 
     Memory: a number for each group.
     """
@@ -112,7 +116,9 @@ class GroupNumbers:
 
 
 def _group_column(output: OutputColumns) -> str | None:
-    """Return the name of the column of group numbers: by its name in the data set, or in the source."""
+    """Return the name of the column of group numbers: by its name in the data set, or in the
+    source.
+    """
     names = {new: old for old, new in output.names.items()}
 
     def is_group(column: Column) -> bool:
@@ -128,10 +134,11 @@ def _group_column(output: OutputColumns) -> str | None:
 
 
 class TextNumbers:
-    """Columns of numbers that stand for texts, such as LeRobot's `task_index`: equal texts, equal numbers.
+    """Columns of numbers that stand for texts, such as LeRobot's `task_index`: equal texts, equal
+    numbers.
 
-    A source has a number for each text, and the first source keeps its numbers. They are recorded in the
-    source of the data set (`TEXTS`), as what is appended needs them.
+    A source has a number for each text, and the first source keeps its numbers. They are recorded
+    in the source of the data set (`TEXTS`), as what is appended needs them.
     """
 
     def __init__(self, outputs: Sequence[OutputColumns], known: Dataset | None) -> None:

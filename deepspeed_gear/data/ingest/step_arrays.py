@@ -1,4 +1,6 @@
-"""Arrays of steps, divided into episodes by the flags in them: D4RL, npz, pickles, robomimic and RLlib."""
+"""Arrays of steps, divided into episodes by the flags in them: D4RL, npz, pickles, robomimic and
+RLlib.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ _KEYS = {  # the usual names of each kind of array
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys}
 FLAG_KINDS = ("terminated", "truncated", "done", "start")
 _STATES = ("next_observation", "final_observation")
-# Of an environment or trajectory: its name for errors ("": there is one only), its arrays by key, and whether
-# they are one whole episode.
+# Of an environment or trajectory: its name for errors ("": there is one only), its arrays by key,
+# and whether they are one whole episode.
 Streams = Iterator[tuple[str, dict[str, Any], bool]]
 
 
@@ -60,19 +62,21 @@ def _kind(name: str) -> str:
 class Steps:
     """Steps of one environment, one after the other, and where its episodes end.
 
-    `terminated` and `truncated` are the flags of each step, [T], bool, and `ends` the row after the last step
-    of each episode. `has_cause`: flags, or a limit, separate terminal states from time limits. Next
-    observations, where it `has_next`, may be the next rows, bit for bit, inside all episodes (`is_shifted`),
-    and those of ended steps, terminal ones too, the first ones of the next episodes (`resets`).
+    `terminated` and `truncated` are the flags of each step, [T], bool, and `ends` the row after the
+    last step of each episode. `has_cause`: flags, or a limit, separate terminal states from time
+    limits. Next observations, where it `has_next`, may be the next rows, bit for bit, inside all
+    episodes (`is_shifted`), and those of ended steps, terminal ones too, the first ones of the next
+    episodes (`resets`).
     """
 
     def __init__(
         self, reader: ArrayReader, name: str, arrays: Mapping[str, Any], is_whole: bool
     ) -> None:
-        """Check arrays by key (that of a part of a dict is such as "obs/position"), and find the ends.
+        """Check arrays by key (that of a part of a dict is such as "obs/position"), and find the
+        ends.
 
-        An episode ends by a time limit after `episode_length` steps; `is_whole`: the steps are one, and not
-        those of an environment that resets itself.
+        An episode ends by a time limit after `episode_length` steps; `is_whole`: the steps are one,
+        and not those of an environment that resets itself.
         """
         where = self.where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
         self._is_whole = is_whole
@@ -194,10 +198,8 @@ class Steps:
         inner = (
             self.ends[self.ends < self.length] - 1
         )  # a state that follows a terminal one is of a reset
-        self.is_shifted, self.resets = (
-            self.has_next,
-            self.has_next and bool(self.terminated[inner].any()),
-        )
+        self.is_shifted = self.has_next
+        self.resets = self.has_next and bool(self.terminated[inner].any())
         ends = np.zeros(self.length, np.bool_)
         ends[self.ends - 1] = True
         flags = self.terminated | self.truncated
@@ -222,10 +224,11 @@ class Steps:
         self.resets &= self.is_shifted
 
     def bounds(self, has_own_next: bool) -> Iterator[tuple[int, int, int]]:
-        """Yield each episode's first row, the row after its last kept step, and that after its last step.
+        """Yield each episode's first row, the row after its last kept step, and that after its last
+        step.
 
-        The last step of an episode that does not terminate is left out where the observation after it is not
-        known. With `has_own_next`, next observations are columns, and all steps are kept.
+        The last step of an episode that does not terminate is left out where the observation after
+        it is not known. With `has_own_next`, next observations are columns, and all steps are kept.
         """
         low = 0
         for high in self.ends.tolist():
@@ -234,10 +237,11 @@ class Steps:
             low = high
 
     def _after(self, name: str, high: int) -> tuple[str, int] | None:
-        """Return the array and row of the observation after step `high - 1`, or None if it is not known.
+        """Return the array and row of the observation after step `high - 1`, or None if it is not
+        known.
 
-        Where an environment resets itself, next observations at ends, and the row T of T+1 rows after an end,
-        may be those of the next episode.
+        Where an environment resets itself, next observations at ends, and the row T of T+1 rows
+        after an end, may be those of the next episode.
         """
         is_end = self.terminated[high - 1] or self.truncated[high - 1]
         if is_end and f"final_{name}" in self.arrays:
@@ -275,7 +279,8 @@ class ArrayReader(Reader):
     def _as_array(self, where: str, value: Any, file_bytes: int) -> NDArray[Any]:
         """Make an array of nested lists; those of a pickle may hold one list many times.
 
-        Texts and lists of unequal lengths become an array of Python objects, which are left out or refused.
+        Texts and lists of unequal lengths become an array of Python objects, which are left out or
+        refused.
         """
         size = 8
         part = value
@@ -291,7 +296,9 @@ class ArrayReader(Reader):
             return np.empty(len(value), object)
 
     def _describe(self) -> None:
-        """Set the attributes of an open reader. Cost: a pass over flags, observations and next ones."""
+        """Set the attributes of an open reader. Cost: a pass over flags, observations and next
+        ones.
+        """
         self.keep = cache(self.select)
         if (limit := self.options.get("episode_length")) is not None:
             arguments.count("episode_length", limit)
@@ -335,9 +342,12 @@ class ArrayReader(Reader):
             f"{unused}: not arrays of numbers with a row per step, left out": unused,
             f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,
             "next observations at ends are those of the next episodes: not used there": num_resets,
-            "next observations are not the shifted observations: stored as columns": self._has_own_next,
+            "next observations are not the shifted observations: stored as columns": (
+                self._has_own_next
+            ),
             f"{short} is left out, as the observation after it is not known": num_short,
-            "end flags are taken as terminated, as they do not tell a terminal state from a time limit: "
+            "end flags are taken as terminated, as they do not tell a terminal state from a "
+            "time limit: "
             "--episode-length N takes an end after N steps as truncated": not has_cause,
         }
         self.notes += [note for note, is_so in notes.items() if is_so]

@@ -1,7 +1,8 @@
 """Rows of tables in blocks: Parquet, Arrow and JSON files, and tables and iterables of a program.
 
-A block is a mapping from a dotted column name to the values of its rows: an array [n, ...] where all rows
-have one shape, or a list of n values. Structs and nested objects are divided, unless they are to stay.
+A block is a mapping from a dotted column name to the values of its rows: an array [n, ...] where
+all rows have one shape, or a list of n values. Structs and nested objects are divided, unless they
+are to stay.
 """
 
 from __future__ import annotations
@@ -40,10 +41,9 @@ _JSON_VALUE = 64
 _JSON_OBJECT = 192
 # Of values that pyarrow cannot make objects of, such as times of the year 10000.
 _UNKNOWN = ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError, RecursionError
-_OFFSET_BYTES, _LEVEL_BYTES = (
-    4,
-    4,
-)  # of a text in Arrow, and of a value in lists while it is decoded
+# of a text in Arrow, and of a value in lists while it is decoded
+_OFFSET_BYTES = 4
+_LEVEL_BYTES = 4
 _MOST_TYPE = 80  # characters of a type in an error
 _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -64,7 +64,9 @@ def table_form(path: Path) -> str | None:
 
 
 def table_files(path: Path) -> list[Path]:
-    """Return a file of a table, or those of a folder in the order of their names; of one form only."""
+    """Return a file of a table, or those of a folder in the order of their names; of
+    one form only.
+    """
     if not path.is_dir():
         return [path] if table_form(path) else []
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and table_form(file)]
@@ -93,7 +95,9 @@ def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Ite
 
 
 def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
-    """Yield the blocks of a table of Minari, pandas or HF datasets, known by its methods, or of mappings."""
+    """Yield the blocks of a table of Minari, pandas or HF datasets, known by its methods, or of
+    mappings.
+    """
     if hasattr(source, "iterate_episodes"):
         rows = (
             {name: getattr(one, name) for name in _MINARI_FIELDS}
@@ -171,7 +175,8 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
 def json_bytes(text: bytes) -> int:
     """Return the bytes of a JSON text and of the objects that are made of it, about.
 
-    It is at most 100 for each byte of the text: only compressed ones can be too large for their file.
+    It is at most 100 for each byte of the text: only compressed ones can be too large for their
+    file.
     """
     return (
         len(text)
@@ -195,11 +200,11 @@ def record_batches(
 ) -> tuple[Any, Iterator[Any]]:
     """Return the schema of a file, and its record batches: valid, and not too large for the file.
 
-    Sizes that the file states are checked before anything is decompressed, and those of the values that a
-    batch declares before it is converted. Parquet is read in small batches, as a value that is repeated takes
-    no bytes there.
-    `choose` returns the columns of Parquet to read, of those that there are; `are_objects` whether the
-    numbers of a field become Python objects, as texts do, and not an array.
+    Sizes that the file states are checked before anything is decompressed, and those of the values
+    that a batch declares before it is converted. Parquet is read in small batches, as a value that
+    is repeated takes no bytes there. `choose` returns the columns of Parquet to read, of those that
+    there are; `are_objects` whether the numbers of a field become Python objects, as texts do, and
+    not an array.
     """
     check_no_pointer(path)
     arrow = pyarrow_for(str(path))
@@ -248,8 +253,9 @@ def _parquet_batches(
 ) -> tuple[Any, Iterator[Any]]:
     """Return the schema of a Parquet file, and batches of as many rows as have a bounded size.
 
-    A text that repeats takes its whole size in a batch, so a batch has fewer rows if its dictionary has a
-    long one. In lists that is no limit: if they could be too large, their texts stay in dictionaries.
+    A text that repeats takes its whole size in a batch, so a batch has fewer rows if its dictionary
+    has a long one. In lists that is no limit: if they could be too large, their texts stay in
+    dictionaries.
     """
     arrow = pyarrow_for(str(path))
     file_bytes = path.stat().st_size
@@ -293,7 +299,9 @@ def read_table(
     choose: Callable[[list[str]], list[str]] | None = None,
     are_objects: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Read a file whole, as a pyarrow.Table; arguments as of `record_batches`. DataError: it is damaged."""
+    """Read a file whole, as a pyarrow.Table; arguments as of `record_batches`. DataError: it is
+    damaged.
+    """
     with readable(path):
         schema, batches = record_batches(path, expansion, choose, are_objects)
         read = list(batches)
@@ -368,7 +376,9 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
 
 
 def _has_no_nulls(arrow: Any, kind: Any) -> bool:
-    """Return whether a type has no nulls of its own: pyarrow ends a process that adds a struct's to it."""
+    """Return whether a type has no nulls of its own: pyarrow ends a process that adds a struct's to
+    it.
+    """
     while isinstance(kind, arrow.BaseExtensionType):
         kind = kind.storage_type
     return bool(arrow.types.is_union(kind) or arrow.types.is_run_end_encoded(kind))
@@ -382,7 +392,9 @@ def _objects(arrow: Any, array: Any) -> list[Any]:
 
 
 def _check_inside(arrow: Any, kind: Any) -> None:
-    """Raise if a type has an extension type inside, of which pyarrow ends the process in some layouts."""
+    """Raise if a type has an extension type inside, of which pyarrow ends the process in some
+    layouts.
+    """
     waiting = [kind]
     while waiting:
         part = waiting.pop()
@@ -393,7 +405,9 @@ def _check_inside(arrow: Any, kind: Any) -> None:
 
 
 def _nested(values: Any, offsets: np.ndarray) -> Any:
-    """Return the rows of a list column: of [0, 2, 4] an array [2, 2, ...], of [0, 1, 4] two views."""
+    """Return the rows of a list column: of [0, 2, 4] an array [2, 2, ...], of [0, 1, 4]
+    two views.
+    """
     lengths = np.diff(offsets)
     if isinstance(values, np.ndarray) and len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(lengths), lengths[0], *values.shape[1:])
@@ -401,7 +415,9 @@ def _nested(values: Any, offsets: np.ndarray) -> Any:
 
 
 def numeric(value: Any) -> np.ndarray | None:
-    """Return numbers as an array; None for other values, and for lists whose inner lengths differ."""
+    """Return numbers as an array; None for other values, and for lists whose inner
+    lengths differ.
+    """
     try:
         array = np.asarray(value) if _is_numeric(value) or hasattr(value, "__array__") else None
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -427,7 +443,9 @@ def null_place(value: Any) -> str | None:
 
 
 def plain(where: str, value: Any) -> Any:
-    """Return a value with arrays as lists, as JSON holds it; a DataError if it is nested too deeply."""
+    """Return a value with arrays as lists, as JSON holds it; a DataError if it is nested too
+    deeply.
+    """
     with DataError.on(where, "must not be nested too deeply", RecursionError, remedy=""):
         return _plain(value)
 

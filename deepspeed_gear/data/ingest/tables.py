@@ -1,4 +1,6 @@
-"""Tables: Parquet, Arrow and JSON files, and tables of a program, of episodes, steps or conversations."""
+"""Tables: Parquet, Arrow and JSON files, and tables of a program, of episodes, steps or
+conversations.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,14 @@ class TableReader(Reader):
     """Reads tables of episodes, of steps or of conversations, which their columns tell apart.
 
     - A conversation a row: token ids, messages, or a text that is tokenized (`token_rows`).
-    - A step a row: rows repeat the episode's id, or the reward (without one the action) is one value. An
-      episode is the rows with one id, or up to an end flag.
+    - A step a row: rows repeat the episode's id, or the reward (without one the action) is one
+      value. An episode is the rows with one id, or up to an end flag.
     - An episode a row: lists of a value per step, or of T + 1 observations.
 
-    Roles follow the usual names. Texts, objects, and lists whose inner lengths differ become opaque columns.
-    An episode whose last step has no flag is truncated, where there is a column of terminations. A column
-    `done` beside one of time limits is set by these too, as Gym's was: such a step does not terminate.
+    Roles follow the usual names. Texts, objects, and lists whose inner lengths differ become opaque
+    columns. An episode whose last step has no flag is truncated, where there is a column of
+    terminations. A column `done` beside one of time limits is set by these too, as Gym's was: such
+    a step does not terminate.
     """
 
     format = "table"
@@ -59,7 +62,9 @@ class TableReader(Reader):
         return bool(table_files(path))
 
     def open(self) -> None:
-        """Find what a row is, and the columns. Cost: one pass over the source, none with a schema."""
+        """Find what a row is, and the columns. Cost: one pass over the source, none
+        with a schema.
+        """
         self._tokenize = dict(self.options.get("tokenize") or {})
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
@@ -69,7 +74,10 @@ class TableReader(Reader):
             self.columns = tuple(column for column in schema if column.name not in names)
             return
         if "rows" not in self.options and not table_files(self.path):
-            rule = "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of such files"
+            rule = (
+                "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder "
+                "of such files"
+            )
             raise DataError(str(self.path), rule)
         self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
         first = next((block for block in self._blocks(True) if any(map(len, block.values()))), None)
@@ -107,7 +115,9 @@ class TableReader(Reader):
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
-        """Return what a pass over the source tells of each column that is kept, and its trajectories."""
+        """Return what a pass over the source tells of each column that is kept, and its
+        trajectories.
+        """
         known: dict[str, _Facts | None] = {}
         number = self.num_steps = 0
         first = ""
@@ -192,7 +202,9 @@ class TableReader(Reader):
                 number += 1
 
     def _trajectories(self) -> Iterator[tuple[str, dict[str, Any], int]]:
-        """Yield the label of each trajectory, its columns under their usual names, and its steps."""
+        """Yield the label of each trajectory, its columns under their usual names, and
+        its steps.
+        """
         make = TokenRows(self._tokenize)
         is_chat = self._row == "conversation"
         for label, given in self._of_steps() if self._row == "step" else self._rows(is_chat):
@@ -262,7 +274,9 @@ class TableReader(Reader):
             yield f"episode {last}", self._joined(parts)
 
     def _joined(self, parts: list[Block]) -> dict[str, Any]:
-        """Return the rows of an episode; its id, and a text that all its steps have, are one value."""
+        """Return the rows of an episode; its id, and a text that all its steps have,
+        are one value.
+        """
         joined: dict[str, Any] = {}
         for name in parts[0]:
             rows = [part.get(name, []) for part in parts]
@@ -313,7 +327,9 @@ class _Facts:
         self._lacking = self._lacking or where
 
     def add(self, where: str, value: Any, length: int) -> None:
-        """Add a value of a trajectory with `length` steps; a DataError if a role needs another one."""
+        """Add a value of a trajectory with `length` steps; a DataError if a role needs
+        another one.
+        """
         array = None if self._is_json else numeric(value)
         self._count += 1
         if array is None:
@@ -349,7 +365,9 @@ class _Facts:
             raise DataError(where, rule, list(array.shape))
 
     def lacks_numbers(self, num_trajectories: int) -> bool:
-        """Return whether it has numbers, but not of all trajectories; a DataError if it has a role."""
+        """Return whether it has numbers, but not of all trajectories; a DataError if it
+        has a role.
+        """
         is_partial = self._dtype is not None and self._count < num_trajectories
         if is_partial and (self._role != "other" or self._known is not None):
             rule = "must be in every row, and not null"
@@ -375,7 +393,9 @@ class _Facts:
 
 
 def _usual(name: str, names: Any) -> str:
-    """Return the column's name: `obs.pos` is `observation.pos`, unless the table has that name too."""
+    """Return the column's name: `obs.pos` is `observation.pos`, unless the table has
+    that name too.
+    """
     head, *rest = name.split(".")
     usual = ".".join((_USUAL.get(head, head), *rest))
     # An end of either cause beside one of terminal states, such as `done` beside `terminations`.
@@ -384,7 +404,9 @@ def _usual(name: str, names: Any) -> str:
 
 
 def _num_steps(where: str, arrays: dict[str, Any]) -> int:
-    """Return the steps of a trajectory: the rows of its actions, rewards or flags, or of any other list."""
+    """Return the steps of a trajectory: the rows of its actions, rewards or flags, or of any other
+    list.
+    """
     heads = [(name.split(".")[0], name) for name in arrays]
     measures = [name for measure in _MEASURES for head, name in heads if head == measure]
     for name in chain(measures, [name for head, name in heads if head != "observation"], arrays):
@@ -397,7 +419,8 @@ def _num_steps(where: str, arrays: dict[str, Any]) -> int:
 def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> None:
     """Give flags a row per step, and mark the last step of an episode without one as truncated.
 
-    With `done_is_any_end`, "done" beside a flag of time limits is set by these too, and does not terminate.
+    With `done_is_any_end`, "done" beside a flag of time limits is set by these too, and does not
+    terminate.
     """
     for name in SCALARS:
         value = arrays.get(name)

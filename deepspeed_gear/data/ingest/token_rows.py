@@ -1,8 +1,8 @@
 """Rows of language models: one conversation or response a row, as TRL, verl and NeMo-RL write them.
 
-A row becomes columns of a row per token, `tokens`, `loss_mask` and `logp`, and values of the trajectory,
-`reward` and `prompt_id`, as docs/how-to/language-models.md trains from them. What a row has besides keeps its
-name.
+A row becomes columns of a row per token, `tokens`, `loss_mask` and `logp`, and values of the
+trajectory, `reward` and `prompt_id`, as docs/how-to/language-models.md trains from them. What a row
+has besides keeps its name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat
 
 
 def has_tokens(names: Iterable[str]) -> bool:
-    """Return whether rows with these names are those of a language model: with token ids, or messages."""
+    """Return whether rows with these names are those of a language model: with token ids, or
+    messages.
+    """
     known = (*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES)
     return any(name in known or name.endswith("_input_ids") for name in names)
 
@@ -60,18 +62,19 @@ def has_tokens(names: Iterable[str]) -> bool:
 class TokenRows:
     """Turns rows into trajectories of tokens.
 
-    The id of a group is its number, also one that is written as a text. Of any other text it is a hash, which
-    is equal in all sources.
+    The id of a group is its number, also one that is written as a text. Of any other text it is a
+    hash, which is equal in all sources.
     """
 
     def __init__(self, tokenize: Mapping[str, str | Callable[..., Any]]) -> None:
         """Import the functions that make tokens of a column.
 
         Args:
-            tokenize: Function, or its "module:function", by column. It returns token ids; the ids and a mask
-                of the tokens with loss; or a mapping with `input_ids`, as a chat template does. Without a
-                mask, only the tokens of the last of several columns have loss. One with a parameter `row`
-                gets the whole row by it, and applies the masks of messages that are there.
+            tokenize: Function, or its "module:function", by column. It returns token ids; the ids
+                and a mask of the tokens with loss; or a mapping with `input_ids`, as a chat
+                template does. Without a mask, only the tokens of the last of several columns have
+                loss. One with a parameter `row` gets the whole row by it, and applies the masks of
+                messages that are there.
         """
         self._tokenize = {name: imported(given, "--tokenize") for name, given in tokenize.items()}
         self._names = {name: _shown(given) for name, given in tokenize.items()}
@@ -131,7 +134,9 @@ class TokenRows:
         }
 
     def _call(self, where: str, name: str, row: Mapping[str, Any]) -> Any:
-        """Return what the function makes of a column; a DataError with its name and place if it fails."""
+        """Return what the function makes of a column; a DataError with its name and place if it
+        fails.
+        """
         more = {"row": dict(row)} if name in self._take_row else {}
         try:
             return self._tokenize[name](row[name], **more)
@@ -144,7 +149,9 @@ class TokenRows:
             raise DataError(where, rule, f"{type(error).__name__}: {error}", place) from error
 
     def _check_masks(self, where: str, name: str, row: Mapping[str, Any], is_masked: bool) -> None:
-        """Raise DataError for masks in the source that the function of a column cannot have applied."""
+        """Raise DataError for masks in the source that the function of a column cannot have
+        applied.
+        """
         if is_messages(row[name]):
             check_applied(where, row, row[name], is_masked)
         for key in (*_MASKS, "labels"):
@@ -168,8 +175,8 @@ def _takes_row(function: Callable[..., Any]) -> bool:
 
 
 def _group_number(where: str, group: str | int) -> int:
-    """Return the number of a group, also of one that is written as a text; of any other text 63 bits of its
-    SHA-256.
+    """Return the number of a group, also of one that is written as a text; of any other text 63
+    bits of its SHA-256.
     """
     if not isinstance(group, str):
         return int(group)
@@ -245,7 +252,8 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the tokens of each message; those that were generated have loss, or those of the source's masks.
+    """Return the tokens of each message; those that were generated have loss, or those of the
+    source's masks.
 
     Generated are messages of the assistant, of those with log-probabilities if any has them.
     """
@@ -274,7 +282,9 @@ def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> l
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the parts of a row one after the other; the last one has loss where no mask is given."""
+    """Return the parts of a row one after the other; the last one has loss where no
+    mask is given.
+    """
     for part in parts:
         part.setdefault("loss_mask", np.full(len(part["tokens"]), part is parts[-1]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,4 +1,6 @@
-"""Device transport: encoded rows sent between the nodes' GPUs by NCCL, in place of the node channel."""
+"""Device transport: encoded rows sent between the nodes' GPUs by NCCL, in place of the node
+channel.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ _LEAST_WORDS = 1 << 12  # of a buffer
 
 
 class DeviceTransport:
-    """Sends encoded rows by NCCL (which brings RDMA) or gloo, after a channel's messages with their sizes.
+    """Sends encoded rows by NCCL (which brings RDMA) or gloo, after a channel's messages with their
+    sizes.
 
-    An exchange is one collective, in the same place among those of training on every rank: main thread only.
-    On a GPU it runs on a CUDA stream of its own, through pinned memory; the host waits for the rows, which it
-    writes to the store that all ranks of the node read.
+    An exchange is one collective, in the same place among those of training on every rank: main
+    thread only. On a GPU it runs on a CUDA stream of its own, through pinned memory; the host waits
+    for the rows, which it writes to the store that all ranks of the node read.
     """
 
     def __init__(self, channel: NodeChannel, device: torch.device) -> None:
@@ -36,8 +39,8 @@ class DeviceTransport:
     def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         """Send each node its rows; return those of each, [words], until the next call. Collective.
 
-        In the order of the channel's nodes. LostNodeError: a node does not answer in time (with NCCL its
-        watchdog ends the process instead).
+        In the order of the channel's nodes. LostNodeError: a node does not answer in time (with
+        NCCL its watchdog ends the process instead).
         """
         order = np.argsort(self._channel.ranks).tolist()  # of the group, whose ranks ascend
         out = [len(messages[node]) for node in order]
@@ -50,8 +53,8 @@ class DeviceTransport:
         is_on_device = self._device.type != "cpu"
         if is_on_device:
             with self._stream.running():
-                # Allocated on the stream that uses them: of another stream's pool torch's allocator returns
-                # memory that this other stream may still be reading and writing.
+                # Allocated on the stream that uses them: of another stream's pool torch's allocator
+                # returns memory that this other stream may still be reading and writing.
                 there = self._buffer("sent there", len(sent), self._device)
                 back = self._buffer("found there", len(found), self._device)
         if sum(out):
@@ -71,7 +74,9 @@ class DeviceTransport:
         return received
 
     def _buffer(self, name: str, words: int, device: torch.device) -> torch.Tensor:
-        """Return a buffer that later exchanges use again; on the host it is pinned where there is a GPU."""
+        """Return a buffer that later exchanges use again; on the host it is pinned where there is a
+        GPU.
+        """
         if name not in self._buffers or len(self._buffers[name]) < words:
             size = 1 << max(words - 1, _LEAST_WORDS - 1).bit_length()
             pinned = device.type == "cpu" and self._device.type == "cuda"

@@ -1,4 +1,6 @@
-"""The exchange plan: which node needs which samples of a global batch, and which rows of them. Pure."""
+"""The exchange plan: which node needs which samples of a global batch, and which rows of them.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,19 @@ EXAMPLE = '"pipeline": {"inputs": ["observation"], "labels": ["action", "mask.ac
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Maps each sample of a global batch to the nodes that need it, and to the rows that they read."""
+    """Maps each sample of a global batch to the nodes that need it, and to the rows
+    that they read.
+    """
 
     holders: tuple[int, ...]  # nodes that hold a shard, in the order of their shards
     index: int  # of this node among them; -1 if it holds none
     data_world: int
-    #: Nodes (indices of holders) with a rank of each replica that reads; -1 after them. [data_world, most].
+    #: Nodes (indices of holders) with a rank of each replica that reads; -1 after them.
+    #: [data_world, most].
     readers: np.ndarray
     needs: tuple[RowReads, ...]  # the different sets of rows that are read of a sample
-    #: Index into `needs` of each node for each replica's samples; -1: it reads nothing. [S, data_world],
-    #: int16: of 1,024 nodes with 8 ranks each, 16 MiB.
+    #: Index into `needs` of each node for each replica's samples; -1: it reads nothing. [S,
+    #: data_world], int16: of 1,024 nodes with 8 ranks each, 16 MiB.
     need_of: np.ndarray
 
     @property
@@ -60,8 +65,8 @@ class ExchangePlan:
         return np.nonzero(self.need_of[self.index] >= 0)[0]
 
     def wanted(self, count: int, offset: int) -> np.ndarray:
-        """Return which samples of a selection this node needs, ascending. [n], int64. Replicas alternate by
-        sample, of all tables: the first one has the index `offset` among them.
+        """Return which samples of a selection this node needs, ascending. [n], int64. Replicas
+        alternate by sample, of all tables: the first one has the index `offset` among them.
         """
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
@@ -118,7 +123,8 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
                 continue
             name = RETURN_TO_GO if column is None else column.name
             final_row = int(column is not None and column.rows == "T+1")
-            # From the anchor on: a part of the time axis reads its own steps, or all if it depends on them.
+            # From the anchor on: a part of the time axis reads its own steps, or all if it depends
+            # on them.
             first = field.first
             length = field.length or 1
             edge = field.pad_kind == "edge"
@@ -138,7 +144,9 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
 
 
 def _whole_trajectories(needs: Sequence[ReadNeeds], schema: Schema) -> RowReads:
-    """Return all rows of the columns that packs read, those of tokens and of the loss mask among them."""
+    """Return all rows of the columns that packs read, those of tokens and of the loss mask among
+    them.
+    """
     roles = [schema.role("token"), schema.role("loss_mask")]
     found = {column.name: column.rows for column in roles if column is not None}
     for field in (field for need in needs for field in (*need.fields, *need.opaque)):
@@ -165,9 +173,9 @@ class ReadNeeds:
 def needs_of(
     place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]
 ) -> ReadNeeds:
-    """Return the fields that a rank needs: a first pipeline stage the inputs, a last one the labels, inner
-    ones none, and none opaque values; a sequence rank its part of every window. ConfigError: the ends are not
-    named, or a window does not divide by the sequence ranks.
+    """Return the fields that a rank needs: a first pipeline stage the inputs, a last one the
+    labels, inner ones none, and none opaque values; a sequence rank its part of every window.
+    ConfigError: the ends are not named, or a window does not divide by the sequence ranks.
     """
     wanted: set[str] | None = None  # all
     if place.pipe_world > 1:
@@ -204,7 +212,9 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
 
 
 def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
-    """Return a grid in the order of ranks: pipeline axis slowest, tensor axis fastest; missing axes are 1."""
+    """Return a grid in the order of ranks: pipeline axis slowest, tensor axis fastest; missing axes
+    are 1.
+    """
     sizes = {axis: worlds.get(axis, 1) for axis in AXES}
     named = {f"{axis}_world": size for axis, size in sizes.items()}
     ranks = itertools.product(*(range(size) for size in sizes.values()))
@@ -213,7 +223,9 @@ def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
 
 
 def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S + 1]."""
+    """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S +
+    1].
+    """
     before = np.concatenate([[0], np.cumsum(sizes)])
     wanted = before[-1] * np.arange(1, num_nodes) / num_nodes
     inner = np.clip(np.searchsorted(before, wanted), 0, len(sizes))

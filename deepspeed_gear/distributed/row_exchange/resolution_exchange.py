@@ -44,8 +44,8 @@ class NodeSelection:
     def draw(
         self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int
     ) -> None:
-        """Add draws after the `done` in the selection, from sample number `first`: this node's `own`, with
-        their records; `owner` is the node of each of all draws. [count], int64.
+        """Add draws after the `done` in the selection, from sample number `first`: this node's
+        `own`, with their records; `owner` is the node of each of all draws. [count], int64.
         """
         self.first = first - done
         self.own.append(own + done if done else own)
@@ -63,7 +63,9 @@ class NodeSelection:
 
 
 class ResolutionExchange:
-    """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. In one thread."""
+    """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. In one
+    thread.
+    """
 
     def __init__(
         self, state: StreamState, plan: ExchangePlan, rows: RowExchange, goals: Goals
@@ -79,7 +81,8 @@ class ResolutionExchange:
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
         self._words = 5 if rows.has_steps else 4  # of a packed resolution
-        # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
+        # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us
+        # and more.
         ends = np.zeros(self._num_nodes, np.int64)
         found = np.zeros(1, np.int64)
         self._ends = torch.from_numpy(ends)
@@ -91,8 +94,8 @@ class ResolutionExchange:
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
 
     def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
-        """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number of records,
-        and this node's, [n, 8], int64.
+        """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number
+        of records, and this node's, [n, 8], int64.
         """
         own, records = selection.drawn()
         ring = self._state.ring[selection.entry][: selection.count]
@@ -149,9 +152,9 @@ class ResolutionExchange:
         needs: tuple[torch.Tensor, torch.Tensor],
         offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """Return the samples that other nodes need, and the words of their resolutions for each node.
-        `drawn`: this node's records, ascending, the selection index, n-step length and goal of each (or
-        None).
+        """Return the samples that other nodes need, and the words of their resolutions for each
+        node. `drawn`: this node's records, ascending, the selection index, n-step length and goal
+        of each (or None).
         """
         most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
@@ -165,7 +168,9 @@ class ResolutionExchange:
 
 
 class RecordExchange:
-    """Sends records of this node's trajectories to all nodes; fills its ring (rows: `TrajectoryExchange`)."""
+    """Sends records of this node's trajectories to all nodes; fills its ring (rows:
+    `TrajectoryExchange`).
+    """
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         self._state = state
@@ -173,8 +178,8 @@ class RecordExchange:
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
 
     def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
-        """Exchange all records to the ring; the selection has leaders, or of a checkpoint all members.
-        Returns their number, and those of this node, [m, 8], int64.
+        """Exchange all records to the ring; the selection has leaders, or of a checkpoint all
+        members. Returns their number, and those of this node, [m, 8], int64.
         """
         state = self._state
         entry = selection.entry

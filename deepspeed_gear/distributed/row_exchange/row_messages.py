@@ -1,7 +1,9 @@
-"""Rows between nodes: those that samples read, encoded from this node's store, decoded into its arrivals.
+"""Rows between nodes: those that samples read, encoded from this node's store, decoded into its
+arrivals.
 
-Sender and receiver compute the same layout from the samples' resolutions, so messages need not describe it.
-Windows of samples that overlap, or whose item was drawn twice, are merged: a row is sent once.
+Sender and receiver compute the same layout from the samples' resolutions, so messages need not
+describe it. Windows of samples that overlap, or whose item was drawn twice, are merged: a row is
+sent once.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
 
 
 def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
-    """Return the most rows from the first to the last one that a sample reads, edge rows included."""
+    """Return the most rows from the first to the last one that a sample reads, edge
+    rows included.
+    """
     reads = [read for need in needs for read in need.reads]
     if not reads:
         return 1
@@ -111,8 +115,9 @@ def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
 
 
 class RowExchange:
-    """Exchanges a stream's rows between nodes, after other words, by the channel or `transport`. One thread.
-    `rows` and `slots`: the first of the stream's arrival rows and slots, and their numbers per selection.
+    """Exchanges a stream's rows between nodes, after other words, by the channel or `transport`.
+    One thread. `rows` and `slots`: the first of the stream's arrival rows and slots, and their
+    numbers per selection.
     """
 
     def __init__(
@@ -146,8 +151,8 @@ class RowExchange:
         self._held = [_flat(table.columns[name]) for name in layout.names]
         self._arrivals = [_flat(table.arrivals[name]) for name in layout.names]
         self._slot_table = torch.from_numpy(table.slots)
-        # Kept: fresh memory costs a fault a page, and fresh tensors a few us after a batch. Words of NumPy
-        # arrays are written one by one, as in `ResolutionExchange`.
+        # Kept: fresh memory costs a fault a page, and fresh tensors a few us after a batch. Words
+        # of NumPy arrays are written one by one, as in `ResolutionExchange`.
         self._message = np.empty(FIRST_WORDS, np.int64)
         sizes, heads = np.zeros((2, channel.count), np.int64)
         needed = np.zeros(2, np.int64)
@@ -159,7 +164,9 @@ class RowExchange:
         self._coming: list[int] = []  # words that it gets from each node
 
     def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
-        """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""
+        """Return the steps of the n-step returns of this node's records, where windows follow them.
+        [n].
+        """
         if self._n_step is None:
             return None
         values = [torch.empty(len(records), dtype=dtype) for dtype in N_STEP_DTYPES]
@@ -168,8 +175,9 @@ class RowExchange:
     def send(
         self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor
     ) -> list[np.ndarray]:
-        """Send each node `head`, its words of `parts` and the rows of `outgoing` (`RowSample` by receiver,
-        [k, 7]); return the words of each, with its rows after them unless devices send these.
+        """Send each node `head`, its words of `parts` and the rows of `outgoing` (`RowSample` by
+        receiver, [k, 7]); return the words of each, with its rows after them unless devices send
+        these.
         """
         if self._transport is None:
             messages = self.encode(outgoing, [1 + len(head) + part.size for part in parts])
@@ -187,7 +195,9 @@ class RowExchange:
         return [words[1:] for words in received]
 
     def encode(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
-        """Encode rows for each node after a head of so many words, to be filled; until the next call."""
+        """Encode rows for each node after a head of so many words, to be filled; until the next
+        call.
+        """
         for node, head in enumerate(heads):
             self._head_words[node] = WORD_BYTES * head
         given = self._held, outgoing, *self._layout, self._heads, self._slot_table
@@ -212,9 +222,10 @@ class RowExchange:
         heads: Sequence[int],
         used: tuple[int, int] = (0, 0),
     ) -> None:
-        """Receive the rows of `incoming` (`RowSample` by sender, [n, 7]) into the arrivals, after `used` rows
-        and slots. The ring's entry, [count, 8], gets the first row and slot of each at the indices `which`,
-        [n]. `received` is what `send` has returned, with so many words before the rows of a node: `heads`.
+        """Receive the rows of `incoming` (`RowSample` by sender, [n, 7]) into the arrivals, after
+        `used` rows and slots. The ring's entry, [count, 8], gets the first row and slot of each at
+        the indices `which`, [n]. `received` is what `send` has returned, with so many words before
+        the rows of a node: `heads`.
         """
         if self._transport is not None:
             received, heads = (

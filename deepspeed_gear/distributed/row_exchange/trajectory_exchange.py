@@ -1,4 +1,6 @@
-"""Trajectory exchange: sends the rows of trajectories to the nodes that need them for a step of packs."""
+"""Trajectory exchange: sends the rows of trajectories to the nodes that need them for a step of
+packs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ NO_BATCH = -1  # minus the number of an exchange, in place of the number of a gl
 
 
 class TrajectoryExchange:
-    """Sends trajectories' rows to the nodes that need them; fills the arrivals. The channel's thread."""
+    """Sends trajectories' rows to the nodes that need them; fills the arrivals. The channel's
+    thread.
+    """
 
     def __init__(self, rows: RowExchange) -> None:
         self._rows = rows
@@ -31,9 +35,10 @@ class TrajectoryExchange:
             self._evictor = Evictor(rows.table, Context(timeout_s=rows.table.lock.timeout_s))
 
     def send(self, moves: Moves) -> Callable[[], None]:
-        """Exchange rows, and the media that they name; return the function that adds these to the store,
-        whose errors are those of one node. Collective over the leaders. PeerError: another one does not
-        exchange in this step; LostNodeError: none in time. After an error the channel is broken.
+        """Exchange rows, and the media that they name; return the function that adds these to the
+        store, whose errors are those of one node. Collective over the leaders. PeerError: another
+        one does not exchange in this step; LostNodeError: none in time. After an error the channel
+        is broken.
         """
         channel = self._rows.channel
         with channel.abandoned_on_error():
@@ -70,7 +75,8 @@ class TrajectoryExchange:
             )
 
     def _fetch_media(self, places: torch.Tensor, incoming: np.ndarray) -> Callable[[], None]:
-        """Fetch what rows from other nodes name and this node lacks; return the function that adds it.
+        """Fetch what rows from other nodes name and this node lacks; return the function that adds
+        it.
 
         Two exchanges: numbers, asked of the node that a trajectory comes from, then their contents.
         """

@@ -1,5 +1,6 @@
-"""Places of a rollout batch's trajectories: which nodes have the rows of which, and which move for a step.
-Pure: every rank computes the same from records and packing plan, so no message says who sends what.
+"""Places of a rollout batch's trajectories: which nodes have the rows of which, and which move for
+a step. Pure: every rank computes the same from records and packing plan, so no message says who
+sends what.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Moves:
 
 
 class TrajectoryPlaces:
-    """The nodes that have the rows of each trajectory of a rollout batch, of one table. `origins` of samples,
-    shard << 32 | slot, may repeat, [n], int64; `copies_own`: a node's own rows must be copied, too.
+    """The nodes that have the rows of each trajectory of a rollout batch, of one table. `origins`
+    of samples, shard << 32 | slot, may repeat, [n], int64; `copies_own`: a node's own rows must be
+    copied, too.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class TrajectoryPlaces:
         self._number = number.reshape(-1)  # of each sample's trajectory, by shard and slot
         self._owner = known >> SHARD_BITS
         self._slots = known & _SLOT
-        # Of a trajectory that grows, a later sample has more steps; the rows before them are the same.
+        # Of a trajectory that grows, a later sample has more steps; the rows before them are the
+        # same.
         self._steps = np.zeros(len(known), np.int64)
         np.maximum.at(self._steps, self._number, num_steps)
         self._final_row = final_row
@@ -61,7 +64,9 @@ class TrajectoryPlaces:
         self._used = 0, 0
 
     def move(self, needed: np.ndarray) -> Moves | None:
-        """Return the `needed` rows, [S, n], that a node lacks, or None; `moved` records the move."""
+        """Return the `needed` rows, [S, n], that a node lacks, or None; `moved` records
+        the move.
+        """
         wanted = np.zeros_like(self._has)
         for node, samples in enumerate(needed):
             wanted[node, self._number[samples]] = True
@@ -95,9 +100,12 @@ class TrajectoryPlaces:
         self._used = moves.end
 
     def _samples(self, peer: np.ndarray, which: np.ndarray) -> np.ndarray:
-        """Return the words of trajectories that are sent to, or come from, nodes. [n], [n] -> [n, 7]."""
+        """Return the words of trajectories that are sent to, or come from, nodes. [n], [n] -> [n,
+        7].
+        """
         words = np.zeros((len(which), RowSample.NUM_WORDS), np.int64)
-        words[:, RowSample.PEER], words[:, RowSample.SLOT] = peer, self._slots[which]
+        words[:, RowSample.PEER] = peer
+        words[:, RowSample.SLOT] = self._slots[which]
         words[:, RowSample.NUM_STEPS] = self._steps[which]
         words[:, RowSample.GOAL] = -1
         return words

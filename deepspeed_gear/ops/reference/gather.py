@@ -17,7 +17,9 @@ from deepspeed_gear.ops.windows import is_no_sample, rows_of
 
 
 class Reads(NamedTuple):
-    """Steps that an op reads of each trajectory, and the number of rows of the column that holds them."""
+    """Steps that an op reads of each trajectory, and the number of rows of the column that holds
+    them.
+    """
 
     step: Tensor  # [B, n], int64
     is_read: Tensor  # [B, n], bool
@@ -25,11 +27,11 @@ class Reads(NamedTuple):
 
 
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
-    """Check that resolutions have anchors and that the rows of `reads` lie in their columns; a record that is
-    no sample reads nothing.
+    """Check that resolutions have anchors and that the rows of `reads` lie in their columns; a
+    record that is no sample reads nothing.
 
-    Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present may begin
-    before its column, at a negative row, and end after it.
+    Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present
+    may begin before its column, at a negative row, and end after it.
     """
     words = Resolution.FIRST_ROW, Resolution.NUM_STEPS, Resolution.ANCHOR, Resolution.SLOT
     first, steps, anchor, slot = (resolutions[:, word] for word in words)
@@ -64,25 +66,29 @@ def gather_(
     threads: int,
     order: Tensor | None = None,
 ) -> None:
-    """Gather all fields of a batch. Every row of a record that is no sample (`is_no_sample`) is padding: 0
-    where the edge pads; a position stays one.
+    """Gather all fields of a batch. Every row of a record that is no sample (`is_no_sample`) is
+    padding: 0 where the edge pads; a position stays one.
 
     Args:
         outs: Every field's tensor, written whole: the rows [first, first + count) of its window.
             [B, count, elements] in any shape.
-        masks: True where a row is real; fields with equal parts of equal windows may share one, which the
-            first of them writes. [B, count], bool.
+        masks: True where a row is real; fields with equal parts of equal windows may share one,
+            which the first of them writes. [B, count], bool.
         counters: Adds real rows, all rows and bytes written. [3], int64.
-        columns: Every field's column; ignored for a timestep and a position. [rows, elements] in any shape.
-        shifts, gains: Every field's, repeated any number of times; both empty without. [k * elements] or [1].
-        n_steps: What fields that follow n-step returns add to their offset; or where the fields follow goals,
-            all of them, the step of each sample's goal, below 0 for none. [B], int64.
+        columns: Every field's column; ignored for a timestep and a position. [rows, elements] in
+            any shape.
+        shifts, gains: Every field's, repeated any number of times; both empty without. [k *
+            elements] or [1].
+        n_steps: What fields that follow n-step returns add to their offset; or where the fields
+            follow goals, all of them, the step of each sample's goal, below 0 for none. [B], int64.
         pad_values: Every field's padding, in units of its output.
-        threads: Not used here. Threads of the host; on a GPU, above 1: the most blocks of a (short) launch.
-        order: The order in which samples are gathered, each index once; affects only speed. [B], int64.
+        threads: Not used here. Threads of the host; on a GPU, above 1: the most blocks of a (short)
+            launch.
+        order: The order in which samples are gathered, each index once; affects only speed. [B],
+            int64.
     Raises:
-        ShapeError: A row that is read lies outside its column, a part outside its window, there is no
-            conversion between two dtypes, or an index is missing in the order.
+        ShapeError: A row that is read lies outside its column, a part outside its window, there is
+            no conversion between two dtypes, or an index is missing in the order.
     """
     fields = raised(spec)
     reads = []
@@ -164,7 +170,9 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
 
 
 def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:
-    """Round a padding to its dtype; -0.0 pads with 0.0, and an integer dtype must hold it exactly."""
+    """Round a padding to its dtype; -0.0 pads with 0.0, and an integer dtype must hold
+    it exactly.
+    """
     exact = torch.tensor(0.0 if value == 0 else value, dtype=torch.float64)
     if dtype.is_floating_point:
         return narrow(exact, dtype)
@@ -188,17 +196,20 @@ def pack_(
     first: int,
     rows: int,
 ) -> None:
-    """Write a part of a pack: the rows of whole trajectories, each at its place, one place a
-    step. A place holds the field's row of the step that is `offset` later in the same trajectory, or padding
-    where there is none. Places of no trajectory are not written.
+    """Write a part of a pack: the rows of whole trajectories, each at its place, one place a step.
+    A place holds the field's row of the step that is `offset` later in the same trajectory, or
+    padding where there is none. Places of no trajectory are not written.
 
     Args:
-        outs: Of every per-step field: the pack's places [first, first + rows). [rows, elements] in any shape.
-        resolutions: Of the trajectories; read are slot, first row and number of steps. [S, 8], int64.
+        outs: Of every per-step field: the pack's places [first, first + rows). [rows, elements] in
+            any shape.
+        resolutions: Of the trajectories; read are slot, first row and number of steps. [S, 8],
+            int64.
         places: Where each begins in the pack. [S], int64.
         spec: Single steps, padded by a value; it and the other arguments are those of `gather_`.
     Raises:
-        ShapeError: A row that is read lies outside its column, or there is no conversion between two dtypes.
+        ShapeError: A row that is read lies outside its column, or there is no conversion between
+            two dtypes.
     """
     fields = raised(spec)
     steps = resolutions[:, Resolution.NUM_STEPS]

@@ -1,8 +1,10 @@
-"""Integer arithmetic by int64 tensors: unsigned words, and powers by the same steps as common/power.h.
+"""Integer arithmetic by int64 tensors: unsigned words, and powers by the same steps as
+common/power.h.
 
-PyTorch adds and multiplies int64 modulo 2^64, so its bits are those of unsigned integers too. Logarithms are
-Q54 (2^54 is 1), factors and significands Q62. No floating-point operation takes part, because the last bit of
-a `pow` depends on the machine, the library and the size of the tensor.
+PyTorch adds and multiplies int64 modulo 2^64, so its bits are those of unsigned integers too.
+Logarithms are Q54 (2^54 is 1), factors and significands Q62. No floating-point operation takes
+part, because the last bit of a `pow` depends on the machine, the library and the size of the
+tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ LOW_32 = 0xFFFFFFFF
 _SIGN = -(1 << 63)
 _LOG_BITS = 54
 _TABLE_BITS = 6
-# log2(1 + x) / x with alternating signs, and (2^x - 1) / x, Q62, highest term first: see common/power.h.
+# log2(1 + x) / x with alternating signs, and (2^x - 1) / x, Q62, highest term first: see
+# common/power.h.
 _LOG2 = (
     906295301149760215,
     1107936214076780330,
@@ -77,7 +80,9 @@ def _inverse(entry: int) -> int:
 
 
 def _log_of_inverse(entry: int) -> int:
-    """Return -log2 of an inverse, Q62, bit by bit: the square of a number has twice its logarithm."""
+    """Return -log2 of an inverse, Q62, bit by bit: the square of a number has twice its
+    logarithm.
+    """
     precision = 192
     log = 0
     value = (1 << precision + 63) // _inverse(entry)
@@ -140,7 +145,9 @@ def scale(log: Tensor, factor: int) -> Tensor:
 
 
 def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 2^log as significand / 2^62 * 2^exponent, the significand in [1, 2). [...], int64 each."""
+    """Return 2^log as significand / 2^62 * 2^exponent, the significand in [1, 2). [...], int64
+    each.
+    """
     fraction = log << (64 - _LOG_BITS)
     power = _POWERS[shift_right(fraction, 64 - _TABLE_BITS)]
     rest = shift_right(fraction << _TABLE_BITS, _TABLE_BITS)
@@ -149,7 +156,9 @@ def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
-    """Raise priorities, as bits of float32 above 0, to alpha, Q62; exact for alpha 1. Return as `exp2`."""
+    """Raise priorities, as bits of float32 above 0, to alpha, Q62; exact for alpha 1. Return as
+    `exp2`.
+    """
     biased = bits >> 23
     low = bits & 0x7FFFFF
     mantissa = torch.where(biased > 0, low | 0x800000, low)
@@ -161,7 +170,9 @@ def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
 
 
 def float_bits(significand: Tensor, exponent: Tensor) -> Tensor:
-    """Round powers to float32 bits, ties to even; the largest beyond the range, 0 below the normal ones."""
+    """Round powers to float32 bits, ties to even; the largest beyond the range, 0 below the normal
+    ones.
+    """
     drop = 62 - 23
     largest = 0x7F7FFFFF
     is_odd = (significand >> drop) & 1

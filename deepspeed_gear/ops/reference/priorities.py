@@ -28,7 +28,8 @@ _NOTHING = (1 << 63) - 1  # "no mass", in the search for the least one
 
 
 def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> None:
-    """Set masses[i] to round(priorities[i]^alpha * 2^24) in [1, 2^most_bits], 0 where the priority is 0.
+    """Set masses[i] to round(priorities[i]^alpha * 2^24) in [1, 2^most_bits], 0 where the priority
+    is 0.
 
     Integer arithmetic only, halves are rounded up; alpha 2^62 (that is, 1) is exact.
 
@@ -40,7 +41,9 @@ def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> Non
 
 
 def order_of(bits: Tensor) -> Tensor:
-    """Check the float32 bits of priorities; without the sign of -0.0 they are ordered as the priorities."""
+    """Check the float32 bits of priorities; without the sign of -0.0 they are ordered as the
+    priorities.
+    """
     bad = torch.nonzero(~is_priority(bits))
     if len(bad):
         i = int(bad[0])
@@ -76,8 +79,8 @@ def importance_(
 ) -> None:
     """Set weights[i] to (numerator / (count * mass of resolution i))^beta, rounded to float32.
 
-    With numerator the total mass and count the number of items these are (N * P(i))^-beta; with numerator the
-    least mass and count 1 they are divided by the greatest of them.
+    With numerator the total mass and count the number of items these are (N * P(i))^-beta; with
+    numerator the least mass and count 1 they are divided by the greatest of them.
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, section 3.4.
     """
@@ -96,7 +99,9 @@ def importance_(
 
 
 def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
-    """Set every node to the least non-zero of its 32 children, else 0; level 1's are leaves of `sums`."""
+    """Set every node to the least non-zero of its 32 children, else 0; level 1's are leaves of
+    `sums`.
+    """
     children = sums[: -(-max(num_items, 1) // FAN_OUT) * FAN_OUT]
     for offset, width in minima_levels(num_items):
         nodes = minima[offset : offset + width]
@@ -120,7 +125,9 @@ def resolve_rows_(
     coordinates: Tensor,
     first: int,
 ) -> None:
-    """Set resolutions[i] to the record of coordinates[i] in a tree of rows: their slots are `row_slots`."""
+    """Set resolutions[i] to the record of coordinates[i] in a tree of rows: their slots are
+    `row_slots`.
+    """
     select.check_coordinates(sums, len(row_slots), coordinates)
     row, _ = select.descend(sums, len(row_slots), coordinates)
     index = row_slots[row].long()
@@ -152,7 +159,9 @@ def resolve_rows_(
 
 
 def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
-    """Set items to the leaves of highest priority that have a mass: descending, ties by number, then -1."""
+    """Set items to the leaves of highest priority that have a mass: descending, ties by number,
+    then -1.
+    """
     leaves = torch.nonzero(sums[: len(priorities)] > 0)[:, 0]
     order = torch.sort(priorities[leaves], descending=True, stable=True).indices[: len(items)]
     items.fill_(-1)[: len(order)] = leaves[order]
@@ -163,7 +172,8 @@ def append_reports_(
 ) -> None:
     """Write the new priorities of samples into a ring of reports, from `tail` modulo its length on.
 
-    A report is an update as `prioritize_` takes it, the global batch it belongs to, and its sample number.
+    A report is an update as `prioritize_` takes it, the global batch it belongs to, and its sample
+    number.
     """
     bits = priorities.view(torch.int32).long() & LOW_32
     order_of(bits)
@@ -176,7 +186,9 @@ def append_reports_(
 
 
 def updates_of(resolutions: Tensor, bits: Tensor) -> Tensor:
-    """Return a `PriorityUpdate` of each sample, of the float32 bits of its new priority. [B, 4], int64."""
+    """Return a `PriorityUpdate` of each sample, of the float32 bits of its new priority. [B, 4],
+    int64.
+    """
     words = [Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR]
     return torch.cat((resolutions[:, words], bits[:, None]), dim=1)
 
@@ -193,13 +205,14 @@ def prioritize_(
     unit: int,
     most_bits: int,
 ) -> None:
-    """Set the priorities of items in order, so that the last of equal ones wins; repair sums and minima.
+    """Set the priorities of items in order, so that the last of equal ones wins; repair sums and
+    minima.
 
-    An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half of its
-    word). Updates come in their order; reports (see `append_reports_`) by batch and sample number, equal ones
-    in their order. Those of an evicted trajectory change nothing but the highest priority, nor where items
-    are steps do those of a step that is no anchor (`rule`) of its trajectory as it is. `counts` has the words
-    of `UpdateCount`; empty `minima` are not maintained.
+    An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half
+    of its word). Updates come in their order; reports (see `append_reports_`) by batch and sample
+    number, equal ones in their order. Those of an evicted trajectory change nothing but the highest
+    priority, nor where items are steps do those of a step that is no anchor (`rule`) of its
+    trajectory as it is. `counts` has the words of `UpdateCount`; empty `minima` are not maintained.
     """
     order_of(updates[:, PriorityUpdate.PRIORITY] & LOW_32)
     if updates.shape[1] == LogEntry.NUM_WORDS:
@@ -248,11 +261,12 @@ def slot_priorities_(
 ) -> None:
     """Set the first priorities of new items of the slots in entries [first, last) of a ring.
 
-    New items are those of another trajectory, of one that has a mass by the rule now (`slot_masses_`), and
-    further steps of one that grows; their priority is `initial` (float32 bits). Items that are evicted or no
-    longer anchors get 0, others keep theirs. `bases`, `generations` and `steps` hold each slot's mass by
-    the rule, its trajectory, and its steps with a priority; rows of free slots are left alone. Empty `steps`
-    and `row_slots`: items are trajectories. Of `counts` only `DRAWABLE` changes.
+    New items are those of another trajectory, of one that has a mass by the rule now
+    (`slot_masses_`), and further steps of one that grows; their priority is `initial` (float32
+    bits). Items that are evicted or no longer anchors get 0, others keep theirs. `bases`,
+    `generations` and `steps` hold each slot's mass by the rule, its trajectory, and its steps with
+    a priority; rows of free slots are left alone. Empty `steps` and `row_slots`: items are
+    trajectories. Of `counts` only `DRAWABLE` changes.
     """
     changed = select.entries_of(log, first, last, len(slots))
     masses = mass_of(order_of(torch.tensor([initial])), alpha, most_bits)[0]
@@ -294,7 +308,8 @@ def slot_priorities_(
         counts[UpdateCount.DRAWABLE] += (sums[items] > 0).sum()
         if by_step:  # from here on: a process that dies before leaves the slot as it was
             steps[slot] = num_steps
-        bases[slot], generations[slot] = base, record[Slot.GENERATION]
+        bases[slot] = base
+        generations[slot] = record[Slot.GENERATION]
 
 
 def anchors_among(rule: Sequence[int], steps: Tensor, num_steps: Tensor | int) -> Tensor:
@@ -309,7 +324,9 @@ def anchors_among(rule: Sequence[int], steps: Tensor, num_steps: Tensor | int) -
 
 
 def _is_current(slots: Tensor, updates: Tensor, rule: Sequence[int], unit: int) -> Tensor:
-    """Return which updates apply: of a stored trajectory and, where items are steps, an anchor. [n], bool."""
+    """Return which updates apply: of a stored trajectory and, where items are steps, an anchor.
+    [n], bool.
+    """
     index = updates[:, PriorityUpdate.SLOT]
     anchor = updates[:, PriorityUpdate.ANCHOR]
     is_slot = (index >= 0) & (index < len(slots))

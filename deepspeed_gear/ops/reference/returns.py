@@ -17,8 +17,9 @@ from .integers import exp2, float_bits
 
 
 def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:
-    """Set out[row] to the sum of the rewards from `row` to its trajectory's end, added from the end. `out`,
-    [rows], float32, keeps rows of no extent; `extents` are first row and number of steps, [n, 2], int64.
+    """Set out[row] to the sum of the rewards from `row` to its trajectory's end, added from the
+    end. `out`, [rows], float32, keeps rows of no extent; `extents` are first row and number of
+    steps, [n, 2], int64.
     """
     rewards = widen(reward, torch.float64)
     num_rows = len(out)
@@ -46,12 +47,14 @@ def n_step_(
     resolutions: Tensor,
     n: int,
 ) -> None:
-    """Set the n-step return, discount, [B], float32, and number of steps k, int64, of each resolution.
+    """Set the n-step return, discount, [B], float32, and number of steps k, int64, of each
+    resolution.
 
-    With r the rewards from the anchor on, and k the number of steps until n, a termination, a truncation
-    (None: never) or the trajectory's end: returns = sum of powers[i] * r[i] over i < k; discount = powers[k],
-    0 once terminated, with powers gamma^0 .. gamma^n in float64. All are 0 of a record that is no sample.
-    ShapeError if a step of [anchor, min(anchor + n, num_steps)) lies outside the rows.
+    With r the rewards from the anchor on, and k the number of steps until n, a termination, a
+    truncation (None: never) or the trajectory's end: returns = sum of powers[i] * r[i] over i < k;
+    discount = powers[k], 0 once terminated, with powers gamma^0 .. gamma^n in float64. All are 0 of
+    a record that is no sample. ShapeError if a step of [anchor, min(anchor + n, num_steps)) lies
+    outside the rows.
     """
     num_rows = min(len(x) for x in (reward, terminated, truncated) if x is not None)
     anchor = resolutions[:, Resolution.ANCHOR]
@@ -95,19 +98,22 @@ def advantages_(
 ) -> None:
     """Estimate the advantages and value targets of windows: GAE, or with log-probabilities V-trace.
 
-    From the last step of a window back: error = reward + gamma next_value - value, without next_value where
-    the step terminates; later = target - value of the step after, 0 after the last step, a termination and a
-    truncation; rho and c are exp(log_prob - behaviour_log_prob), at most rho_bar and c_bar.
+    From the last step of a window back: error = reward + gamma next_value - value, without
+    next_value where the step terminates; later = target - value of the step after, 0 after the last
+    step, a termination and a truncation; rho and c are exp(log_prob - behaviour_log_prob), at most
+    rho_bar and c_bar.
 
-    - GAE: advantage = target - value = error + gamma lambda later. Schulman et al. 2016, equation 16.
-    - V-trace: target - value = rho error + gamma lambda c later; advantage = rho (error + gamma later).
-      Espeholt et al. 2018, "IMPALA", section 4.1 and remarks 1 and 2.
+    - GAE: advantage = target - value = error + gamma lambda later. Schulman et al. 2016, equation
+      16.
+    - V-trace: target - value = rho error + gamma lambda c later; advantage = rho (error + gamma
+      later). Espeholt et al. 2018, "IMPALA", section 4.1 and remarks 1 and 2.
 
     Args:
         advantage, target: 0 where `mask` is False. [B, T], float32.
-        reward, value, next_value: next_value[t] is the value of the state after step t. [B, T], float64.
-        log_prob, behaviour_log_prob: Of the actions, under the policy that is trained and the one that has
-            acted; both or none. [B, T], float64.
+        reward, value, next_value: next_value[t] is the value of the state after step t. [B, T],
+            float64.
+        log_prob, behaviour_log_prob: Of the actions, under the policy that is trained and the one
+            that has acted; both or none. [B, T], float64.
         factors: gamma, lambda, rho_bar and c_bar.
     """
     gamma, decay, rho_bar, c_bar = factors

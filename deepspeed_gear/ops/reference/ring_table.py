@@ -1,8 +1,8 @@
 """Reference ops of a table in the memory of one device: adding, drawing, updates, writing of rows.
 
-Rows and slots are rings: row r lies at r modulo the number of rows, trajectory `id` in slot id modulo the
-number of slots, and a trajectory never wraps. The stored ones are [tail, next). All state is in tensors, so
-that the ops can be captured in a graph.
+Rows and slots are rings: row r lies at r modulo the number of rows, trajectory `id` in slot id
+modulo the number of slots, and a trajectory never wraps. The stored ones are [tail, next). All
+state is in tensors, so that the ops can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _NO_STEP = [-1, 0, 0, -1, 0, 0]
 
 
 class _Items:
-    """The items of a table, a slot or a row each: their priorities, masses, and the trees above these."""
+    """The items of a table, a slot or a row each: their priorities, masses, and the trees above
+    these.
+    """
 
     def __init__(
         self,
@@ -72,7 +74,9 @@ class _Items:
         self.state[RingState.COUNTS + UpdateCount.DRAWABLE] += change
 
     def first_priority(self, initial: int, alpha: int, most_bits: int) -> tuple[int, int]:
-        """Return the float32 bits of the priority of new items, and their mass; 0 without priorities."""
+        """Return the float32 bits of the priority of new items, and their mass; 0 without
+        priorities.
+        """
         bits = initial if initial >= 0 else int(self.state[RingState.INITIAL])
         mass, _ = priority_ops.mass_of(torch.tensor([bits]), alpha, most_bits)
         return bits, int(mass) if len(self.priorities) else 0
@@ -97,12 +101,13 @@ def ring_add_(
 ) -> None:
     """Reserve rows for trajectories of these lengths, and set the first masses of their items.
 
-    The oldest trajectories are evicted until rows and slots suffice. `placed` has the place of each one (see
-    `PlacedTrajectory`), slot -1 where nothing was added: a length of 0, or an invalid one, which is counted.
-    Without priorities an item is a slot. With them it is a slot, or where the unit is a step a row; the first
-    priority is `initial` (float32 bits), or where that is negative the highest one when a batch was last
-    drawn: as in host memory, where reports and additions between two batches have no order. `shape`: rows,
-    slots, 1 where columns have a row more than steps, the longest trajectory.
+    The oldest trajectories are evicted until rows and slots suffice. `placed` has the place of each
+    one (see `PlacedTrajectory`), slot -1 where nothing was added: a length of 0, or an invalid one,
+    which is counted. Without priorities an item is a slot. With them it is a slot, or where the
+    unit is a step a row; the first priority is `initial` (float32 bits), or where that is negative
+    the highest one when a batch was last drawn: as in host memory, where reports and additions
+    between two batches have no order. `shape`: rows, slots, 1 where columns have a row more than
+    steps, the longest trajectory.
     """
     num_rows, num_slots, final_row, most_steps = shape
     if len(lengths) > num_slots or len(lengths) >= num_rows // (most_steps + final_row):
@@ -188,20 +193,22 @@ def ring_extend_(
 ) -> None:
     """Reserve rows for a step of every environment, and set the masses that follow from it.
 
-    Environment e owns the rows [e * part, (e + 1) * part), with part = rows / environments; its trajectories
-    lie one after the other in them, and one that might not fit before the end begins at the first of them.
-    Ids follow the order in which trajectories begin, and the oldest ones, by id, are evicted: those up to the
-    newest one whose rows are needed, and those beyond the slots, less one for each environment.
+    Environment e owns the rows [e * part, (e + 1) * part), with part = rows / environments; its
+    trajectories lie one after the other in them, and one that might not fit before the end begins
+    at the first of them. Ids follow the order in which trajectories begin, and the oldest ones, by
+    id, are evicted: those up to the newest one whose rows are needed, and those beyond the slots,
+    less one for each environment.
 
-    A step continues the open trajectory of its environment (`opened`, see `OpenTrajectory`), or begins one:
-    after an end (`terminated`, `truncated`), after the longest length (the last step is marked in
-    `truncations`, a column or empty), or where the open one was evicted. Environments where `mask` is False
-    have no step; with `next_step` nor has the one after an end, in which the environment resets itself. If
-    the same call evicts the open trajectory of an environment, its step is dropped and counted.
+    A step continues the open trajectory of its environment (`opened`, see `OpenTrajectory`), or
+    begins one: after an end (`terminated`, `truncated`), after the longest length (the last step is
+    marked in `truncations`, a column or empty), or where the open one was evicted. Environments
+    where `mask` is False have no step; with `next_step` nor has the one after an end, in which the
+    environment resets itself. If the same call evicts the open trajectory of an environment, its
+    step is dropped and counted.
 
-    `placed` has the place of each step (see `PlacedStep`), `begun` the first three words of those that begin
-    a trajectory, slot -1 elsewhere. `owners` has the slot of each row. Masses are those of `ring_add_` for
-    the steps so far; steps that were anchors before keep their priority.
+    `placed` has the place of each step (see `PlacedStep`), `begun` the first three words of those
+    that begin a trajectory, slot -1 elsewhere. `owners` has the slot of each row. Masses are those
+    of `ring_add_` for the steps so far; steps that were anchors before keep their priority.
     """
     num_rows, num_slots, final_row, most_steps = shape
     num_envs = len(opened)
@@ -215,7 +222,8 @@ def ring_extend_(
     tail = int(state[RingState.TAIL])
     stays = tail  # the first id that is not evicted
     for env in range(num_envs):
-        placed[env], begun[env] = torch.tensor(_NO_STEP), torch.tensor([-1, 0, 0])
+        placed[env] = torch.tensor(_NO_STEP)
+        begun[env] = torch.tensor([-1, 0, 0])
         if mask is not None and not mask[env]:
             continue
         steps, number, next_row, ended = opened[env].tolist()
@@ -253,7 +261,8 @@ def ring_extend_(
         ended = bool(terminated[env]) or (truncated is not None and bool(truncated[env]))
         if number < stays:
             placed[env] = torch.tensor(_NO_STEP)
-            opened[env, OpenTrajectory.NUM_STEPS], opened[env, OpenTrajectory.ENDED] = 0, int(ended)
+            opened[env, OpenTrajectory.NUM_STEPS] = 0
+            opened[env, OpenTrajectory.ENDED] = int(ended)
             state[RingState.DROPPED] += 1
             continue
         steps = step + 1
@@ -298,8 +307,9 @@ def ring_remove_(
 ) -> None:
     """Remove trajectories: their items lose their masses; ids that are not stored are ignored.
 
-    Their rows and slots are used again when they would have been evicted. `removed` has the slot of each id,
-    -1 where nothing was removed, or another of equal ids was. `shape` and `unit` are those of `ring_add_`.
+    Their rows and slots are used again when they would have been evicted. `removed` has the slot of
+    each id, -1 where nothing was removed, or another of equal ids was. `shape` and `unit` are those
+    of `ring_add_`.
     """
     _, num_slots, final_row, _ = shape
     items = _Items(state, (sums, minima, priorities), shape, unit)
@@ -331,11 +341,12 @@ def ring_select_(
 ) -> None:
     """Draw the next global batch, weigh it, and count it in the state.
 
-    `draw`: seed, stream, stride, offset, stratified (0 or 1) and normalize. Sample i has the number (samples
-    so far + i) * stride + offset; the draws are those of `draw_` and `resolve_` (`resolve_rows_` where
-    `row_slots` is not empty), the weights those of `importance_` with the exponent of the batch in `betas`,
-    whose last one stays in force. Empty `weights` are not computed. Where no item has a mass the batch has no
-    samples: its records are marked so, its weights are 0, and the state counts it.
+    `draw`: seed, stream, stride, offset, stratified (0 or 1) and normalize. Sample i has the number
+    (samples so far + i) * stride + offset; the draws are those of `draw_` and `resolve_`
+    (`resolve_rows_` where `row_slots` is not empty), the weights those of `importance_` with the
+    exponent of the batch in `betas`, whose last one stays in force. Empty `weights` are not
+    computed. Where no item has a mass the batch has no samples: its records are marked so, its
+    weights are 0, and the state counts it.
     """
     seed, stream, _, _, stratified, _ = draw
     total = int(sums[-32:].sum())
@@ -375,13 +386,14 @@ def ring_select_limited_(
     unit: int,
     most: int,
 ) -> None:
-    """Draw the next global batch as `ring_select_`, of trajectories that may be drawn `most` times each.
+    """Draw the next global batch as `ring_select_`, of trajectories that may be drawn `most` times
+    each.
 
-    Samples are drawn one after the other. The slots count the draws; one that makes `most` of them sets the
-    mass to 0 before the next sample is drawn, with all nodes above. The last sample leaves masses as they
-    are; all that are used up are for `ring_remove_`. The weights are of the masses after the last draw, their
-    total is that before the first. Where fewer draws are left than samples, the batch has no samples, and
-    nothing but the state items. Items are slots.
+    Samples are drawn one after the other. The slots count the draws; one that makes `most` of them
+    sets the mass to 0 before the next sample is drawn, with all nodes above. The last sample leaves
+    masses as they are; all that are used up are for `ring_remove_`. The weights are of the masses
+    after the last draw, their total is that before the first. Where fewer draws are left than
+    samples, the batch has no samples, and nothing but the state items. Items are slots.
     """
     seed, stream, _, _, stratified, _ = draw
     count = len(resolutions)
@@ -423,11 +435,13 @@ def ring_top_k_(
     unit: int,
     counts: bool,
 ) -> None:
-    """Select the items of highest priority as the next global batch, each once, and count it in the state.
+    """Select the items of highest priority as the next global batch, each once, and count it in the
+    state.
 
-    Of equal priorities those of the lowest trajectory ids come first, and of one trajectory its first steps.
-    The weights are 1. Where fewer items have a mass than the batch has samples, it has no samples. With
-    `counts`, where items are slots, the slots count the draws. `draw` is that of `ring_select_`.
+    Of equal priorities those of the lowest trajectory ids come first, and of one trajectory its
+    first steps. The weights are 1. Where fewer items have a mass than the batch has samples, it has
+    no samples. With `counts`, where items are slots, the slots count the draws. `draw` is that of
+    `ring_select_`.
     """
     seed, stream, *_ = draw
     num_items = len(priorities)
@@ -520,9 +534,9 @@ def ring_update_(
 ) -> None:
     """Set the priorities of samples as `prioritize_`; of equal items the last wins.
 
-    Values that are no priorities are counted and change nothing; nor do those of records that are no samples.
-    Those of evicted trajectories, and of steps that are no anchors of theirs as it is, count for the highest
-    priority alone.
+    Values that are no priorities are counted and change nothing; nor do those of records that are
+    no samples. Those of evicted trajectories, and of steps that are no anchors of theirs as it is,
+    count for the highest priority alone.
     """
     bits = values.view(torch.int32).long() & LOW_32
     valid = priority_ops.is_priority(bits)
@@ -541,8 +555,8 @@ def scatter_(
 ) -> None:
     """Write the rows of trajectories to their places; a slot of -1 in `placed` is left out.
 
-    A column of steps takes values [n, steps (+ 1), *shape], of which the trajectory's own are written; one of
-    a row per trajectory takes [n, *shape]. Nothing is converted.
+    A column of steps takes values [n, steps (+ 1), *shape], of which the trajectory's own are
+    written; one of a row per trajectory takes [n, *shape]. Nothing is converted.
     """
     for column, rows, source in zip(columns, values, sources, strict=True):
         for i, (slot, first, steps, *_) in enumerate(placed.tolist()):

@@ -1,4 +1,6 @@
-"""Reference ops of selection: draws, the order of an epoch, the tree of masses, resolutions, goals."""
+"""Reference ops of selection: draws, the order of an epoch, the tree of masses,
+resolutions, goals.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _LEAST_BITS = 8
 
 
 def coordinate(high: Tensor, low: Tensor, total: int | Tensor) -> Tensor:
-    """Return floor(word * total / 2^128): uniform over [0, total) up to 2^-64 relative. [...], int64."""
+    """Return floor(word * total / 2^128): uniform over [0, total) up to 2^-64 relative. [...],
+    int64.
+    """
     total = total if isinstance(total, Tensor) else torch.tensor(signed(total))
     middle = high * total
     return multiply_high(high, total) + less(middle + multiply_high(low, total), middle)
@@ -48,8 +52,8 @@ def permute_(
 ) -> None:
     """Set coordinates[i] to the place of index first + i in the epoch's permutation of [0, size).
 
-    A Feistel network over the next power of two (at least 2^8: fewer bits mix badly), walked along its cycles
-    until it lands inside.
+    A Feistel network over the next power of two (at least 2^8: fewer bits mix badly), walked along
+    its cycles until it lands inside.
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
     """
@@ -77,7 +81,9 @@ def permute_(
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finalizer. Source: Steele, Lea, Flood, "Fast splittable ...", OOPSLA 2014."""
+    """Apply SplitMix64's finalizer. Source: Steele, Lea, Flood, "Fast splittable ...",
+    OOPSLA 2014.
+    """
     x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ shift_right(x, 31)
@@ -102,7 +108,9 @@ def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor) ->
 def slot_masses_(
     sums: Tensor, slots: Tensor, log: Tensor, first: int, last: int, rule: Sequence[int], unit: int
 ) -> None:
-    """Set the masses of the slots in entries [first, last) of a ring: by the rule if committed, else 0."""
+    """Set the masses of the slots in entries [first, last) of a ring: by the rule if committed,
+    else 0.
+    """
     changed = entries_of(log, first, last, len(slots))
     records = slots[changed]
     masses = masses_by_rule(rule, unit, records[:, Slot.NUM_STEPS])
@@ -112,7 +120,9 @@ def slot_masses_(
 
 
 def entries_of(log: Tensor, first: int, last: int, num_slots: int) -> Tensor:
-    """Return entries [first, last) of a ring of slots, which must lie in it. [last - first], int64."""
+    """Return entries [first, last) of a ring of slots, which must lie in it. [last -
+    first], int64.
+    """
     if not 0 <= first <= last <= first + len(log):
         raise ShapeError("entries", f"must be in a log of {len(log)}", (first, last))
     entries = log[torch.arange(first, last) % max(len(log), 1)]
@@ -126,7 +136,9 @@ def check_items(items: Tensor, num_items: int) -> None:
 
 
 def descend(sums: Tensor, num_items: int, coordinates: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the item whose share of [0, total) holds each coordinate, and the rest inside it. [B] each."""
+    """Find the item whose share of [0, total) holds each coordinate, and the rest inside it. [B]
+    each.
+    """
     node = torch.zeros_like(coordinates)
     rest = coordinates.clone()
     for offset, _ in reversed(tree_levels(num_items)):
@@ -149,9 +161,9 @@ def resolve_(
     stream: int,
     first: int,
 ) -> None:
-    """Set resolutions[i] to the record of the item that coordinates[i] hits; its sample number is first + i.
-    In a trajectory the anchor is a second draw over those that the rule admits; of a step, the coordinate's
-    rest.
+    """Set resolutions[i] to the record of the item that coordinates[i] hits; its sample number is
+    first + i. In a trajectory the anchor is a second draw over those that the rule admits; of a
+    step, the coordinate's rest.
     """
     check_coordinates(sums, len(slots), coordinates)
     item, rest = descend(sums, len(slots), coordinates)
@@ -176,7 +188,9 @@ def resolve_(
 
 
 def check_coordinates(sums: Tensor, num_items: int, coordinates: Tensor) -> None:
-    """Raise ShapeError unless all coordinates lie in [0, total of the tree): others would hit no item."""
+    """Raise ShapeError unless all coordinates lie in [0, total of the tree): others would hit no
+    item.
+    """
     total = int(sums[tree_levels(num_items)[-1][0] :].sum())
     if len(coordinates) and not 0 <= int(coordinates.min()) <= int(coordinates.max()) < total:
         raise ShapeError("coordinates", f"must lie in [0, {total})", coordinates.tolist())
@@ -189,8 +203,9 @@ def num_anchors(rule: Sequence[int], num_steps: Tensor) -> Tensor:
 
 
 def masses_by_rule(rule: Sequence[int], unit: int, num_steps: Tensor) -> Tensor:
-    """Return the masses of trajectories without priorities, [B]: one unit for each anchor (unit step), or one
-    unit or one for each step (unit trajectory, by length) if there is an anchor at all.
+    """Return the masses of trajectories without priorities, [B]: one unit for each anchor (unit
+    step), or one unit or one for each step (unit trajectory, by length) if there is an anchor at
+    all.
     """
     anchors = num_anchors(rule, num_steps)
     if unit == MassUnit.STEP:
@@ -215,8 +230,8 @@ def draw_goals_(
 ) -> None:
     """Set the row of the achieved goal that each sample gets, [B], int64; -1 for its own goal.
 
-    `strategy` is a `GoalStrategy`: a row after the anchor, the last one, or any; `fraction` the share of the
-    samples that get one, Q62; `final_row` 1 where trajectories have T+1 goals, else 0.
+    `strategy` is a `GoalStrategy`: a row after the anchor, the last one, or any; `fraction` the
+    share of the samples that get one, Q62; `final_row` 1 where trajectories have T+1 goals, else 0.
 
     Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
     """

@@ -1,8 +1,9 @@
 """The interface of a sampler: the strategy that selects the items of a global batch.
 
-A sampler has two methods. `spec` returns the masses of the items and how they are drawn; it is called once.
-`sample` returns the coordinates of a global batch's samples in the total mass. Where `spec` names a native
-draw, the native op replaces `sample`, which is then its reference: both give the same bits.
+A sampler has two methods. `spec` returns the masses of the items and how they are drawn; it is
+called once. `sample` returns the coordinates of a global batch's samples in the total mass. Where
+`spec` names a native draw, the native op replaces `sample`, which is then its reference: both give
+the same bits.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class NativeDraw(Enum):
 
 @dataclass
 class Draw:
-    """The input of `Sampler.sample`: a table's masses and random draws. Equal on every rank, on any nodes.
+    """The input of `Sampler.sample`: a table's masses and random draws. Equal on every rank, on any
+    nodes.
 
-    A coordinate is a number in [0, total): the item in whose mass it falls is the sample. Masses lie in the
-    order of trajectories in the store, node by node.
+    A coordinate is a number in [0, total): the item in whose mass it falls is the sample. Masses
+    lie in the order of trajectories in the store, node by node.
     """
 
     selector: Any  # the stream's LocalSelector
@@ -41,14 +43,18 @@ class Draw:
     at: int = 0  # index in the epoch of the first sample
 
     def random(self) -> torch.Tensor:
-        """Return independent random coordinates, keyed by seed, stream and sample number. [count], int64."""
+        """Return independent random coordinates, keyed by seed, stream and sample number. [count],
+        int64.
+        """
         spec = self.selector.spec
         coordinates = torch.empty(self.count, dtype=torch.int64)
         self.selector.state.ops.draw_(coordinates, spec.seed, spec.key, self.first, self.total)
         return coordinates
 
     def permuted(self) -> torch.Tensor:
-        """Return indices at .. at + count of a random order of [0, total), keyed by the epoch. [count]."""
+        """Return indices at .. at + count of a random order of [0, total), keyed by the epoch.
+        [count].
+        """
         spec = self.selector.spec
         coordinates = torch.empty(self.count, dtype=torch.int64)
         self.selector.state.ops.permute_(
@@ -107,10 +113,11 @@ class SamplerSpec:
 
 
 class Sampler(ABC):
-    """Strategy that selects the items of each global batch; made from its part of the config on every rank.
+    """Strategy that selects the items of each global batch; made from its part of the config on
+    every rank.
 
-    A sampler has no state: what `sample` returns follows from its `options`, an instance of `Options`, and
-    from the draw.
+    A sampler has no state: what `sample` returns follows from its `options`, an instance of
+    `Options`, and from the draw.
     """
 
     Options: ClassVar[type[Any]]  # the config model
@@ -142,7 +149,8 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, draw: Draw) -> torch.Tensor:
-        """Return the coordinates of the next samples: `draw.count`, or fewer if there are no more items.
+        """Return the coordinates of the next samples: `draw.count`, or fewer if there are no more
+        items.
 
         Returns:
             [n], int64, each in [0, draw.total).

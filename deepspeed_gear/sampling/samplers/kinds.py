@@ -1,5 +1,6 @@
 """The samplers, one class for each kind, by config model; "module:Class" is imported on every rank
-(docs/how-to/add-a-sampler.md). The random ones draw from masses of their own; the others take items in order.
+(docs/how-to/add-a-sampler.md). The random ones draw from masses of their own; the others take items
+in order.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class RandomDraws(Sampler):
 
 
 def stratify_(coordinates: torch.Tensor, total: int) -> None:
-    """Move the j-th of B coordinates into the j-th of B equal parts: floor((j * total + c) / B), in place."""
+    """Move the j-th of B coordinates into the j-th of B equal parts: floor((j * total + c) / B), in
+    place.
+    """
     count = len(coordinates)
     whole, rest = divmod(total, count)
     j = torch.arange(count)
@@ -132,7 +135,9 @@ class Prioritized(RandomDraws):
 
 
 class Epoch(Sampler):
-    """Every item once per epoch, in a random order keyed by the seed. New items join the next epoch."""
+    """Every item once per epoch, in a random order keyed by the seed. New items join the next
+    epoch.
+    """
 
     Options = models.EpochSampler
     walks = True
@@ -186,7 +191,9 @@ class Lifo(Fifo):
 
 
 class TopK(Sampler):
-    """The items of highest priority, each once in a global batch; of equal ones those with the lowest id."""
+    """The items of highest priority, each once in a global batch; of equal ones those with the
+    lowest id.
+    """
 
     Options = models.TopKSampler
     options: models.TopKSampler

@@ -1,4 +1,6 @@
-"""Writes its arguments as JSON; with `fail FILE` rank 1 fails once rank 0, which makes the file, is there."""
+"""Writes its arguments as JSON; with `fail FILE` rank 1 fails once rank 0, which makes the file, is
+there.
+"""
 
 import json
 import os

@@ -1,8 +1,9 @@
-"""Arrow and Parquet files of random types whose buffers are small and whose declared lengths are large.
+"""Arrow and Parquet files of random types whose buffers are small and whose declared lengths are
+large.
 
-Every file is read as `gear ingest` reads it, in a child with a limit of memory: the outcome is a data set or
-a DataError, never another exception, a crash, or more memory than the bound of `--max-expansion` allows.
-Prints counts as JSON.
+Every file is read as `gear ingest` reads it, in a child with a limit of memory: the outcome is a
+data set or a DataError, never another exception, a crash, or more memory than the bound of
+`--max-expansion` allows. Prints counts as JSON.
 """
 
 from __future__ import annotations
@@ -306,7 +307,9 @@ def make(folder: Path, seed: int) -> tuple[str, str] | None:
 
 
 def make_all(folder: Path, seeds: list[int]) -> list[tuple[str, str]]:
-    """Write the files of seeds; pyarrow ends the process that writes some types, which are left out."""
+    """Write the files of seeds; pyarrow ends the process that writes some types, which are left
+    out.
+    """
     found = in_child(lambda: {"made": [make(folder, seed) for seed in seeds]}, CPU_S)
     if "made" in found:
         return [one for one in found["made"] if one is not None]
@@ -338,7 +341,8 @@ def in_child(work: Callable[[], dict[str, Any]], limit_s: float) -> dict[str, An
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             found = {
-                "raw": f"{type(error).__name__}: {str(error)[:200]} at {last.filename}:{last.lineno}"
+                "raw": f"{type(error).__name__}: {str(error)[:200]} at "
+                f"{last.filename}:{last.lineno}"
             }
         os.write(sender, json.dumps(found).encode())
         os._exit(0)

@@ -1,11 +1,12 @@
-"""Runs pickles of a grammar through the unpickler of arrays, in child processes whose death is seen.
+"""Runs pickles of a grammar through the unpickler of arrays, in child processes whose death is
+seen.
 
     python tests/crash/programs/fuzz_pickles.py --programs 1000000 --seed 0
 
-A program is made of the opcodes, the globals and the states that the unpickler knows, mostly valid, and then
-changed at random: opcodes are left out, repeated, exchanged or replaced by any. Each must give a value of
-arrays and builtins, or a DataError. A crash, another error or another value prints the program; else a
-line of JSON has the counts.
+A program is made of the opcodes, the globals and the states that the unpickler knows, mostly valid,
+and then changed at random: opcodes are left out, repeated, exchanged or replaced by any. Each must
+give a value of arrays and builtins, or a DataError. A crash, another error or another value prints
+the program; else a line of JSON has the counts.
 """
 
 import argparse

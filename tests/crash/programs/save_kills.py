@@ -1,16 +1,17 @@
-"""Kills processes that save over one checkpoint, load it, and go on: what a state names must always load.
+"""Kills processes that save over one checkpoint, load it, and go on: what a state names must always
+load.
 
-    python tests/crash/programs/save_kills.py replay --folder DIR --kills 400 [--flips]
-    python tests/crash/programs/save_kills.py engine --folder DIR --kills 200 [--world 2 --ranks 0,1]
+    python tests/crash/programs/save_kills.py replay --folder DIR --kills 400 [--flips] python
+    tests/crash/programs/save_kills.py engine --folder DIR --kills 200 [--world 2 --ranks 0,1]
 
-`replay`: one process, `Replay.save`. The state that each save returns is kept in a file of its own; both that
-and the folder's own position must load after each kill. With `--flips` a bit of a random file of the saves on
-the disk changes before most saves, and not its time: a save that was published later must load; one that has
-the damage is refused, and loads once the bit is as it was. `engine`: ranks that train and call
-`engine.save_checkpoint` over one tag; the next ranks load it. Where DeepSpeed's own file of the tag is torn
-nothing can be loaded, and they begin anew. Over nodes this runs once on each of them, with its ranks; the one
-with rank 0 decides when to kill. All forks share the imports of this process. Prints a line of JSON; exits
-with 1 if a checkpoint was lost.
+`replay`: one process, `Replay.save`. The state that each save returns is kept in a file of its own;
+both that and the folder's own position must load after each kill. With `--flips` a bit of a random
+file of the saves on the disk changes before most saves, and not its time: a save that was published
+later must load; one that has the damage is refused, and loads once the bit is as it was. `engine`:
+ranks that train and call `engine.save_checkpoint` over one tag; the next ranks load it. Where
+DeepSpeed's own file of the tag is torn nothing can be loaded, and they begin anew. Over nodes this
+runs once on each of them, with its ranks; the one with rank 0 decides when to kill. All forks share
+the imports of this process. Prints a line of JSON; exits with 1 if a checkpoint was lost.
 """
 
 import argparse
@@ -80,7 +81,9 @@ def write(path: Path, content: Any) -> None:
 
 
 class Moments:
-    """Moments for kills: in the load or in one of the saves behind it, however fast the machine is."""
+    """Moments for kills: in the load or in one of the saves behind it, however fast the
+    machine is.
+    """
 
     def __init__(self, seed: int, most_saves: int = 2) -> None:
         self._chance = random.Random(seed)
@@ -88,7 +91,9 @@ class Moments:
         self._most_saves = most_saves
 
     def wait(self, ready: Path, ended: Callable[[], Any]) -> None:
-        """Wait for the next moment or the end; `ready` is made before the load and grows with each save."""
+        """Wait for the next moment or the end; `ready` is made before the load and grows with each
+        save.
+        """
         wait_until(lambda: ready.exists() or ended(), "a launch", 300.0)
         start = time.monotonic()
         saves = self._chance.randint(0, self._most_saves)
@@ -128,14 +133,18 @@ def made() -> Replay:
 
 
 class Flips:
-    """Bits of the files of rows that change on the disk, each recorded before it does, and changed back."""
+    """Bits of the files of rows that change on the disk, each recorded before it does, and changed
+    back.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._record = folder.with_name("flip.json")
 
     def make(self, random_: np.random.Generator) -> None:
-        """Change a bit of a random file of the folder's saves, or of none; the earlier one stays."""
+        """Change a bit of a random file of the folder's saves, or of none; the earlier
+        one stays.
+        """
         files = sorted(self._folder.glob("main*/rows-*.npy"))
         if not files or random_.random() < 0.3:
             return
@@ -206,7 +215,9 @@ def save_for_ever(folder: Path, ready: Path, flips: Flips | None) -> None:
 
 
 def check_flipped(folder: Path, flips: Flips) -> None:
-    """Load the newest save: it is refused only where a bit has changed since; then change all bits back."""
+    """Load the newest save: it is refused only where a bit has changed since; then change all bits
+    back.
+    """
     newest = save_folders.read_position(folder)["save"]["id"]
     with made() as replay:
         try:
@@ -344,7 +355,9 @@ def run_rank(
 
 
 def kill_ranks(options: argparse.Namespace) -> dict[str, int]:
-    """Kill the ranks of this node together with those of the others; count what came of each launch."""
+    """Kill the ranks of this node together with those of the others; count what came of each
+    launch.
+    """
     folder = options.folder
     moments = Moments(options.seed)
     leads = 0 in options.ranks

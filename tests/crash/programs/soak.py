@@ -2,12 +2,12 @@
 
     PYTHONPATH=$PWD:tests/support nice -n 10 python tests/crash/programs/soak.py --seconds 1800
 
-One replay has a table with `remove: fifo` and one with `remove: uniform`. Each writer adds trajectories of 1
-to 5,000 steps to both and attaches anew from time to time; the rank samples both with priorities and checks
-every row. The parent reads /proc of the three processes whenever EVERY more trajectories were added, until
-the run has taken --seconds and has LEAST readings, however long a slow machine takes for them. The first
-quarter is left out as the warm-up; of the others the median of the last third is compared with that of the
-first. Prints a line of JSON.
+One replay has a table with `remove: fifo` and one with `remove: uniform`. Each writer adds
+trajectories of 1 to 5,000 steps to both and attaches anew from time to time; the rank samples both
+with priorities and checks every row. The parent reads /proc of the three processes whenever EVERY
+more trajectories were added, until the run has taken --seconds and has LEAST readings, however long
+a slow machine takes for them. The first quarter is left out as the warm-up; of the others the
+median of the last third is compared with that of the first. Prints a line of JSON.
 """
 
 import gc
@@ -60,7 +60,8 @@ SECTION: dict[str, Any] = {
     "shared_memory": {"prefix": PREFIX},
     "timeout_s": 60.0,
 }
-# Trajectories that were added, and how often writers have attached, in memory that all share; an entry each.
+# Trajectories that were added, and how often writers have attached, in memory that all share; an
+# entry each.
 COUNTS = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
 ATTACHED = WRITERS
 
@@ -96,7 +97,8 @@ def write(pipe: Connection, number: int) -> None:
     TrajectoryWriter.attach(SECTION, table="any", wait_s=60).close()  # everything is imported now
     pipe.send("attached")
     while True:
-        gc.collect()  # closed writers are in reference cycles: their maps stay until these are gathered
+        # closed writers are in reference cycles: their maps stay until these are gathered
+        gc.collect()
         with (
             TrajectoryWriter.attach(SECTION, table="oldest", wait_s=60) as first,
             TrajectoryWriter.attach(SECTION, table="any", wait_s=60) as second,
@@ -109,7 +111,9 @@ def write(pipe: Connection, number: int) -> None:
 
 
 def measure(pid: int) -> dict[str, float]:
-    """Return anonymous and shared resident memory in MiB, file descriptors, maps and threads of a process."""
+    """Return anonymous and shared resident memory in MiB, file descriptors, maps and threads of a
+    process.
+    """
     of = Path("/proc", str(pid))
     status = dict(line.split(":", 1) for line in (of / "status").read_text().splitlines())
     return {
@@ -129,8 +133,8 @@ def shared_memory() -> dict[str, float]:
 
 # ---- what may grow, and how far ------------------------------------------------------------------
 
-# A writer that attaches anew has 6 descriptors and 4 maps fewer for an instant. Its shared memory is what it
-# has touched since then, and is not judged.
+# A writer that attaches anew has 6 descriptors and 4 maps fewer for an instant. Its shared memory
+# is what it has touched since then, and is not judged.
 MOST_GROWTH = {
     "anonymous_mib": 4.0,
     "descriptors": 6,

@@ -2,12 +2,13 @@
 
     PYTHONPATH=$PWD:tests/support python tests/crash/programs/soak_kills.py --minutes 20 --seed 0
 
-Any of the three is killed every few seconds, at a random instant, and started again; now and then it leaves a
-forked child, which must keep nothing of it alive. The rank loads the newest save when it starts, samples with
-priorities, and saves over it; the writer attaches and adds trajectories of random lengths, so that the table
-evicts and compacts; the loader loads the folder again and again, and sometimes saves into it, which is
-refused while the rank holds it. Every row says whose it is and is checked wherever it is read. Prints a line
-of JSON; exits with 1 after any other error than those that a kill explains.
+Any of the three is killed every few seconds, at a random instant, and started again; now and then
+it leaves a forked child, which must keep nothing of it alive. The rank loads the newest save when
+it starts, samples with priorities, and saves over it; the writer attaches and adds trajectories of
+random lengths, so that the table evicts and compacts; the loader loads the folder again and again,
+and sometimes saves into it, which is refused while the rank holds it. Every row says whose it is
+and is checked wherever it is read. Prints a line of JSON; exits with 1 after any other error than
+those that a kill explains.
 """
 
 import os
@@ -71,7 +72,9 @@ def check_content(replay: Replay) -> None:
 
 
 class Part:
-    """A rank, writer or loader: its loop counts what it does in a file, and what it gets as errors."""
+    """A rank, writer or loader: its loop counts what it does in a file, and what it
+    gets as errors.
+    """
 
     def __init__(self, name: str, folder: Path, seed: int) -> None:
         self.name = name
@@ -95,7 +98,9 @@ class Part:
             raise
 
     def leave_child(self) -> None:
-        """Fork a child that lives for longer than this process may, and holds copies of what it has."""
+        """Fork a child that lives for longer than this process may, and holds copies of what it
+        has.
+        """
         if os.fork() == 0:
             time.sleep(5.0)
             os._exit(0)

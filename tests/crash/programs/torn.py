@@ -1,15 +1,16 @@
 """Writers and readers at full speed on a small store: no batch may ever hold a torn row.
 
-    export PYTHONPATH=$PWD:tests/support
-    [GEAR_TORN_REMOVE=uniform] python tests/crash/programs/torn.py --seconds 60 [--kill | --stop 100]
+    export PYTHONPATH=$PWD:tests/support [GEAR_TORN_REMOVE=uniform] python
+    tests/crash/programs/torn.py --seconds 60 [--kill | --stop 100]
 
-Two ranks sample, four processes write, every second one step by step; all extents are reused over and over;
-each row carries its step, the length and a checksum of its trajectory. With --kill the writers are killed
-with SIGKILL: most after up to 60 calls, every fourth up to 0.2 s after its start. With --stop so many times a
-writer is stopped with SIGSTOP for up to 3 s and continued; all writers then still run at the end. It goes on
-until it has taken --seconds, --least-added trajectories were added, --least-sampled samples were checked,
---least-killed writers were killed and all stops were made, however long a slow machine takes. At the end
-everything must be free, and no process may hold the lock. Prints a line of JSON.
+Two ranks sample, four processes write, every second one step by step; all extents are reused over
+and over; each row carries its step, the length and a checksum of its trajectory. With --kill the
+writers are killed with SIGKILL: most after up to 60 calls, every fourth up to 0.2 s after its
+start. With --stop so many times a writer is stopped with SIGSTOP for up to 3 s and continued; all
+writers then still run at the end. It goes on until it has taken --seconds, --least-added
+trajectories were added, --least-sampled samples were checked, --least-killed writers were killed
+and all stops were made, however long a slow machine takes. At the end everything must be free, and
+no process may hold the lock. Prints a line of JSON.
 """
 
 import argparse
@@ -74,7 +75,8 @@ SECTION: dict[str, Any] = {
     "shared_memory": {"prefix": PREFIX},
     "timeout_s": 30.0,
 }
-# What the processes of a run count, in memory that all share: calls of each writer's life, stops and kills.
+# What the processes of a run count, in memory that all share: calls of each writer's life, stops
+# and kills.
 COUNTS = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
 STOPS = WRITERS
 KILLS = WRITERS + 1
@@ -192,7 +194,9 @@ def marks(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def write_steps(number: int, seed: int) -> None:
-    """Publish steps of environments at full speed until this process is killed; some episodes are cut."""
+    """Publish steps of environments at full speed until this process is killed; some episodes are
+    cut.
+    """
     random = np.random.default_rng(seed)
     with TrajectoryWriter.attach(SECTION, wait_s=60) as writer:
         vector = writer.vector_writer(ENVIRONMENTS, "disabled")
@@ -212,7 +216,9 @@ def write_steps(number: int, seed: int) -> None:
 
 
 def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> dict[str, int]:
-    """Stop one busy writer after the other, and continue it in time; count those that held the lock."""
+    """Stop one busy writer after the other, and continue it in time; count those that held the
+    lock.
+    """
     held = 0
     random = np.random.default_rng(count)
     writer = TrajectoryWriter.attach(SECTION, wait_s=60)
@@ -234,7 +240,9 @@ def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> di
 
 
 def host(pipe: Connection, wanted: argparse.Namespace) -> None:
-    """Keep writers going as forked children; with `kill` a child's life has a length by calls or by time."""
+    """Keep writers going as forked children; with `kill` a child's life has a length by calls or by
+    time.
+    """
     random = np.random.default_rng(11)
     children: list[int] = [0] * WRITERS
     ends: list[tuple[float, float]] = [

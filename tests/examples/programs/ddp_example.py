@@ -1,4 +1,6 @@
-"""What examples/ddp_prioritized.py promises, seen from inside its workers: ddp_example.py EXAMPLE STEPS."""
+"""What examples/ddp_prioritized.py promises, seen from inside its workers: ddp_example.py EXAMPLE
+STEPS.
+"""
 
 import sys
 from pathlib import Path

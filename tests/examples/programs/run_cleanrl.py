@@ -1,4 +1,5 @@
-"""Run a program of CleanRL with a gymnasium newer than its own 0.29: run_cleanrl.py PROGRAM OPTION...
+"""Run a program of CleanRL with a gymnasium newer than its own 0.29: run_cleanrl.py PROGRAM
+OPTION...
 
 Vector environments reset within the last step of an episode, and give its last observation as
 `final_observation`, as those of 0.29 do.

@@ -105,7 +105,8 @@ def test_never_torn_under_a_hammering_publisher(
 ) -> None:
     """Every value that a reader gets is that of the version that it was told.
 
-    With one slot the publisher writes where readers read, so only number and checksum keep them apart.
+    With one slot the publisher writes where readers read, so only number and checksum keep them
+    apart.
     """
     monkeypatch.setattr(board_module, "_SLOTS", slots)
 

@@ -1,4 +1,6 @@
-"""Advantages and value targets, of windows and of rollout batches, against a loop over the steps."""
+"""Advantages and value targets, of windows and of rollout batches, against a loop over
+the steps.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,9 @@ OFF_POLICY = {"log_prob": "new", "behaviour_log_prob": "logp", "rho_bar": 1.5, "
 
 
 def loop(steps: dict[str, np.ndarray], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages and value targets of steps in their order, of which the last one is bootstrapped."""
+    """Return advantages and value targets of steps in their order, of which the last one is
+    bootstrapped.
+    """
     gamma = options["gamma"]
     lam = options["lam"]
     known = {name: np.asarray(values, np.float64) for name, values in steps.items()}
@@ -44,13 +48,16 @@ def loop(steps: dict[str, np.ndarray], options: dict[str, Any]) -> tuple[np.ndar
             c = lam * min(ratio, options["c_bar"])
             own = rho * (error + gamma * later)
         later = rho * error + gamma * c * later
-        advantage[t], target[t] = own, known["value"][t] + later
+        advantage[t] = own
+        target[t] = known["value"][t] + later
     return advantage, target
 
 
 @st.composite
 def cases(draw: Any) -> tuple[dict[str, Any], bool, list[dict[str, np.ndarray]], dict[str, Any]]:
-    """Options of an estimate, whether values have T+1 rows, trajectories with any flags, and a window."""
+    """Options of an estimate, whether values have T+1 rows, trajectories with any flags, and a
+    window.
+    """
     of_kind = draw(st.sampled_from([{"kind": "gae"}, {"kind": "vtrace", **OFF_POLICY}]))
     gamma, lam = (draw(st.sampled_from([0.0, 0.5, 0.97, 1.0])) for _ in range(2))
     words = np.random.default_rng(draw(st.integers(0, 999)))
@@ -74,7 +81,9 @@ def cases(draw: Any) -> tuple[dict[str, Any], bool, list[dict[str, np.ndarray]],
 
 
 def check_parts(replay: Replay, batch: Batch) -> None:
-    """Check that a rank of those that share a sequence has its part of a window that is estimated whole."""
+    """Check that a rank of those that share a sequence has its part of a window that is estimated
+    whole.
+    """
     table = replay.tables["main"]
     ids = batch.trajectory_id
     slots = torch.from_numpy(table.slots)[ids]
@@ -92,7 +101,9 @@ def check_parts(replay: Replay, batch: Batch) -> None:
 @settings(max_examples=20)
 @given(way=st.sampled_from(WAYS), case=cases())
 def test_advantages_of_windows(way: str, case: Any) -> None:
-    """A window's steps alone, bootstrapped after the last one, whichever memory and kernels have them."""
+    """A window's steps alone, bootstrapped after the last one, whichever memory and kernels have
+    them.
+    """
     options, has_final, trajectories, window = case
     late = way != "device" and options["kind"] == "vtrace"
     value = [Column("value", "float32", (), "other", "T+1")]
@@ -193,7 +204,7 @@ def test_flags_that_are_not_bool(option: str) -> None:
         pass  # nothing computes with it
 
 
-# ---- rollout batches -----------------------------------------------------------------------------------
+# ---- rollout batches -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,7 +212,9 @@ def test_flags_that_are_not_bool(option: str) -> None:
 )
 @pytest.mark.parametrize("per_step", [False, True])
 def test_advantages_of_rollout_batches(options: dict[str, Any], per_step: bool) -> None:
-    """Tokens of the loss mask are actions; others take no time, and their rewards are the action's before."""
+    """Tokens of the loss mask are actions; others take no time, and their rewards are the action's
+    before.
+    """
     columns = {**COLUMNS, **{flag.name: {"dtype": "bool", "role": flag.name} for flag in FLAGS}}
     columns["step_reward"] = {"dtype": "float32", "role": "reward"}
     words = np.random.default_rng(5)
@@ -298,7 +311,9 @@ def test_a_critic_of_states_needs_the_value_after_the_end() -> None:
 
 @pytest.mark.parametrize("flag", [None, "terminated", "truncated"])
 def test_a_response_that_a_pack_cuts_is_truncated(flag: str | None) -> None:
-    """The value after its last trained token is bootstrapped from; that of a whole response is not."""
+    """The value after its last trained token is bootstrapped from; that of a whole
+    response is not.
+    """
     columns = {**COLUMNS, **({} if flag is None else {flag: {"dtype": "bool", "role": flag}})}
     pack = {"tokens": 16, "pad": {"multiple": 16}, "too_long": "truncate"}
     with Replay(section(columns, rollout={"trajectories": 2}, pack=pack)) as replay:

@@ -1,4 +1,6 @@
-"""Forms of a batch: fields, what is known of each sample, clone, to, map, tree, TensorDict, pytree."""
+"""Forms of a batch: fields, what is known of each sample, clone, to, map, tree,
+TensorDict, pytree.
+"""
 
 import contextlib
 import copy
@@ -55,7 +57,8 @@ def test_is_a_mapping() -> None:
     ):
         batch["rewards"]
     assert repr(batch) == (
-        "Batch(3 samples on cpu; observation.image: float32[3, 2, 2], observation.state: float32[3, 2], "
+        "Batch(3 samples on cpu; observation.image: float32[3, 2, 2], observation.state: "
+        "float32[3, 2], "
         "reward: float32[3])"
     )
 

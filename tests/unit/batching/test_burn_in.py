@@ -166,7 +166,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"fields": {"code": {}}}, "gear.burn_in must not be given where no field has a length, got 3"),
     (
         {"fields": {**FIELDS, "short": {"column": "reward", "offset": -3, "length": 3}}},
-        r"gear.burn_in must be less than the steps up to the end of field short \(3\), got 3; lengthen",
+        r"gear.burn_in must be less than the steps up to the end of field short \(3\), got 3; "
+        r"lengthen",
     ),
     (
         {"burn_in": 4},
@@ -178,7 +179,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"n_step": {"n": 2, "gamma": 0.9}, "fields": {"code": {"offset": "n_step", "length": 8}}},
-        "gear.fields.code.offset must be a number in a window where there is gear.burn_in, got 'n_step'",
+        "gear.fields.code.offset must be a number in a window where there is gear.burn_in, got "
+        "'n_step'",
     ),
 ]
 

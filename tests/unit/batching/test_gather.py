@@ -1,4 +1,6 @@
-"""The gatherer: equal windows share a mask, a part lies inside its window, and rows and bytes are counted."""
+"""The gatherer: equal windows share a mask, a part lies inside its window, and rows and bytes are
+counted.
+"""
 
 from dataclasses import replace
 

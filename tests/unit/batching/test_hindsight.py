@@ -267,7 +267,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"fields": {"goal": GOAL, "b": {"column": "desired", "hindsight": "next_achieved"}}},
-        r"gear.fields.b.hindsight must have as many rows as column achieved \(T\+1\), got 'next_achieved: T'",
+        r"gear.fields.b.hindsight must have as many rows as column achieved \(T\+1\), got "
+        r"'next_achieved: T'",
     ),
     (
         {"fields": {"goal": GOAL, "return_to_go": {}}},

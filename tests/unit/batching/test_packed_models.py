@@ -1,4 +1,6 @@
-"""Model families of transformers: packs give the logits that each trajectory has alone, or are refused."""
+"""Model families of transformers: packs give the logits that each trajectory has alone, or are
+refused.
+"""
 
 import re
 import sys
@@ -102,7 +104,9 @@ def test_the_table_of_families_is_that_of_the_docs(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("family", sorted({*BY_POSITIONS, *BY_MASKS, *BY_KERNELS}))
 def test_shared_prefixes_are_exact_or_refused(family: str) -> None:
-    """Exact with full attention in all layers: the others' windows, chunks and states are not in a mask."""
+    """Exact with full attention in all layers: the others' windows, chunks and states are not in a
+    mask.
+    """
     options = {"use_sliding_window": False} if family == "qwen2" else {}
     wanted: list[torch.Tensor] = []
     for attention in ATTENTIONS:

@@ -36,7 +36,9 @@ DEPTH = 5
 
 
 class Recorded(HostStream):
-    """A lane that remembers what it was told to wait for; its user gives work to a stream of a name."""
+    """A lane that remembers what it was told to wait for; its user gives work to a stream of a
+    name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +102,9 @@ def test_an_entry_waits_for_who_used_it(ring: Any) -> None:
 
 
 def test_prepared_batches_that_are_dropped(ring: Any) -> None:
-    """Their entries wait for nothing; an entry whose batch may still be used waits for its user's work."""
+    """Their entries wait for nothing; an entry whose batch may still be used waits for its user's
+    work.
+    """
     _, gatherer, _ = ring
     gather(ring, 3, and_hand_over=True)  # of which the last two may be used
     assert gather(ring, 2) == []

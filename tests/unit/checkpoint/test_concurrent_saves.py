@@ -81,7 +81,9 @@ def test_saves_at_any_point_of_a_load(
     num_saves: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One save renames the files that are read; two remove them. The load is of a whole save in any case."""
+    """One save renames the files that are read; two remove them. The load is of a whole save in any
+    case.
+    """
     saver, loader = both
     first = saver.save(tmp_path)
     plain = getattr(table_files, point)
@@ -96,7 +98,8 @@ def test_saves_at_any_point_of_a_load(
 
     monkeypatch.setattr(table_files, point, disturbed)
     loader.load(tmp_path)
-    # Once all files are open, the loader keeps them; before that it finds the renamed ones, or begins anew.
+    # Once all files are open, the loader keeps them; before that it finds the renamed ones, or
+    # begins anew.
     is_first = num_saves == 1 or point == "load_rows"
     assert content(loader) == (0 if is_first else num_saves)
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Every value of a save's or a data set's JSON is replaced by odd ones: it loads, or a GearError names it."""
+"""Every value of a save's or a data set's JSON is replaced by odd ones: it loads, or a GearError
+names it.
+"""
 
 import contextlib
 import copy

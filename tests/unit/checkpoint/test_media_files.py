@@ -1,4 +1,6 @@
-"""Media in checkpoints: what trajectories name is saved with them, and found again by any number of nodes."""
+"""Media in checkpoints: what trajectories name is saved with them, and found again by any number of
+nodes.
+"""
 
 from pathlib import Path
 

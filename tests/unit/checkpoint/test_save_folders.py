@@ -1,7 +1,9 @@
-"""A save is ended before each of its changes to the file system: what a state on the disk names stays whole.
+"""A save is ended before each of its changes to the file system: what a state on the disk names
+stays whole.
 
-Several tables, one of them in shards; the exchange as one system call and by renames; a program that
-continues from the state it has kept, from the folder's own, or from neither, and is ended again.
+Several tables, one of them in shards; the exchange as one system call and by renames; a program
+that continues from the state it has kept, from the folder's own, or from neither, and is ended
+again.
 """
 
 import json
@@ -150,7 +152,9 @@ def places(folder: Path) -> str:
 def every_end(
     folder: Path, kept: State | None, sources: Sequence[str] = ("kept", "position")
 ) -> dict[str, Path]:
-    """End a save before each of its changes, check, and return a copy of each kind of folder that is left."""
+    """End a save before each of its changes, check, and return a copy of each kind of folder that
+    is left.
+    """
     start = folder.with_name(f"start-{folder.name}")
     found = {}
     copy(folder, start)
@@ -201,7 +205,9 @@ def test_the_first_save_may_end_anywhere(folder: Path) -> None:
 
 
 def test_what_was_loaded_stays_when_the_next_save_begins(folder: Path) -> None:
-    """The state on the disk names the save in `.old`: a kill came before the later one's was written."""
+    """The state on the disk names the save in `.old`: a kill came before the later one's was
+    written.
+    """
     first = save(folder, None)
     second = save(folder, first)
     save_folders.begin(folder, list(PARTS), first)

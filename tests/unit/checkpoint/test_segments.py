@@ -139,7 +139,9 @@ def test_a_manifest_names_each_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_change_is_saved(seed: int, tmp_path: Path) -> None:
-    """Trajectories that are added, removed, filled late, grow and end: each save is what the table holds."""
+    """Trajectories that are added, removed, filled late, grow and end: each save is what the table
+    holds.
+    """
     random = np.random.default_rng(seed)
     linked = 0
     unfilled = list[int]()
@@ -269,7 +271,9 @@ def test_a_file_of_another_time_and_the_same_bytes_is_linked(
 
 
 def test_every_linked_file_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits that change silently are found within as many saves as there are parts, wherever they are."""
+    """Bits that change silently are found within as many saves as there are parts, wherever they
+    are.
+    """
     monkeypatch.setattr(segment_links, "_LEAST_CHECKED_BYTES", 0)
     monkeypatch.setattr(segment_links, "_PARTS", 4)
     read: list[str] = []

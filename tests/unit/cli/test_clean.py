@@ -51,7 +51,9 @@ def test_clean_removes_garbage_only(capsys: pytest.CaptureFixture[str]) -> None:
 def test_clean_on_the_hosts_of_a_hostfile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them, each with the same options; one that fails is named. `tests/cluster` uses ssh."""
+    """All of them, each with the same options; one that fails is named. `tests/cluster`
+    uses ssh.
+    """
     asked = dict[str, list[str]]()
 
     def run_on(host: str, arguments: list[str], timeout_s: float) -> str:

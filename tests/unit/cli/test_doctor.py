@@ -54,16 +54,16 @@ def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shm_free_bytes": 64 << 20}, "host node1: /dev/shm must have 1 GiB free, got '64 MiB of 32 GiB'"),
+        ({"shm_free_bytes": 64 << 20}, "host node1: /dev/shm must have 1 GiB free, got '64 MiB " "of 32 GiB'"),
         ({"gpus": [], "no_device": "old"}, "must see a device where there is a driver (580.65.06)"),
         ({"open_files": 256}, "host node1: the limit of open files must be at least 1024, got 256"),
         ({"infiniband": ["mlx5_0"]}, "host node1: the limit of locked memory must be unlimited"),
-        ({"address": "127.0.1.1"}, "host node1: its own name, node1, must not resolve to a loopback address"),
+        ({"address": "127.0.1.1"}, "host node1: its own name, node1, must not resolve to a " "loopback address"),
         ({"hostname": "node0"}, "hosts node0, node1 must be different machines"),
         ({"native_sources": "xyz"}, "got 'abc on node0, node2; xyz on node1'"),
         ({"versions": GOOD["versions"] | {"torch": "2.4.0"}},
          "torch must be the same on all hosts, got '2.13.0 on node0, node2; 2.4.0 on node1'"),
-        ({"versions": GOOD["versions"] | {"torch": "none"}}, "got '2.13.0 on node0, node2; none on node1'"),
+        ({"versions": GOOD["versions"] | {"torch": "none"}}, "got '2.13.0 on node0, node2; none " "" "" "on node1'"),
         ({"errors": [error_to_json(GearError("the op", "must compile", None, "install g++"))]},
          "host node1: the op must compile; install g++"),
     ],
@@ -132,8 +132,10 @@ def test_the_summary_has_devices_memory_and_limits() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Oct 19 18:56:32\nGCC version: 12",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs@host)\n",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Oct 19 18:56:32\nGCC "
+        "version: 12",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  "
+        "(dvs@host)\n",
     ],
 )
 def test_the_driver_is_found(text: str) -> None:
@@ -204,7 +206,9 @@ def test_a_wrong_hostfile_is_refused(tmp_path: Path, text: str, message: str) ->
 
 
 def test_a_host_without_slots_is_refused(tmp_path: Path) -> None:
-    """DeepSpeed takes it: it starts no rank there, and makes it the master where it is the first host."""
+    """DeepSpeed takes it: it starts no rank there, and makes it the master where it is the first
+    host.
+    """
     path = tmp_path / "hosts"
     path.write_text("node0 slots=0\nnode1 slots=2\n")
     assert list(parse_inclusion_exclusion(fetch_hostfile(str(path)), "", "")["node0"]) == []

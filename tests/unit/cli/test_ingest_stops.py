@@ -1,4 +1,6 @@
-"""`gear ingest` and `gear export` stopped by a full disk or Ctrl-C: one line of error, and nothing left."""
+"""`gear ingest` and `gear export` stopped by a full disk or Ctrl-C: one line of error, and nothing
+left.
+"""
 
 import errno
 import os
@@ -40,7 +42,9 @@ def kept_below(num_bytes: int, arguments: list[str], errors: Path) -> int:
 def test_a_full_disk_is_one_error_and_leaves_nothing(
     tmp_path: Path, d4rl: Maker, what: str
 ) -> None:
-    """Where the writes fail first, and where only the last ones do; a failure of HDF5 ends no process."""
+    """Where the writes fail first, and where only the last ones do; a failure of HDF5 ends no
+    process.
+    """
     lengths = [400, 300, 500]
     d4rl(tmp_path / "a.hdf5", lengths)
     source = (
@@ -66,7 +70,9 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
 
 
 def swallow_interrupt() -> None:
-    """Receive SIGINT in a callback of a weak reference, where Python ignores it, and wait for another one."""
+    """Receive SIGINT in a callback of a weak reference, where Python ignores it, and wait for
+    another one.
+    """
 
     def interrupt(_: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)

@@ -66,7 +66,9 @@ KINDS = {
 def make_dataset(
     folder: Path, kind: str, lengths: tuple[int, ...] = (5, 1, 30, 12, 40, 25)
 ) -> Dataset:
-    """Write a data set whose actions follow from its observations, so that cloning them can succeed."""
+    """Write a data set whose actions follow from its observations, so that cloning them can
+    succeed.
+    """
     rng = np.random.default_rng(0)
     schema = Schema(KINDS[kind])
     with DatasetWriter(folder, schema) as writer:
@@ -243,7 +245,9 @@ def test_launch_line(
 
 
 def test_what_is_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The data set's split, or one that this command chooses; nothing where all parts would be empty."""
+    """The data set's split, or one that this command chooses; nothing where all parts would be
+    empty.
+    """
     few = make_dataset(tmp_path / "few", "discrete", (3, 4))
     split, name = init.held_out_split(few)
     assert name in (None, "eval")
@@ -269,7 +273,9 @@ def steps_of(output: str) -> dict[int, str]:
 def test_the_script_trains_and_continues_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed under the launcher after a save; started again, it repeats the steps after that save."""
+    """Killed under the launcher after a save; started again, it repeats the steps after
+    that save.
+    """
     make_dataset(tmp_path / "data", "mixed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})

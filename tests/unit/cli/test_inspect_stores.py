@@ -86,7 +86,9 @@ def check(
 
 
 def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two looks at one run, which goes on between them, and nothing of it is writable; then it ends."""
+    """Two looks at one run, which goes on between them, and nothing of it is writable; then it
+    ends.
+    """
     section = section_of("steps", shared_memory={"prefix": prefix(), "run": "steps"})
     arguments = ["-c", PROGRAM, json.dumps(section), json.dumps(LENGTHS)]
     process = WarmProcess(arguments, environment(), stdin=PIPE, stdout=PIPE)
@@ -181,7 +183,9 @@ def test_a_store_of_each_sampler(
 def test_steps_since_the_latest_selection_can_be_drawn(
     sampler: dict[str, Any], drawable: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Before a selection, after steps of open trajectories, and after the selection that adds them."""
+    """Before a selection, after steps of open trajectories, and after the selection
+    that adds them.
+    """
     section = config_of(sampler=sampler, batch_size=4, fields={"code": {}})
     section["tables"]["main"]["max_length"] = 50
     with Replay(section, schemas={"main": SCHEMA}) as replay:
@@ -404,7 +408,7 @@ def test_what_is_refused_and_what_is_not_there(
         run(str(tmp_path))
 
 
-# ---- tables of groups: groups and lengths ------------------------------------------------------------
+# ---- tables of groups: groups and lengths --------------------------------------------------------
 
 
 def numbers(complete: int, incomplete: int, **left_out: int) -> dict[str, int]:

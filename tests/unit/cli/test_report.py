@@ -105,7 +105,10 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error(checkout: Path) -> None:
-    command = f"{sys.executable} -u -m deepspeed_gear.cli.main report | head -n 1; echo ${{PIPESTATUS[0]}}"
+    command = (
+        f"{sys.executable} -u -m deepspeed_gear.cli.main report | head -n 1; echo "
+        f"${{PIPESTATUS[0]}}"
+    )
     run = subprocess.run(["bash", "-c", command], cwd=checkout, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] in ("0", "141")
     assert "BrokenPipe" not in run.stderr

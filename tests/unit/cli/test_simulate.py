@@ -22,7 +22,9 @@ def section(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_equal_lengths_take_as_long_as_computed(section: dict[str, Any]) -> None:
-    """Responses of 100 tokens in 0.5 s, two of 8 places a prompt; a batch of 4 prompts trains for 0.8 s."""
+    """Responses of 100 tokens in 0.5 s, two of 8 places a prompt; a batch of 4 prompts trains for
+    0.8 s.
+    """
     spec, size = read_spec(parse(section))
     assert (spec.groups, size) == (4, 2)
     steady = replace(spec, max_lag=0)

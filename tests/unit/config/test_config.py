@@ -132,7 +132,9 @@ sampler.where.return.in
 
 
 def _same(given: Any, kept: Any) -> bool:
-    """Tell whether a value was kept: an integer may become the equal float, defaults may join an object."""
+    """Tell whether a value was kept: an integer may become the equal float, defaults may join an
+    object.
+    """
     if isinstance(given, dict) and isinstance(kept, dict):
         return all(key in kept and _same(value, kept[key]) for key, value in given.items())
     if isinstance(given, list) and isinstance(kept, list):
@@ -143,7 +145,9 @@ def _same(given: Any, kept: Any) -> bool:
 
 
 def check_kept_or_refused(option: str, value: Any) -> None:
-    """Set an option to a value: it is kept as it is, or refused by name; nothing else may happen."""
+    """Set an option to a value: it is kept as it is, or refused by name; nothing else
+    may happen.
+    """
     path = option.split(".")
     base = _with("sampler", "anchors", {"every": 2})
     base["n_step"] = {"n": 1, "gamma": 0.5}
@@ -251,7 +255,8 @@ def test_batch_sizes_without_an_engine() -> None:
     with pytest.raises(ConfigError) as caught:
         batch_sizes(parse({"data": "d", "batch_size": 64, "micro_batch_size": 16}), {}, 3)
     assert str(caught.value) == (
-        "gear.batch_size must be gear.micro_batch_size * gear.gradient_accumulation_steps * replicas "
+        "gear.batch_size must be gear.micro_batch_size * gear.gradient_accumulation_steps * "
+        "replicas "
         "(16 * 1 * 3), got 64; change one of them, or the number of ranks"
     )
 
@@ -464,7 +469,7 @@ def test_wrong_config_is_refused(section: Any, text: str) -> None:
     assert str(caught.value) == text
 
 
-# ---- schedules: values by global batch, what is refused, and functions ---------------------------------
+# ---- schedules: values by global batch, what is refused, and functions ---------------------------
 
 
 def beta_of(schedule: Any) -> Any:

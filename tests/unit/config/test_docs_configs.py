@@ -1,4 +1,6 @@
-"""The generated option reference is current, and the configs of two pages give what the pages say."""
+"""The generated option reference is current, and the configs of two pages give what the
+pages say.
+"""
 
 import re
 from pathlib import Path

@@ -134,8 +134,10 @@ def test_statistics() -> None:
         with pytest.raises(ConfigError) as caught:
             check_against(config, schemas, available)
         assert str(caught.value) == (
-            "gear.fields.observation.normalize must not be given as column observation has no statistics, "
-            "got 'mean_std'; data sets have them, and columns that are added with their rows; use scale"
+            "gear.fields.observation.normalize must not be given as column observation has no "
+            "statistics, "
+            "got 'mean_std'; data sets have them, and columns that are added with their rows; "
+            "use scale"
         )
 
 

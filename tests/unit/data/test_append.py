@@ -80,7 +80,8 @@ def test_what_grew_is_one_ingest_of_all_sources(
     parts = write_parts(steps[2], tmp_path / "parts", np.array([0, 3, 7]))
     for one in (steps[2], *parts):
         assert one.versions == {**grown_from, whole.fingerprint: 7}
-    # Those that hold the old ones read them; a new process must not take the new one for an old one.
+    # Those that hold the old ones read them; a new process must not take the new one for an old
+    # one.
     steps[0].files.check()
     np.testing.assert_array_equal(steps[0].trajectory(1)["observation"], first)
     with pytest.raises(DataError, match=r"must still have the fingerprint .*; open it again"):

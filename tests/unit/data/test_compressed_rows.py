@@ -1,4 +1,6 @@
-"""Compressed columns: the batches and rows of the plain data set, bit for bit; what is damaged or refused."""
+"""Compressed columns: the batches and rows of the plain data set, bit for bit; what is damaged or
+refused.
+"""
 
 import pickle
 import sys
@@ -144,7 +146,9 @@ def test_batches_are_those_of_the_plain_data_set(
 
 
 def test_parts_of_windows_and_of_batches(sets: tuple[Dataset, Dataset]) -> None:
-    """As sequence ranks read them, and batches that are gathered in parts; a record may be no sample."""
+    """As sequence ranks read them, and batches that are gathered in parts; a record may be no
+    sample.
+    """
     sections = [config_of(data.path, batch_size=24, fields=WINDOWS, n_step=N_STEP) for data in sets]
     with Replay(sections[0]) as plain, Replay(sections[1]) as packed:
         records = plain.sample()._samples.records.clone()
@@ -230,7 +234,9 @@ def test_the_rows_and_the_identity_of_a_data_set(
 def test_a_data_set_grows_and_travels(
     sets: tuple[Dataset, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The bytes of one ingest, also of the frames; a copy that is exported and ingested has them again."""
+    """The bytes of one ingest, also of the frames; a copy that is exported and ingested has them
+    again.
+    """
     packed = sets[1]
     write(tmp_path / "grown", LENGTHS[:3], compress=COMPRESSED, split={"eval": 0.2})
     grown = write(tmp_path / "grown", LENGTHS[3:], 3, append=True)

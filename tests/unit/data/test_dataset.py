@@ -197,7 +197,10 @@ def test_an_exception_leaves_nothing_and_two_writers_do_not_meet(tmp_path: Path)
 def test_what_is_there_is_not_replaced_by_accident(tmp_path: Path) -> None:
     dest = tmp_path / "set"
     first = write(dest)
-    rule = r"set must not exist yet; choose another place, overwrite it \(--overwrite\) or append to it \("
+    rule = (
+        r"set must not exist yet; choose another place, overwrite it \(--overwrite\) or "
+        r"append to it \("
+    )
     with pytest.raises(DataError, match=rule):
         write(dest)
     second = write(dest, (5,), overwrite=True)

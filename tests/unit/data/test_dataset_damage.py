@@ -167,7 +167,9 @@ def test_verify_finds_what_open_does_not_look_at(tmp_path: Path) -> None:
 
 
 def forge(folder: Path, extents: np.ndarray, **changes: Any) -> None:
-    """Replace the extents as a program with a fault would leave them: consistent with every digest."""
+    """Replace the extents as a program with a fault would leave them: consistent with
+    every digest.
+    """
     (folder / EXTENTS).write_bytes(npy_header(extents.dtype, extents.shape) + extents.tobytes())
     manifest = {**json.loads((folder / MANIFEST).read_text()), **changes}
     for name, entry in manifest["files"].items():
@@ -218,7 +220,7 @@ def test_open_does_not_read_all_bytes(tmp_path: Path) -> None:
         assert file.read(6) == b"\x93NUMPY"
 
 
-# ---- files that change while they are mapped -------------------------------------------------------
+# ---- files that change while they are mapped -----------------------------------------------------
 
 SAME = "must not change while it is mapped, got '.*"
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {

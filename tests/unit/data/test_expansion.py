@@ -1,4 +1,6 @@
-"""Small files that declare gigabytes are refused by name, or read in their true size, through both doors."""
+"""Small files that declare gigabytes are refused by name, or read in their true size, through both
+doors.
+"""
 
 import gzip
 import io
@@ -205,7 +207,9 @@ def test_numbers_that_become_json(tmp_path: Path) -> None:
 
 
 def test_json_lines_that_are_compressed(tmp_path: Path) -> None:
-    """Parsed, each bracket is an object; those of text that is not compressed are never too many."""
+    """Parsed, each bracket is an object; those of text that is not compressed are never
+    too many.
+    """
     text = b'{"action": [0, 0], "value": [' + b"[1]," * LONG + b"[1]]}\n"
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text))
     refuse(tmp_path / "a.jsonl.gz", rf"a.jsonl.gz {TOO_LARGE}")

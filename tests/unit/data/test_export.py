@@ -1,4 +1,6 @@
-"""Exports: every format is read back bit for bit, by gear ingest and by the programs that it is for."""
+"""Exports: every format is read back bit for bit, by gear ingest and by the programs that it is
+for.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ def orders(columns: list[Column]) -> list[list[Column]]:
 def test_columns_come_back_in_their_order(
     tmp_path: Path, format: str, derived: tuple[Column, ...], order: int
 ) -> None:
-    """With the derived columns that the data set has, at their places, and no others; allow_nan stays."""
+    """With the derived columns that the data set has, at their places, and no others; allow_nan
+    stays.
+    """
     rewards = [Column("reward", "float32", role="reward", allow_nan=True)]
     if format != "minari" and RETURN not in derived:
         rewards = []  # and no rule is asked for
@@ -255,7 +259,8 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
         (
             "minari",
             [],
-            "column task must be one that Minari's layout holds exactly, got 'int64, role other, rows 1'",
+            "column task must be one that Minari's layout holds exactly, got 'int64, role "
+            "other, rows 1'",
         ),
         ("npz", ["--columns", "nothing"], "--columns must match an optional column"),
     ]

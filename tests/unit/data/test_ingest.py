@@ -74,7 +74,9 @@ def test_next_observations_that_are_not_shifted_are_kept(
 
 
 def test_without_next_observations(tmp_path: Path, d4rl: Maker) -> None:
-    """Terminated episodes repeat the last observation; others lose the step whose next one is not known."""
+    """Terminated episodes repeat the last observation; others lose the step whose next one is not
+    known.
+    """
     ends = ("terminals", "timeouts", "timeouts", "both", "")
     arrays = d4rl(tmp_path / "a.hdf5", (3, 1, 4, 2, 2), ends, next_observations=None)
     dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out")
@@ -164,7 +166,8 @@ def test_several_sources_become_one_data_set_where_they_agree(tmp_path: Path, d4
     with pytest.raises(DataError) as caught:
         ingest([a, b], tmp_path / "out")
     assert str(caught.value) == (
-        f"{b}: column action must be as in {a}, float32[3] with rows T, got 'float32[4] with rows T'; "
+        f"{b}: column action must be as in {a}, float32[3] with rows T, got 'float32[4] with "
+        f"rows T'; "
         "choose the common columns with --columns, or make a data set of each"
     )
     with pytest.raises(
@@ -193,7 +196,8 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path, d4rl: Maker) -> No
 
 def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4rl: Maker) -> None:
     actions = np.ones((8, 3), np.float32)
-    actions[5, 1], actions[6, 2] = np.nan, -np.inf
+    actions[5, 1] = np.nan
+    actions[6, 2] = -np.inf
     d4rl(tmp_path / "a.hdf5", actions=actions)
     dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out", allow_nan=True)
     assert [column.name for column in dataset.schema if column.allow_nan] == [

@@ -1,4 +1,6 @@
-"""Ingest of arrays: npz, pickles, robomimic, RLlib; flags inside, the last observation, hostile files."""
+"""Ingest of arrays: npz, pickles, robomimic, RLlib; flags inside, the last observation, hostile
+files.
+"""
 
 import base64
 import json
@@ -49,7 +51,9 @@ def refusal(path: Path, **options: Any) -> str:
 
 
 def test_imitation_trajectories(tmp_path: Path) -> None:
-    """A real file: its `terminal` is set at ends of both causes, and the time limit is 500 steps."""
+    """A real file: its `terminal` is set at ends of both causes, and the time limit is
+    500 steps.
+    """
     source = EXAMPLES / "cartpole_expert.npz"
     assert (
         run_command(
@@ -79,7 +83,9 @@ def test_imitation_trajectories(tmp_path: Path) -> None:
 def test_rollouts_are_divided_by_their_flags(
     tmp_path_factory: pytest.TempPathFactory, data: Any
 ) -> None:
-    """Against a loop over the environments, for all ways in which ends and last observations are given."""
+    """Against a loop over the environments, for all ways in which ends and last observations are
+    given.
+    """
     steps, num, seed = (data.draw(st.integers(1, high)) for high in (12, 3, 99))
     flags = data.draw(st.sampled_from(["both", "done+truncated", "done+terminated", "truncated"]))
     last = data.draw(st.sampled_from(["next", "final", "more", "none"]))
@@ -293,7 +299,8 @@ EMPTY = (
 )
 BYTES = _state("u8", 1, b"C\x08" + bytes(8))
 TRAJECTORY = _name("imitation.data.types", "Trajectory") + b")\x81"
-# Opcodes that could reach memory, or objects of other kinds: what the pickle holds, and how it is refused.
+# Opcodes that could reach memory, or objects of other kinds: what the pickle holds, and how it is
+# refused.
 LED_ASTRAY = {
     "a view of an array of objects": (
         EMPTY + _state("O", 1, b"](Ne") + b"bq\x010" + _viewed(b"h\x01"),
@@ -472,7 +479,9 @@ def test_hostile_npz_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_robomimic(tmp_path: Path) -> None:
-    """Demonstrations in numerical order; `dones` inside end nothing; observations of several parts."""
+    """Demonstrations in numerical order; `dones` inside end nothing; observations of
+    several parts.
+    """
     path = tmp_path / "a.hdf5"
     rng = np.random.default_rng(0)
     with h5py.File(path, "w") as file:
@@ -492,10 +501,8 @@ def test_robomimic(tmp_path: Path) -> None:
             }
             for key, array in parts.items():
                 file[f"data/demo_{number}/{key}"] = array
-        file["mask/train"], file["mask/gone"] = (
-            np.array([b"demo_10", b"demo_0"]),
-            np.array([b"demo_7"]),
-        )
+        file["mask/train"] = np.array([b"demo_10", b"demo_0"])
+        file["mask/gone"] = np.array([b"demo_7"])
     for mask, numbers in ((None, (0, 2, 10)), ("train", (0, 10))):
         dataset = ingest([open_source(path, mask=mask)], tmp_path / f"{mask}")
         source = dataset.source["sources"][0]

@@ -1,4 +1,6 @@
-"""Broken sources: each is refused with a text that names file, key and remedy, and DEST is not made."""
+"""Broken sources: each is refused with a text that names file, key and remedy, and DEST is not
+made.
+"""
 
 import json
 import os
@@ -35,12 +37,14 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         {"actions": None},
         " must have observations and actions, "
         "got ['next_observations', 'observations', 'rewards', 'terminals', 'timeouts']; "
-        "docs/how-to/formats.md has the known names; --rename is of columns: give arrays of other names to "
+        "docs/how-to/formats.md has the known names; --rename is of columns: give arrays of "
+        "other names to "
         "Dataset.from_iterable",
     ),
     (
         {"timeouts": None, "next_observations": None},
-        ": timeouts must be in the source, got ['terminated']; --episode-length N ends an episode after N "
+        ": timeouts must be in the source, got ['terminated']; --episode-length N ends an "
+        "episode after N "
         "steps; or add an array of zeros if no episode ends by a time limit",
     ),
     ({"actions": np.zeros((7, 3))}, f": actions {AS_MANY} 7"),
@@ -48,7 +52,8 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
     ({"actions": np.float32(1)}, f": actions {ARRAY}"),
     (
         {"observations": None, "observations__x": np.zeros((8, 2))},
-        " must have next and final observations of the parts ['observation.x'], got ['next_observation']",
+        " must have next and final observations of the parts ['observation.x'], got "
+        "['next_observation']",
     ),
     (
         {"next_observations": np.zeros((8, 1), np.float32)},
@@ -73,11 +78,13 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"infos__id": np.full(8, 2**63, np.uint64)},
-        f": infos/id, episode 0 must hold values that int64 can hold, got 9223372036854775808; {LEAVE_OUT}",
+        f": infos/id, episode 0 must hold values that int64 can hold, got 9223372036854775808; "
+        f"{LEAVE_OUT}",
     ),
     (
         {"length": np.zeros(8)},
-        f": length must not have the name of another column, or of a derived one; {LEAVE_OUT}, or give it "
+        f": length must not have the name of another column, or of a derived one; {LEAVE_OUT}, "
+        f"or give it "
         "another name with --rename",
     ),
     (
@@ -144,7 +151,8 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     assert refused(other, dest, format="d4lr").endswith(", got 'd4lr'; did you mean 'd4rl'?")
     assert refused(other, dest, format="minari") == (
-        f"{other} must hold at least one episode, got 0; the data set is empty, or not in Minari's layout"
+        f"{other} must hold at least one episode, got 0; the data set is empty, or not in "
+        f"Minari's layout"
     )
     assert refused(text, dest, format="d4rl").startswith(
         f"{text} must be a readable HDF5 file, got "
@@ -192,7 +200,8 @@ FIRST = "episode_0/actions"
 SECOND = "episode_1/observations"
 INFOS = "episode_0/infos/x"
 LAST_NAN = np.pad(np.zeros((4, 2)), ((0, 1), (0, 0)), constant_values=np.nan)
-# what is changed in a good Minari file of episodes of 3, 1 and 4 steps, and the error behind the file's name
+# what is changed in a good Minari file of episodes of 3, 1 and 4 steps, and the error behind the
+# file's name
 BROKEN_MINARI: list[tuple[str, Any, str]] = [
     (
         "episode_2/rewards",

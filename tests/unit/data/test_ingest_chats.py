@@ -213,11 +213,15 @@ def test_errors_of_the_users_functions_name_row_and_function(
 
     text = error("text=broken_tokens:encode")
     assert text.startswith(
-        f"{source}: a.jsonl: row 0: --tokenize text must hold a value that broken_tokens:encode takes, got "
+        f"{source}: a.jsonl: row 0: --tokenize text must hold a value that broken_tokens:encode "
+        f"takes, got "
     )
     assert "AttributeError: 'str' object has no attribute 'nothing'" in text
     assert text.endswith(f"raised in {tmp_path / 'broken_tokens.py'}, line 2")
-    text = "--tokenize must name what can be imported, got 'broken_module:encode'; name 'nothing' is not"
+    text = (
+        "--tokenize must name what can be imported, got 'broken_module:encode'; name "
+        "'nothing' is not"
+    )
     assert error("text=broken_module:encode").startswith(text)
 
     def chosen(text: str) -> Any:

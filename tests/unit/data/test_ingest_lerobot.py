@@ -1,4 +1,6 @@
-"""Ingest of LeRobot data sets: one that LeRobot wrote, layouts that the test writes, and broken ones."""
+"""Ingest of LeRobot data sets: one that LeRobot wrote, layouts that the test writes, and broken
+ones.
+"""
 
 import contextlib
 import hashlib
@@ -30,7 +32,8 @@ from deepspeed_gear.errors import DataError
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "data" / "lerobot_v3"
 FRONT = "observation.images.front"
-DIGESTS = {  # of the values that LeRobot's own reader (0.6.1) returns for the example, frame by frame
+# of the values that LeRobot's own reader (0.6.1) returns for the example, frame by frame
+DIGESTS = {
     "observation.state": "24cb3ceb1fc40ff6",
     "observation.matrix": "80717a9ef329195b",
     "action": "2de191fd6d39dba3",
@@ -62,7 +65,8 @@ def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> No
     assert np.flatnonzero(dataset.columns["truncated"]).tolist() == ends[[1, 3]].tolist()
     for number, steps in enumerate(dataset.lengths.tolist()):  # which one video holds
         frames = dataset.trajectory(number)[FRONT].astype(np.float64)
-        # Blue is 25 t all over the frame, and green rises by 40 with each episode at the upper edge.
+        # Blue is 25 t all over the frame, and green rises by 40 with each episode at the upper
+        # edge.
         np.testing.assert_allclose(frames[..., 2].mean((1, 2)), 25 * np.arange(steps) % 256, atol=9)
         np.testing.assert_allclose(frames[:, 0, :, 1].mean(1), 40 * number, atol=12)
 
@@ -178,7 +182,9 @@ def test_all_layouts_give_the_rows_that_were_written(
 def test_tasks_of_several_sets_have_a_number_for_each_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each set begins with task 0. Appending gives what one ingest gives; also without the texts' column."""
+    """Each set begins with task 0. Appending gives what one ingest gives; also without the texts'
+    column.
+    """
     lift = "lift the red block"  # texts appended later must not be longer than those that are there
     tasks = {"a": [lift, "wait"], "b": ["put", lift], "c": ["wait", "turn", "put"]}
     expected = [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 1, 1, 1, 3, 3, 3, 2, 2]
@@ -220,7 +226,9 @@ def test_tasks_of_several_sets_have_a_number_for_each_text(
 def test_observations_and_actions_of_other_names_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: list[str], kept: str, left_out: str
 ) -> None:
-    """An error about a video advises to leave it out with --columns; nothing else goes without a word."""
+    """An error about a video advises to leave it out with --columns; nothing else goes without a
+    word.
+    """
     given = {"state": np.ones((3, 2)), "actions": np.ones((3, 1)), "image": np.ones((3, 4))}
     write(tmp_path / "set", "v2.1", [3], **given)
     image = pytest.importorskip("PIL.Image")
@@ -660,7 +668,9 @@ def test_video_codecs_are_named(tmp_path: Path, codec: str) -> None:
 
 
 def test_a_video_names_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by its content, a playlist, nor by its name, which FFmpeg could take for an address."""
+    """Neither by its content, a playlist, nor by its name, which FFmpeg could take for
+    an address.
+    """
     pytest.importorskip("av")
     source = _of_video(tmp_path / "set")
     playlists = {

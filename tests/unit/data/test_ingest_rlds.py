@@ -1,4 +1,6 @@
-"""Ingest of RLDS, with a stand-in for tensorflow-datasets that has the parts of its interface in use."""
+"""Ingest of RLDS, with a stand-in for tensorflow-datasets that has the parts of its interface in
+use.
+"""
 
 from __future__ import annotations
 

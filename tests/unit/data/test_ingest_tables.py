@@ -98,7 +98,9 @@ def test_every_form_gives_the_same_data_set(tmp_path: Path) -> None:
 
 
 def test_several_tables_have_room_for_the_longest_text(tmp_path: Path) -> None:
-    """Also where one is added to a data set whose texts are longer; longer ones than it has do not fit."""
+    """Also where one is added to a data set whose texts are longer; longer ones than it has do not
+    fit.
+    """
     for name, text in (("a", "12"), ("b", "1234"), ("c", "123456")):
         write_lines(tmp_path / f"{name}.jsonl", [{"action": [1], "reward": [1], "task": text}])
     a, b, c = (tmp_path / f"{name}.jsonl" for name in "abc")
@@ -172,7 +174,9 @@ LAYOUTS = {  # of the tokens 5 and 6, and a response of 1 and 2
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_rollouts(tmp_path: Path, layout: str) -> None:
-    """Each is the same prompt, response, log-probabilities, reward and group, in a line or a table."""
+    """Each is the same prompt, response, log-probabilities, reward and group, in a line
+    or a table.
+    """
     row = json.loads(LAYOUTS[layout])
     rows = [{**row, "score": score, "uid": uid} for score, uid in ((1, "b"), (0, "a"), (0.5, "b"))]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -474,7 +478,8 @@ def test_a_selection_keeps_observations_and_actions_or_names_what_it_leaves_out(
 ) -> None:
     rows = [{"qpos": [[0.0], [1.0]], "torque": [[1.0], [2.0]], "force": [1, 2], "reward": [0, 1]}]
     rule = (
-        "--columns must keep a column of the role action: it leaves out torque, force; name the actions as "
+        "--columns must keep a column of the role action: it leaves out torque, force; name the "
+        "actions as "
         "well, with --role COLUMN=action where they lack the role; or leave columns out by name: "
         "!torque,!force"
     )

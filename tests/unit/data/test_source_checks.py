@@ -1,4 +1,5 @@
-"""Sources that refer to other files, or decompress to more than they can be worth, are refused by name.
+"""Sources that refer to other files, or decompress to more than they can be worth, are refused by
+name.
 
 Every refusal is asked for through both doors: `ingest` of a program and the `gear ingest` command.
 """
@@ -81,7 +82,9 @@ WAYS = ("auto", f"{__name__}:OwnReader")  # by its content, and for a reader of 
 
 
 def refuse(source: Path, text: str, dest: Path, ways: Sequence[str] = WAYS, **options: Any) -> None:
-    """Every way in refuses a source, from a program and from the command line, in the same words."""
+    """Every way in refuses a source, from a program and from the command line, in the
+    same words.
+    """
     for way in ways:
         with pytest.raises(DataError, match=text):
             ingest([open_source(source, way, **options)], dest)
@@ -238,8 +241,8 @@ def _of_objects() -> bytes:
     return head[: head.index(b"\x80")] + b"\x80\x04(" + b"\x8f" * 200_000 + b"t."
 
 
-# A source, how it is refused, the ways that see it before a reader does (both) or by its reader (the first),
-# and options.
+# A source, how it is refused, the ways that see it before a reader does (both) or by its reader
+# (the first), and options.
 REFUSED: dict[str, tuple[Callable[[Path], Path], str, int, dict[str, Any]]] = {
     "missing": (lambda at: at / "gone", "gone must exist; check the path", 2, {}),
     "missing npz": (lambda at: at / "gone.npz", "gone.npz must exist; check the path", 2, {}),
@@ -410,8 +413,10 @@ def test_descriptions_of_sources_are_json(tmp_path: Path, minari: Maker) -> None
     )
     with h5py.File(tmp_path / "b.hdf5", "w") as file:
         file.create_group("data/demo_0").attrs["x"] = 1
-        file["data/demo_0/actions"], file["data/demo_0/obs"] = np.zeros(2), np.zeros((2, 1))
-        file["data/demo_0/dones"], file["data/demo_0/rewards"] = np.arange(2), np.zeros(2)
+        file["data/demo_0/actions"] = np.zeros(2)
+        file["data/demo_0/obs"] = np.zeros((2, 1))
+        file["data/demo_0/dones"] = np.arange(2)
+        file["data/demo_0/rewards"] = np.zeros(2)
         file["data"].attrs["env_args"] = '{"a": NaN}'
     refuse(
         tmp_path / "b.hdf5", "env_args must be JSON of finite numbers", tmp_path / "out", WAYS[:1]
@@ -463,7 +468,10 @@ def test_declared_arrays_are_bounded_by_the_file(
         file.create_dataset(
             "infos/bad", shape, "f8", maxshape=(None, None) if options else None, **options
         )
-    rule = r"source must hold at most 100 bytes for each of the \d+ bytes of its files.*--max-expansion"
+    rule = (
+        r"source must hold at most 100 bytes for each of the \d+ bytes of its "
+        r"files.*--max-expansion"
+    )
     refuse(tmp_path / "source", rule, tmp_path / "out")
     if "compression" not in options and options:
         data = ingest([open_source(tmp_path / "source", max_expansion=1e6)], tmp_path / "out")

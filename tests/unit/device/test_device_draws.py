@@ -1,4 +1,6 @@
-"""Top-k and limited draws of a table on a device, here the host's, against a table in host memory."""
+"""Top-k and limited draws of a table on a device, here the host's, against a table in
+host memory.
+"""
 
 import random
 from pathlib import Path
@@ -68,15 +70,16 @@ def without_samples(device: DeviceReplay, accumulation: int) -> None:
 def test_batches_are_those_of_a_table_in_host_memory(
     kind: str, accumulation: int, tmp_path: Path
 ) -> None:
-    """Until too few items or draws are left, and after more were added; some were removed meanwhile."""
+    """Until too few items or draws are left, and after more were added; some were removed
+    meanwhile.
+    """
     made = section(kind, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
     most = KINDS[kind][1]
     num_empty = 0
-    removed, lowest = (
-        torch.tensor([1, 2, 299]),
-        int(kind.startswith("top-k")),
-    )  # 0: is not drawn again
+    # 0: is not drawn again
+    removed = torch.tensor([1, 2, 299])
+    lowest = int(kind.startswith("top-k"))
     with device_and_host(made, {"main": SCHEMA}) as both:
         device = both.device
         host = both.host
@@ -156,7 +159,9 @@ def small(sampler: dict[str, Any], seed: int, **options: Any) -> dict[str, Any]:
 def test_batches_are_equal_in_every_order_of_calls(
     sampler: dict[str, Any], most: int | None
 ) -> None:
-    """Also after draws for which no item has a mass, which the host refuses and the device marks."""
+    """Also after draws for which no item has a mass, which the host refuses and the
+    device marks.
+    """
     room = {} if most is None else {"capacity_trajectories": most}
     has_priorities = sampler["kind"] in ("prioritized", "top_k")
     num_compared = 0

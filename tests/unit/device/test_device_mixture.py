@@ -1,4 +1,6 @@
-"""A mixture of tables on a device, a data set and added steps as RLPD, against the same on the host."""
+"""A mixture of tables on a device, a data set and added steps as RLPD, against the same on the
+host.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""What programs add to a table in the memory of one device, here the host's, and what is drawn of it."""
+"""What programs add to a table in the memory of one device, here the host's, and what is drawn of
+it.
+"""
 
 from typing import Any
 
@@ -195,7 +197,8 @@ def test_trajectories_that_fail_a_condition_are_not_stored(
     where: dict[str, Any], admits: Any, lengths: list[int] | None
 ) -> None:
     columns = trajectories(10, 4)
-    columns["score"], columns["flag"] = torch.arange(10) / 10, torch.arange(10) % 2 == 1
+    columns["score"] = torch.arange(10) / 10
+    columns["flag"] = torch.arange(10) % 2 == 1
     more = {"score": {"dtype": "float32", "rows": "1"}, "flag": {"dtype": "bool", "rows": "1"}}
     schema = {**COLUMNS, **more}
     made = online(

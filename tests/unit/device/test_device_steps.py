@@ -1,4 +1,6 @@
-"""Steps of environments, added one by one to a table on a device, against a writer that publishes each."""
+"""Steps of environments, added one by one to a table on a device, against a writer that publishes
+each.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ LONGEST = 5
 class Episodes:
     """Environments whose observations say which episode it is, and which step of it.
 
-    With `is_longer` no trajectory has only one step: a writer on the host commits those of a call first.
+    With `is_longer` no trajectory has only one step: a writer on the host commits those of a call
+    first.
     """
 
     def __init__(self, num_envs: int = ENVS, seed: int = 0, is_longer: bool = False) -> None:
@@ -49,7 +52,9 @@ class Episodes:
         self.at[which], self.begun = 0, self.begun + count
 
     def step(self, autoreset: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Step; return the columns, the state after the step, and the first of an episode that has begun."""
+        """Step; return the columns, the state after the step, and the first of an episode that has
+        begun.
+        """
         count = len(self.episode)
         ends = ~self.resets
         if self.is_longer:
@@ -89,7 +94,9 @@ def section(sampler: dict[str, Any], num_envs: int = ENVS, **options: Any) -> di
 
 
 class Writer:
-    """Adds steps to a table on a device, and to one in host memory by a writer that publishes each."""
+    """Adds steps to a table on a device, and to one in host memory by a writer that
+    publishes each.
+    """
 
     def __init__(self, both: Pair, num_envs: int, autoreset: str = "same_step") -> None:
         self.both = both
@@ -119,7 +126,8 @@ WITH_TOP_K = {**SAMPLERS, "top-k": {"kind": "top_k"}}
 def test_batches_are_those_of_a_writer_that_publishes_each_step(
     sampler: str, autoreset: str
 ) -> None:
-    # Priorities of steps follow the order of the rows, which is that of the host for one environment.
+    # Priorities of steps follow the order of the rows, which is that of the host for one
+    # environment.
     options = WITH_TOP_K[sampler]
     by_row = options.get("unit") == "step" and options["kind"] == "prioritized"
     num_envs = 1 if by_row else ENVS
@@ -150,7 +158,9 @@ def test_a_late_priority_of_a_step_that_is_no_anchor_changes_nothing() -> None:
 
 @pytest.mark.parametrize("sampler", ["uniform steps", "prioritized"])
 def test_the_oldest_are_evicted_and_windows_stay_whole(sampler: str) -> None:
-    """Far more steps than fit: every row of a batch is of the episode and the step that it should be."""
+    """Far more steps than fit: every row of a batch is of the episode and the step that it should
+    be.
+    """
     made = section(SAMPLERS[sampler], table={"capacity_steps": 2 * ENVS * LONGEST})
     envs = Episodes(seed=5)
     with DeviceReplay(made, "cpu") as replay:

@@ -31,7 +31,9 @@ def test_old_batches_fail_in_a_late_backward_pass() -> None:
     [(PRIORITIZED, 0), ({"kind": "top_k"}, 3), (SAMPLERS["prioritized trajectories"], 12)],
 )
 def test_a_whole_step_is_traced_without_a_break(sampler: dict[str, Any], most: int) -> None:
-    """Adding, drawing, training and updating in one graph of torch.compile, against the same without."""
+    """Adding, drawing, training and updating in one graph of torch.compile, against the same
+    without.
+    """
     weights = torch.nn.Parameter(torch.zeros(3))
 
     def step(replay: DeviceReplay, batch: Any, columns: dict[str, Tensor]) -> Tensor:
@@ -71,7 +73,9 @@ def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
 def test_a_traced_step_writes_to_fixed_tensors_only(
     sampler: str, accumulation: int, num_envs: int | None
 ) -> None:
-    """What mode="reduce-overhead" asks for: it makes no CUDA graph of a step that writes to others."""
+    """What mode="reduce-overhead" asks for: it makes no CUDA graph of a step that
+    writes to others.
+    """
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

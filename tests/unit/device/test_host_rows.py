@@ -1,4 +1,6 @@
-"""Tables on a device whose rows lie in host memory: the same batches; memory that cannot be registered."""
+"""Tables on a device whose rows lie in host memory: the same batches; memory that cannot be
+registered.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -26,7 +26,9 @@ def section(sampler: str, num_envs: int | None, steps: int = 72) -> dict[str, An
 
 
 def fill(replay: DeviceReplay, first: int, turns: int) -> None:
-    """Add trajectories, or steps of environments, whose numbers begin at `first`; report priorities."""
+    """Add trajectories, or steps of environments, whose numbers begin at `first`; report
+    priorities.
+    """
     for turn in range(turns):
         number = first + 3 * turn
         if replay.table.num_envs:
@@ -119,7 +121,9 @@ def test_every_trajectory_is_held_once_with_its_priorities(
 
 
 def check_goes_on(replay: DeviceReplay, content: dict[str, Tensor]) -> None:
-    """The dealt table works: its tree is right, batches come from it, and additions evict the oldest."""
+    """The dealt table works: its tree is right, batches come from it, and additions evict the
+    oldest.
+    """
     state = replay.export_table()
     replay.import_table({**state, "content": {"main": content}})
     table = replay.table

@@ -1,4 +1,6 @@
-"""Schedules of beta on a device: a table of a linear one, and a function that is computed with tensors."""
+"""Schedules of beta on a device: a table of a linear one, and a function that is computed with
+tensors.
+"""
 
 from types import SimpleNamespace
 from typing import Any

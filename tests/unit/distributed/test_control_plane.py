@@ -47,7 +47,10 @@ def test_place_of_one_process() -> None:
 
 @pytest.mark.parametrize(("data_rank", "data_world"), [(1, 2), (0, 2), (1, 1)])
 def test_a_place_that_is_no_grid_is_refused(data_rank: int, data_world: int) -> None:
-    text = f"must give the 1 ranks one place each in a grid, got 'rank 0: data {data_rank} of {data_world}'"
+    text = (
+        f"must give the 1 ranks one place each in a grid, got 'rank 0: data {data_rank} of "
+        f"{data_world}'"
+    )
     with pytest.raises(ConfigError, match=text):
         Topology.discover(ControlPlane(), RankCoordinates(data_rank, data_world))
 
@@ -151,6 +154,9 @@ def test_a_part_of_the_world_has_no_sequences_over_nodes(
         if not refused:
             check_process_group(topology, "a group")
             continue
-        text = "process_group must hold all ranks of the world where sequence ranks train on several nodes"
+        text = (
+            "process_group must hold all ranks of the world where sequence ranks train on "
+            "several nodes"
+        )
         with pytest.raises(ConfigError, match=rf"{text}, got '4 of 8 ranks'; launch"):
             check_process_group(topology, "a group")

@@ -1,4 +1,6 @@
-"""Rows between nodes over their devices: the values, and on which stream memory of the device is used."""
+"""Rows between nodes over their devices: the values, and on which stream memory of the device is
+used.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,4 +1,6 @@
-"""Who needs what: which samples a node, which rows of them, which fields a rank; places and shards."""
+"""Who needs what: which samples a node, which rows of them, which fields a rank; places
+and shards.
+"""
 
 import itertools
 from dataclasses import replace
@@ -80,7 +82,9 @@ def routes(topology: Topology, order: list[int]) -> ExchangePlan:
 
 @st.composite
 def topologies(draw: st.DrawFn) -> tuple[list[Topology], list[int]]:
-    """Draw a grid whose ranks lie on nodes in any way: one rank's view of each node, and the holders."""
+    """Draw a grid whose ranks lie on nodes in any way: one rank's view of each node, and the
+    holders.
+    """
     places = tuple(grid(draw(st.sampled_from(GRIDS))))
     count = draw(st.integers(1, min(4, len(places))))
     if draw(st.booleans()):
@@ -189,7 +193,9 @@ def test_rows_of_the_ends_of_a_pipeline() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rows_of_a_part_of_the_time_axis(rank: int) -> None:
-    """A part reads its own steps, but all of them where what lies in it depends on the whole window."""
+    """A part reads its own steps, but all of them where what lies in it depends on the whole
+    window.
+    """
     found = rows(RankCoordinates(sequence_rank=rank, sequence_world=2)).reads
     assert WindowRead("observation", -5 + 3 * rank, -2 + 3 * rank, final_row=1) in found
     assert WindowRead(RETURN_TO_GO, -1 + rank, rank) in found
@@ -211,7 +217,7 @@ def test_goals_are_read_where_fields_are_relabelled() -> None:
     }
 
 
-# ---- fields of a rank, grids, shards ----------------------------------------------------------------
+# ---- fields of a rank, grids, shards -------------------------------------------------------------
 
 
 def needs(place: RankCoordinates, **options: Any) -> dict[str, Any]:

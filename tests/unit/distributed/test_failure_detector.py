@@ -1,4 +1,6 @@
-"""Heartbeats and failures of nodes through a real rendezvous store: a node that ends is not lost."""
+"""Heartbeats and failures of nodes through a real rendezvous store: a node that ends is
+not lost.
+"""
 
 import time
 from collections.abc import Iterator
@@ -83,7 +85,9 @@ def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[FailureDetecto
 def test_a_broken_connection_names_a_silent_node_before_its_timeout(
     server: list[TCPStore],
 ) -> None:
-    """As where the rank is killed that sends the heartbeats of its node: no rank there can report it."""
+    """As where the rank is killed that sends the heartbeats of its node: no rank there can report
+    it.
+    """
     here, _ = made_of(server, timeout_s=600.0)  # the other one sends one heartbeat
     here.start()
     try:
@@ -126,7 +130,9 @@ def test_who_ends_early_is_missed(
 
 @pytest.mark.parametrize("by", ["check", "check_ended"])
 def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector], by: str) -> None:
-    """On its own node at once, before others can see that it has ended; on others after its end, too."""
+    """On its own node at once, before others can see that it has ended; on others after its end,
+    too.
+    """
     here = FailureDetector(
         watches[1]._memory, views_of(watches[1]), watches[1]._topology, None, "test", TIMEOUT_S
     )

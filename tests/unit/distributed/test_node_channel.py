@@ -20,7 +20,9 @@ SIZES = st.integers(0, 40) | st.sampled_from([FIRST_WORDS - 2, FIRST_WORDS - 1, 
 
 
 class Wire:
-    """What has been sent from each rank to each, by tag, and how many receives were posted for it."""
+    """What has been sent from each rank to each, by tag, and how many receives were
+    posted for it.
+    """
 
     def __init__(self) -> None:
         self.sent: dict[tuple[int, int, int], list[torch.Tensor]] = defaultdict(list)

@@ -1,4 +1,6 @@
-"""Which shard of each table a node holds, in which order they lie on the nodes; sizes of their stores."""
+"""Which shard of each table a node holds, in which order they lie on the nodes; sizes of their
+stores.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,7 +98,9 @@ def test_wholes_are_shared_out_in_node_order(whole: Dataset) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
 def test_parts_stay_where_they_are(parts: list[Dataset], order: tuple[int, ...]) -> None:
-    """Node i has part order[i] of one table, and its shard of a table with a capacity is the same one."""
+    """Node i has part order[i] of one table, and its shard of a table with a capacity is the same
+    one.
+    """
     tables = {"main": DATA, "online": ONLINE}
     found = place_all(tables, {"main": [parts[index] for index in order]}, NODES)
     holders = tuple(order.index(index) for index in range(3))
@@ -169,7 +173,10 @@ def test_a_data_set_of_groups_is_not_divided(whole: Dataset) -> None:
         )
         return _place(nodes[0], packed, {"main": whole}, {n: {"main": None} for n in range(3)})
 
-    text = "gear.tables.main.data.replicate must be true for a data set of groups on 3 nodes, got False"
+    text = (
+        "gear.tables.main.data.replicate must be true for a data set of groups on 3 nodes, "
+        "got False"
+    )
     with pytest.raises(ConfigError, match=text):
         place(NODES)
     assert not place(NODES, replicate=True).spread
@@ -177,7 +184,9 @@ def test_a_data_set_of_groups_is_not_divided(whole: Dataset) -> None:
 
 
 def test_ids_that_a_checkpoint_has_put_elsewhere() -> None:
-    """Those that it held lie where it put them, later ones where they are added, the others nowhere."""
+    """Those that it held lie where it put them, later ones where they are added, the others
+    nowhere.
+    """
     placement = ShardPlacement((0, 1, 2), {}, frozenset({"main"}))
     ids = np.array([-1, 0, 1, 4, 5, 8, 9, 10])
     assert placement.shard_of("main", ids).tolist() == [-1, 0, 1, 1, 2, 2, 0, 1]
@@ -329,7 +338,10 @@ def test_a_capacity_is_that_of_all_nodes(
 
 def test_the_longest_trajectory_must_fit_into_a_shard() -> None:
     config = config_of(tables={"main": {"capacity_steps": 100, "max_length": 35}})
-    text = r"gear.tables.main.max_length must be at most 34, what each of 3 shards holds .* \(100\), got 35"
+    text = (
+        r"gear.tables.main.max_length must be at most 34, what each of 3 shards holds .* "
+        r"\(100\), got 35"
+    )
     with pytest.raises(ConfigError, match=text):
         spec_of(config, None, Shard(1, 3))
 
@@ -342,7 +354,11 @@ def test_a_group_must_fit_into_a_shard() -> None:
         pack={"tokens": 128},
         batch={"groups": 2},
     )
-    text = r"capacity_trajectories must hold the 4 trajectories of a group in each of 4 shards, got 11; .* 16"
+    text = (
+        r"capacity_trajectories must hold the 4 trajectories of a group in each of 4 "
+        r"shards, "
+        r"got 11; .* 16"
+    )
     with pytest.raises(ConfigError, match=text):
         spec_of(config, None, Shard(1, 4))
     assert spec_of(config, None, Shard(1, 3)).num_slots == 4

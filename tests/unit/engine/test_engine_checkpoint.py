@@ -1,4 +1,6 @@
-"""The replay's part of a DeepSpeed checkpoint: where its tables are found. With engines: test_engine.py."""
+"""The replay's part of a DeepSpeed checkpoint: where its tables are found. With engines:
+test_engine.py.
+"""
 
 import shutil
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ Saved = tuple[Path, dict[str, object], list[int]]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
-    """The folder of a tag, what its client state holds, and the ids of the batch that comes next."""
+    """The folder of a tag, what its client state holds, and the ids of the batch that
+    comes next.
+    """
     folder = tmp_path / "run" / "t5"
     with made(range(3, 12)) as replay:
         replay.sample()
@@ -61,8 +65,10 @@ def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
         with pytest.raises(CheckpointError) as caught:
             engine_checkpoint.load(replay, universal, state)
         assert str(caught.value) == (
-            f"{universal}/gear must hold the replay's tables, which were saved in {folder}/gear and are not "
-            f"there any more; copy them from where that tag lies now: cp -r .../t5/gear {universal}/gear"
+            f"{universal}/gear must hold the replay's tables, which were saved in {folder}/gear "
+            f"and are not "
+            f"there any more; copy them from where that tag lies now: cp -r .../t5/gear "
+            f"{universal}/gear"
         )
         shutil.copytree(tmp_path / "kept" / "gear", universal / "gear")
         engine_checkpoint.load(replay, universal, state)
@@ -92,7 +98,9 @@ def test_what_another_version_has_saved_is_refused(tmp_path: Path) -> None:
 
 
 class Engine:
-    """An engine whose files are written by the save, or later in the background; without `latest`."""
+    """An engine whose files are written by the save, or later in the background;
+    without `latest`.
+    """
 
     global_steps = 3
 

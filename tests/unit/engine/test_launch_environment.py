@@ -1,4 +1,6 @@
-"""Variables of ranks where no launcher has set them. docs/how-to/notebooks.md runs `initialize` so."""
+"""Variables of ranks where no launcher has set them. docs/how-to/notebooks.md runs
+`initialize` so.
+"""
 
 import os
 import socket
@@ -37,7 +39,8 @@ def test_a_process_without_a_launcher_is_rank_0_of_1(monkeypatch: pytest.MonkeyP
     with socket.socket() as server:
         server.bind((first["MASTER_ADDR"], int(first["MASTER_PORT"])))  # the port is free
         server.listen()
-        # A child, such as `!python train.py` in a notebook, inherits the variables: it gets its own port.
+        # A child, such as `!python train.py` in a notebook, inherits the variables: it gets its own
+        # port.
         child = prepared(monkeypatch, **first, **{PORT: first["MASTER_PORT"]})
     assert child["MASTER_PORT"] != first["MASTER_PORT"]
     # A launcher that the notebook starts has set its own.

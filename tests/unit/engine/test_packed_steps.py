@@ -1,4 +1,6 @@
-"""Optimizer steps of packed batches. Engine and replay only count: real ones are in test_packed_engine.py."""
+"""Optimizer steps of packed batches. Engine and replay only count: real ones are in
+test_packed_engine.py.
+"""
 
 from collections.abc import Callable
 from typing import Any, cast

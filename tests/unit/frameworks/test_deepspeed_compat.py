@@ -1,4 +1,6 @@
-"""What DeepSpeed must have for us: a version that moves one of these names fails here, by the name."""
+"""What DeepSpeed must have for us: a version that moves one of these names fails here,
+by the name.
+"""
 
 import importlib
 import inspect

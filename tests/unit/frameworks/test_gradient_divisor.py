@@ -1,4 +1,6 @@
-"""Rules of the gradient divisor: formulas, refusals, and what a variable number of micro batches needs."""
+"""Rules of the gradient divisor: formulas, refusals, and what a variable number of micro batches
+needs.
+"""
 
 from typing import Any
 

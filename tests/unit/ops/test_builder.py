@@ -1,4 +1,6 @@
-"""The op builders under the real DeepSpeed and compiler; a small op stands in where a build is tested."""
+"""The op builders under the real DeepSpeed and compiler; a small op stands in where a build is
+tested.
+"""
 
 import json
 import os
@@ -92,7 +94,9 @@ def test_the_wheel_is_portable_and_the_jit_build_exact() -> None:
 
 
 def test_sources_have_unlike_stems() -> None:
-    """Objects are named by the stem of their source, so two files of one name would overwrite each other."""
+    """Objects are named by the stem of their source, so two files of one name would overwrite each
+    other.
+    """
     for builder in (GearBuilder(), GearCudaBuilder()):
         stems = [Path(source).stem for source in builder.sources()]
         assert len(stems) == len(set(stems))
@@ -103,7 +107,9 @@ def test_sources_have_unlike_stems() -> None:
     [("7.5 8.0 9.0a", "7.5;8.0;9.0"), ("10.0f+PTX;9.0a", "9.0;10.0+PTX"), ("9.0+PTX;", "9.0+PTX")],
 )
 def test_architectures_of_images(given: str, read: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images of CUDA list those with instructions of one device, "9.0a", which DeepSpeed cannot read."""
+    """Images of CUDA list those with instructions of one device, "9.0a", which DeepSpeed cannot
+    read.
+    """
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
     assert "arch=compute_90,code=sm_90" in " ".join(nvcc_flags())
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == read
@@ -113,7 +119,9 @@ def test_architectures_of_images(given: str, read: str, monkeypatch: pytest.Monk
 
 
 def test_the_shared_runtime_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a compiler that would link its own, with which an exception for torch ends the process."""
+    """Also by a compiler that would link its own, with which an exception for torch ends the
+    process.
+    """
     monkeypatch.setenv("CXX", "c++ -static-libstdc++ -static-libgcc")
     source = tmp_path / "small.cpp"
     made = tmp_path / "small.so"

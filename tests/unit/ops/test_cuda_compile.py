@@ -1,4 +1,6 @@
-"""Without a GPU: what a GPU machine builds is compiled, linked and loaded; for all architectures if long."""
+"""Without a GPU: what a GPU machine builds is compiled, linked and loaded; for all architectures if
+long.
+"""
 
 import ctypes
 import functools
@@ -24,7 +26,9 @@ SUPPORTED = (80, 90, 100)
 
 
 def known_architectures() -> list[int]:
-    """Those of the supported ones that the toolkit can compile for; an older one lacks the newest."""
+    """Those of the supported ones that the toolkit can compile for; an older one lacks
+    the newest.
+    """
     command = [f"{HOME}/bin/nvcc", "--list-gpu-arch"]
     listed = (
         subprocess.run(command, capture_output=True, text=True, check=True).stdout if HOME else ""
@@ -67,7 +71,8 @@ def test_kernels_of_every_architecture_neither_spill_nor_use_a_stack_frame(
     spilled = [found for found in properties if found[1:] != ("0", "0", "0")]
     if spilled and release() != JUDGED:
         pytest.skip(
-            f"nvcc {release()} is not judged; stack frame, stores and loads of its kernels: {spilled}"
+            f"nvcc {release()} is not judged; stack frame, stores and loads of its kernels: "
+            f"{spilled}"
         )
     assert spilled == []
 
@@ -114,7 +119,9 @@ VECTOR_ACCESSES = {
 def assembly(
     objects: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], str]:
-    """Return the code of a kernel's source: what the compiler makes ("ptx"), or the device runs ("cubin")."""
+    """Return the code of a kernel's source: what the compiler makes ("ptx"), or the device runs
+    ("cubin").
+    """
     flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
 
     @functools.cache
@@ -138,7 +145,8 @@ def assembly(
     return of
 
 
-# Registers of a thread, of 65,536 of a multiprocessor: so many that the blocks that a design counts on fit.
+# Registers of a thread, of 65,536 of a multiprocessor: so many that the blocks that a design counts
+# on fit.
 MOST_REGISTERS = {
     "GatherKernelILb0": 65_536 // (4 * 256),  # copies: four blocks
     "GatherKernelILb1": 65_536 // (3 * 256),  # conversions: three
@@ -177,7 +185,9 @@ def test_the_kernel_of_copies_converts_nothing(assembly: Callable[[str, str], st
 def test_copies_issue_all_loads_of_a_lane_before_its_first_store(
     assembly: Callable[[str, str], str], kernel: str, form: str
 ) -> None:
-    """Copies of 16 bytes a lane: a store waits for its load, and would hold back the loads after it."""
+    """Copies of 16 bytes a lane: a store waits for its load, and would hold back the loads after
+    it.
+    """
     load, store = VECTOR_ACCESSES[form]
     found = re.finditer(rf"\b(?P<L>{load})\b|\b(?P<S>{store})\b", assembly(kernel, form))
     accesses = "".join(str(match.lastgroup) for match in found)
@@ -200,7 +210,9 @@ print(*sorted(op for op in OP_NAMES if has(f"gear::{op}", "CUDA")))
 def test_the_bindings_of_the_kernels_register_beside_the_cpu_op(
     tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """Also with a CPU build of torch, without headers of c10/cuda; torch aborts if signatures differ."""
+    """Also with a CPU build of torch, without headers of c10/cuda; torch aborts if signatures
+    differ.
+    """
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
     together = tmp_path / "bindings.cpp"  # torch's headers are read once

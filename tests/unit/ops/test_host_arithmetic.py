@@ -1,4 +1,6 @@
-"""The arithmetic that CPU and kernels share, compiled alone, against big integers and known answers."""
+"""The arithmetic that CPU and kernels share, compiled alone, against big integers and known
+answers.
+"""
 
 import random
 import re
@@ -24,7 +26,8 @@ CSRC = ROOT / "ops" / "csrc"
 MASK = (1 << 64) - 1
 EDGES = [0, 1, 2, 3, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (1 << 62) - 1, 1 << 63, MASK - 1, MASK]
 
-# Counter and key -> word of philox4x32-10, from kat_vectors of Random123 (c0 c1 c2 c3, k0 k1 -> r0 r1 r2 r3).
+# Counter and key -> word of philox4x32-10, from kat_vectors of Random123 (c0 c1 c2 c3, k0 k1 -> r0
+# r1 r2 r3).
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -153,7 +156,8 @@ def test_every_half(ask: Ask) -> None:
 def test_rounding_to_16_bits(ask: Ask) -> None:
     generator = random.Random(7)
     floats = [generator.getrandbits(32) for _ in range(3000)]
-    # Beside every kind of tie: of normal and subnormal halves, of bfloats, of both ends of their ranges.
+    # Beside every kind of tie: of normal and subnormal halves, of bfloats, of both ends of their
+    # ranges.
     ties = [0x3F801000, 0x38801000, 0x33000000, 0x33800000, 0x477FF000, 0x477FE000]
     ties += [0x7F7F8000, 0x3F808000, 0x00008000]
     floats += [tie + d | sign for tie in ties for d in (-1, 0, 1) for sign in (0, 1 << 31)]
@@ -176,7 +180,9 @@ def half_by_python(value: float) -> int:
 
 
 def priorities_and_exponents(count: int) -> list[tuple[int, int]]:
-    """Bits of positive finite floats of any magnitude, and exponents as Q62; the common ones often."""
+    """Bits of positive finite floats of any magnitude, and exponents as Q62; the common
+    ones often.
+    """
     generator = random.Random(8)
     one = constants.ONE_Q62
     alphas = [0, one, round(0.6 * one), one - 1, 1]
@@ -302,7 +308,9 @@ def test_logarithms_and_powers_at_their_ends(ask: Ask) -> None:
 
 
 def test_tables_and_polynomials_are_what_the_header_says() -> None:
-    """Entries 1 / (1 + i/64), its logarithm, 2^(i/64); interpolation at the Chebyshev nodes of [0, 1/64]."""
+    """Entries 1 / (1 + i/64), its logarithm, 2^(i/64); interpolation at the Chebyshev nodes of [0,
+    1/64].
+    """
     mp = pytest.importorskip("mpmath", reason="mpmath solves for the coefficients").mp
     text = (CSRC / "common" / "power.h").read_text()
     one = constants.ONE_Q62
@@ -334,7 +342,9 @@ def test_tables_and_polynomials_are_what_the_header_says() -> None:
 
 
 def test_logarithms_and_powers_beside_the_entries_of_their_tables(ask: Ask) -> None:
-    """No step down from one entry to the next, and both sides as near to the exact value as anywhere."""
+    """No step down from one entry to the next, and both sides as near to the exact value as
+    anywhere.
+    """
     mp = pytest.importorskip("mpmath", reason="mpmath gives the exact values").mp
     least = 1 << (64 - 54)  # fractions of logarithms are multiples of it
     fractions = [(i << 58) + d * least for i in range(64) for d in (-1, 0, 1) if i or d >= 0]

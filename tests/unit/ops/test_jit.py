@@ -1,4 +1,6 @@
-"""The just-in-time build by the real compiler, of a small op: its name, its lock, and what can go wrong."""
+"""The just-in-time build by the real compiler, of a small op: its name, its lock, and what can go
+wrong.
+"""
 
 import contextlib
 import os
@@ -40,7 +42,8 @@ builder = GearBuilder()
 builder.csrc = pathlib.Path(sys.argv[1])
 builder.load(timeout_s=float(sys.argv[2]))
 """
-# A compiler that notes each compilation with its process id, and waits for the file $GATE before it.
+# A compiler that notes each compilation with its process id, and waits for the file $GATE before
+# it.
 COMPILER = """#!/bin/sh
 case " $* " in *" -c "*)
   echo "$$ $*" >>"$LOG"
@@ -124,7 +127,9 @@ class Workshop:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that other processes bring about, for nearly as long as a test may take."""
+    """Wait for something that other processes bring about, for nearly as long as a test
+    may take.
+    """
     assert wait_until(condition, 280, 0.02), "waited in vain"
 
 
@@ -273,7 +278,9 @@ def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
 def test_the_kernels_are_built_beside_the_cpu_op(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first op's compiler waits for a file, which the second op's process writes when it is built."""
+    """The first op's compiler waits for a file, which the second op's process writes when it is
+    built.
+    """
     (tmp_path / "second").mkdir()
     second = Workshop(tmp_path / "second", workshop.checkout)
     second.answer(2)
@@ -384,7 +391,8 @@ def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(
 
 def test_what_a_build_lacks_is_named_with_its_remedy(workshop: Workshop, tmp_path: Path) -> None:
     assert workshop.load(CXX="/nowhere/c++") == (
-        "error the native op gear is not prebuilt, and cannot be built: no C++ compiler (/nowhere/c++); "
+        "error the native op gear is not prebuilt, and cannot be built: no C++ compiler "
+        "(/nowhere/c++); "
         "install g++, or install a wheel that has the op"
     )
     (tmp_path / "file").touch()

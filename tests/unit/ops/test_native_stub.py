@@ -56,7 +56,9 @@ def test_bells_as_the_stub_says() -> None:
 
 
 def test_every_op_follows_from_the_op_table() -> None:
-    """The names and arguments of the schemas are those of `Ops`, the plain functions and the reference."""
+    """The names and arguments of the schemas are those of `Ops`, the plain functions and the
+    reference.
+    """
     native = load_backend("cpu").native
     registered = {
         name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gear::")

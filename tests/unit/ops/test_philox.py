@@ -1,4 +1,6 @@
-"""Random words of samples whose numbers have gaps: they are those that the ops make for every number."""
+"""Random words of samples whose numbers have gaps: they are those that the ops make for every
+number.
+"""
 
 from typing import Any
 
@@ -66,7 +68,9 @@ RULES = {
 def test_samples_of_any_numbers_are_those_of_the_whole(
     scenes: Any, rule: str, anchors: str
 ) -> None:
-    """A node resolves its own samples of a global batch: what they are does not depend on the others."""
+    """A node resolves its own samples of a global batch: what they are does not depend on the
+    others.
+    """
     spec = stream_spec(**RULES[rule], anchors=ANCHORS[anchors], seed=2**40 + 5)
     scene = scenes(spec, lengths=LENGTHS)
     (stream,) = scene.streams

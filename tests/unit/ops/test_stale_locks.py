@@ -77,7 +77,9 @@ def test_the_lock_of_a_dead_build_is_removed(
 def test_a_lock_that_changes_hands_between_two_looks_stays(
     tmp_path: Path, hold: Callable[[], WarmProcess], monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
-    """Another process removes the stale lock, and a third one builds, or closes its own a moment ago."""
+    """Another process removes the stale lock, and a third one builds, or closes its own a moment
+    ago.
+    """
     end(hold())
 
     def change_hands(seconds: float) -> None:
@@ -108,7 +110,10 @@ def test_a_lock_whose_holder_cannot_be_seen_is_only_named(
     lock = lock_of(tmp_path)
     (error,) = stale_locks.remove()
     assert lock.exists()
-    pattern = f"gear: {lock} must be held by a process that builds, got 'a lock of 36.. s, not removed: .*"
+    pattern = (
+        f"gear: {lock} must be held by a process that builds, got 'a lock of 36.. s, not "
+        f"removed: .*"
+    )
     (message,) = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(f"{pattern}{why}.*'; rm {lock}, if no process builds", message)
     assert message == f"gear: {error}"

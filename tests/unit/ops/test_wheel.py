@@ -104,7 +104,8 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
         self.python = folder / "bin" / "python"
         site = Path(self.output("import sysconfig; print(sysconfig.get_path('purelib'))"))
-        # A path named in a .pth file is searched, but its own .pth files, the editable ones, are not read.
+        # A path named in a .pth file is searched, but its own .pth files, the editable ones, are
+        # not read.
         (site / "outer.pth").write_text(
             f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n"
         )
@@ -218,7 +219,9 @@ def test_a_prebuilt_wheel_is_for_this_python_only(native_wheel: Path) -> None:
 def test_type_checkers_find_an_editable_install(
     environment: Environment, source: Path, tmp_path: Path
 ) -> None:
-    """mypy searches folders, and runs no import hook. It finds the package and skips it, for the time."""
+    """mypy searches folders, and runs no import hook. It finds the package and skips it, for the
+    time.
+    """
     build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True
@@ -238,7 +241,7 @@ def test_type_checkers_find_an_editable_install(
     assert Path(where) == source / "ops" / "csrc"
 
 
-# ---- the kernels -----------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
 ARCHITECTURES = "8.0;9.0;10.0+PTX" if LONG else "9.0"

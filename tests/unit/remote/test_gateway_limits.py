@@ -1,4 +1,6 @@
-"""Clients that would keep others out of a gateway: idle connections, wrong tokens, calls that never end."""
+"""Clients that would keep others out of a gateway: idle connections, wrong tokens, calls that never
+end.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def held(*sockets: socket.socket) -> Iterator[None]:
 def test_idle_connections_without_a_token_keep_nobody_out(
     sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More than gRPC admits at once: those of the address without a token are closed, up to a few."""
+    """More than gRPC admits at once: those of the address without a token are closed,
+    up to a few.
+    """
     monkeypatch.setattr(gateway, "most_connections", lambda: 40)
     monkeypatch.setattr(gateway_limits, "TOKEN_S", 600.0)
     with served(section()) as (replay, server), connect(server.url) as first:
@@ -112,7 +116,9 @@ def test_a_connection_shows_the_token_in_time(monkeypatch: pytest.MonkeyPatch) -
 def test_wrong_tokens_make_a_line_in_an_interval(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one at once, all others of the interval with their count; here at the end of the gateway."""
+    """The first one at once, all others of the interval with their count; here at the end of the
+    gateway.
+    """
     monkeypatch.setattr(gateway_limits, "_LOG_S", 3600.0)
     options = [("grpc.enable_http_proxy", 0)]
     with (
@@ -158,7 +164,10 @@ def test_one_connection_of_many_calls_leaves_workers_to_its_address() -> None:
 def test_a_refused_call_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(section()) as (_, server):
         monkeypatch.setattr(server._calls, "_num_workers", 0)
-        text = r"log name a limit\? RESOURCE_EXHAUSTED: 127.0.0.1 must leave workers .* start fewer writers"
+        text = (
+            r"log name a limit\? RESOURCE_EXHAUSTED: 127.0.0.1 must leave workers .* start "
+            r"fewer writers"
+        )
         with pytest.raises(LostNodeError, match=text):
             connect(server.url, timeout_s=0.1)
 

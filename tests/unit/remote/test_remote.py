@@ -46,7 +46,9 @@ from deepspeed_gear.remote.gateway import ANSWER_S, Gateway, Sessions
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: int) -> None:
-    """100,000 steps, five lost connections: three within batches, two between batches and their answers."""
+    """100,000 steps, five lost connections: three within batches, two between batches and their
+    answers.
+    """
     with served(section()) as (replay, gateway):
         proxy = Proxy(gateway.port, sorted(random.Random(seed).sample(range(2_000, 2_500_000), 5)))
         try:
@@ -66,7 +68,9 @@ def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: in
 
 
 def test_members_of_groups_come_from_several_writers() -> None:
-    """Two writers add members of the same 30 groups, one of them by a connection that is cut twice."""
+    """Two writers add members of the same 30 groups, one of them by a connection that
+    is cut twice.
+    """
     group = {"column": "prompt", "size": 4}
     limiter = {"queue": 10, "timeout_s": 20.0}
     config = group_section(group, batch={"groups": 10}, writers=1, rate_limiter=limiter)

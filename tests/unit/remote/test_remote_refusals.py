@@ -1,4 +1,6 @@
-"""What gateways and remote writers refuse or wait for; TLS, and the files that tokens are read from."""
+"""What gateways and remote writers refuse or wait for; TLS, and the files that tokens are read
+from.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_opaque_values_arrive_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_columns_come_nested_and_late_ones_with_the_rest() -> None:
-    """What a remote writer leaves out of a late column cannot be filled, and is not stored as zeros."""
+    """What a remote writer leaves out of a late column cannot be filled, and is not stored as
+    zeros.
+    """
     more = [Column("score.human", "float32", rows="1", late=True), Column("parts.left", "int64")]
     with (
         served(section(), Schema([*SCHEMA, *more])) as (replay, gateway),
@@ -376,7 +380,7 @@ def _raw(line: Any, message: bytes, metadata: Any) -> Any:
         ]
 
 
-# ---- TLS and tokens -------------------------------------------------------------------------------
+# ---- TLS and tokens ------------------------------------------------------------------------------
 
 
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Rollout workers on machines without a store: leases, connections that are lost, ends of sessions."""
+"""Rollout workers on machines without a store: leases, connections that are lost, ends
+of sessions.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,9 @@ def test_a_call_that_is_made_twice_is_done_once(data: Path) -> None:
 
 
 def long(lease: Any) -> list[dict[str, Any]]:
-    """Return a group of which the table of the next test has room for three, and one member more."""
+    """Return a group of which the table of the next test has room for three, and one
+    member more.
+    """
     return [{**one, "tokens": np.full(20, lease.number, np.int32)} for one in responses(lease)]
 
 
@@ -475,7 +479,9 @@ def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path)
 def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A commit is taken until its prompt is leased again, and once, also where its answer was lost."""
+    """A commit is taken until its prompt is leased again, and once, also where its
+    answer was lost.
+    """
     config = tmp_path / "ds_config.json"
     token = write_token(tmp_path / "token")
     section = ledger_section(data, {"max_lag": 1})

@@ -1,7 +1,8 @@
-"""A Replay whose batches go to a device: the same by every way, from selections kept until they are read.
+"""A Replay whose batches go to a device: the same by every way, from selections kept until they are
+read.
 
-The device is the CPU, where a way that is named runs the code of a GPU on a lane that is done at once, or, as
-a busy stream is, only when a test says so.
+The device is the CPU, where a way that is named runs the code of a GPU on a lane that is done at
+once, or, as a busy stream is, only when a test says so.
 """
 
 import time
@@ -179,7 +180,9 @@ def test_batches_that_the_user_may_hold_are_not_touched(way: str, prefetch: int)
 
 
 def test_memory_that_the_device_reads_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device where no way is named; else batches are staged, for the reason that is shown."""
+    """As on a device where no way is named; else batches are staged, for the reason
+    that is shown.
+    """
     monkeypatch.setattr(
         "deepspeed_gear.replay.batch_assembler.is_wanted", lambda config, device: True
     )
@@ -214,7 +217,7 @@ def test_wrong_options(options: dict[str, Any]) -> None:
     assert one.resume_digest == other.resume_digest
 
 
-# ---- selections that a device still reads --------------------------------------------------------------
+# ---- selections that a device still reads --------------------------------------------------------
 
 
 def consumed(replay: Replay) -> int:

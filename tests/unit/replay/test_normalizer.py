@@ -1,4 +1,6 @@
-"""The normalizer: the bits of a batch for values of the store, their reverse, files, refusals, the page."""
+"""The normalizer: the bits of a batch for values of the store, their reverse, files, refusals, the
+page.
+"""
 
 import json
 import pickle

@@ -1,4 +1,6 @@
-"""Tables that rows are added to, normalised with what was ever added: numbers, ranks, deaths, checkpoints."""
+"""Tables that rows are added to, normalised with what was ever added: numbers, ranks, deaths,
+checkpoints.
+"""
 
 import contextlib
 import os
@@ -138,7 +140,9 @@ def check_batch(replay: Replay, batch: Any) -> None:
 
 
 def test_numbers_are_of_all_rows_that_were_ever_added() -> None:
-    """Of trajectories that are added, and of steps that are published, also when they were evicted."""
+    """Of trajectories that are added, and of steps that are published, also when they
+    were evicted.
+    """
     with replay_of() as replay:
         rows = [rows_of(0, 1)]
         replay.add(rows[0])
@@ -292,7 +296,7 @@ def test_every_way_to_a_device_has_the_same_batches() -> None:
     assert len(set(found[0])) == 4
 
 
-# ---- several processes -------------------------------------------------------------------------------
+# ---- several processes ---------------------------------------------------------------------------
 
 
 def sample_on_a_rank(given: dict[str, Any]) -> list[bytes]:
@@ -335,7 +339,9 @@ def test_ranks_use_the_same_numbers_while_another_process_adds() -> None:
 
 
 def test_no_death_of_a_writer_tears_them() -> None:
-    """A writer is killed at random, and in the middle of a commit; what counts is what was committed."""
+    """A writer is killed at random, and in the middle of a commit; what counts is what was
+    committed.
+    """
     given = section(table={"capacity_steps": 40000, "remove": "none", "writers": 1}, batch_size=1)
     with Replay(given, schemas={"main": SCHEMA}) as replay:
         table = replay.tables["main"]
@@ -375,7 +381,7 @@ def test_no_death_of_a_writer_tears_them() -> None:
     assert not [path for path in SHM.iterdir() if path.name.startswith(prefix())]
 
 
-# ---- refusals ----------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -383,14 +389,16 @@ def test_no_death_of_a_writer_tears_them() -> None:
     [
         (
             {"fields": {"advantage": {"normalize": "mean_std"}}},
-            "gear.fields.advantage.normalize must not be given as column advantage has no statistics",
+            "gear.fields.advantage.normalize must not be given as column advantage has no "
+            "statistics",
         ),
         (
             {
                 "tables": {"a": {"capacity_steps": 300}, "b": {"capacity_steps": 300}},
                 "sampler": {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}},
             },
-            "gear.fields.observation.normalize must not be given for a mixture of tables without a data set",
+            "gear.fields.observation.normalize must not be given for a mixture of tables "
+            "without a data set",
         ),
         (
             {
@@ -403,7 +411,8 @@ def test_no_death_of_a_writer_tears_them() -> None:
                     }
                 }
             },
-            "gear.fields.observation.normalize must not be given for a table on devices to which rows",
+            "gear.fields.observation.normalize must not be given for a table on devices to "
+            "which rows",
         ),
     ],
 )

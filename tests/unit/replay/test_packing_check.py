@@ -38,7 +38,11 @@ def test_models_that_are_wrong(replay: Any) -> None:
         ConfigError, match=r"packs with the model Mamba2ForCausalLM \(mamba2\) must be exact"
     ):
         replay.check_packing(model)
-    text = r"a pack of Mamba2ForCausalLM \(mamba2\) must give the \d+ tokens from place \d+ on their logits"
+    text = (
+        r"a pack of Mamba2ForCausalLM \(mamba2\) must give the \d+ tokens from place \d+ on "
+        r""
+        r"their logits"
+    )
     with pytest.raises(ConfigError, match=text):
         replay.check_packing(model, "eager")
     assert all(module.training for module in model.modules())
@@ -48,7 +52,9 @@ def test_models_that_are_wrong(replay: Any) -> None:
 def test_with_its_default_cache_transformers_takes_a_pack_for_one_sequence(
     replay: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why `model_inputs` sets `use_cache`: nothing but it differs here, and transformers raises nothing."""
+    """Why `model_inputs` sets `use_cache`: nothing but it differs here, and transformers raises
+    nothing.
+    """
     inputs = MicroBatch.model_inputs
 
     def without(micro: MicroBatch, attention: Any) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def test_ranks_get_what_a_replay_gives(data: Path) -> None:
 
 
 def test_stages_and_traffic(data: Path) -> None:
-    """A row goes to a node once, of the fields that the node's stages read; inner nodes hold and get none."""
+    """A row goes to a node once, of the fields that the node's stages read; inner nodes hold and
+    get none.
+    """
     gear = section(data)
     found = preview(parse(gear), 4, 1, {"pipe": 3, "data": 2, "tensor": 2}, 3, 1)
     shapes = [sorted(rank.shapes) for rank in found.ranks]
@@ -113,7 +115,10 @@ def test_a_thousand_ranks_fit_one_screen(shown_by: Any, data: Path) -> None:
     assert "ranks 0-255 (256): pipe 0 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
     assert "ranks 256-767 (512): pipe 1-2 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
     padding = [rank["padding"] for rank in ranks[:256]]
-    text = f"{show_bytes(ranks[0]['bytes'])} a micro batch; padding {min(padding):.1%} to {max(padding):.1%}"
+    text = (
+        f"{show_bytes(ranks[0]['bytes'])} a micro batch; padding {min(padding):.1%} to "
+        f"{max(padding):.1%}"
+    )
     assert any(text in line for line in lines)
     cells = next(re.split(r"  +", line) for line in lines if line.startswith("0-31 "))
     most = int(traffic[:32].sum(1).argmax())
@@ -239,15 +244,13 @@ def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
     text.write_text("60\n60\n8\n")
     np.save(array, np.array([60, 60, 8], np.int32))
     for file in (text, array):
-        assert (
-            shown_by(config, "--dp", "2", "--lengths", str(file)).splitlines()
-            == [
-                "3 trajectories, 128 tokens, longest 60",
-                "micro batches of each of 2 replicas: 1 (at least 1)",
-                "fill: 88.9% of 144 places",  # 64 of 60, 80 of 60 + 8
-                "imbalance: 2.74% over micro steps, 2.74% over ranks",  # (5400 + 304) / ((10800 + 304) / 2)
-            ]
-        )
+        assert shown_by(config, "--dp", "2", "--lengths", str(file)).splitlines() == [
+            "3 trajectories, 128 tokens, longest 60",
+            "micro batches of each of 2 replicas: 1 (at least 1)",
+            "fill: 88.9% of 144 places",  # 64 of 60, 80 of 60 + 8
+            # (5400 + 304) / ((10800 + 304) / 2)
+            "imbalance: 2.74% over micro steps, 2.74% over ranks",
+        ]
     shown = json.loads(shown_by(config, "--dp", "2", "--lengths", str(text), "--json"))
     assert (shown["micro_batches"], shown["rows"], shown["fill"]) == (
         1,
@@ -310,8 +313,10 @@ def test_a_rollout_is_described_without_lengths(shown_by: Any) -> None:
     assert text[text.index("rollout batch") :].splitlines() == [
         "rollout batch: 8 groups, 32 trajectories",
         "its optimizer steps: 2 (epochs 1, minibatches 2)",
-        "micro batches of each of 2 replicas: packs of at most 4,096 tokens, 2,048 of each sequence rank",
-        "table rollouts: 96 trajectories and 49,152 steps on all nodes, 432 KiB, at most 512 steps each, "
+        "micro batches of each of 2 replicas: packs of at most 4,096 tokens, 2,048 of each "
+        "sequence rank",
+        "table rollouts: 96 trajectories and 49,152 steps on all nodes, 432 KiB, at most 512 "
+        "steps each, "
         "16 prompts leased or waiting at once",
         "micro batches, fill and balance depend on lengths: give --lengths FILE, a length a line",
     ]

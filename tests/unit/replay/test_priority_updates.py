@@ -1,4 +1,6 @@
-"""Replay.update_priorities, set_priorities and priorities: shapes, dtypes, masks, refusals, late values."""
+"""Replay.update_priorities, set_priorities and priorities: shapes, dtypes, masks, refusals, late
+values.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -248,7 +250,10 @@ def test_different_masks_of_one_shape_must_be_chosen(replays: Any) -> None:
     fields = {"code": {"offset": -1, "length": 2}, "reward": {"offset": 0, "length": 2}}
     replay = replays(fields=fields, batch_size=16)
     batch = replay.sample().clone()
-    text = r"mask must be given where fields of the same length have different masks.*learns\(.reward.\)"
+    text = (
+        r"mask must be given where fields of the same length have different "
+        r"masks.*learns\(.reward.\)"
+    )
     with pytest.raises(ShapeError, match=text):
         replay.update_priorities(batch, torch.ones(16, 2))
     found = after(replay, batch, torch.ones(16, 2) * 3, batch.mask["reward"])
@@ -341,7 +346,7 @@ def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
     check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
-# ---- priorities that a device computes later: no process waits but those who need them -------------
+# ---- priorities that a device computes later: no process waits but those who need them -----------
 
 
 SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
@@ -397,7 +402,9 @@ def made(data: Path, device: Device | None = None, /, **options: Any) -> Replay:
 
 
 def reported(replay: Replay) -> Batch:
-    """Report the priorities of the next batch, which its device has yet to compute; return the batch."""
+    """Report the priorities of the next batch, which its device has yet to compute; return the
+    batch.
+    """
     batch = replay.sample()
     replay.update_priorities(batch, there(priorities(batch)))
     return batch
@@ -553,7 +560,9 @@ def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
 def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
     unit: str, prefetch: int, tries: tuple[int, int], tmp_path: Path
 ) -> None:
-    """As without the calls that were not ready: what is reported first counts for the first batch."""
+    """As without the calls that were not ready: what is reported first counts for the
+    first batch.
+    """
     trajectory = {
         "observation": np.arange(4, dtype=np.float32),
         "action": np.arange(3, dtype=np.int32),

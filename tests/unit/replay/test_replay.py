@@ -1,4 +1,6 @@
-"""A Replay in one process: its config, its content, its metrics, its end, and views that outlive it."""
+"""A Replay in one process: its config, its content, its metrics, its end, and views that outlive
+it.
+"""
 
 import contextlib
 import gc
@@ -227,7 +229,7 @@ def test_ending_a_process_while_batches_are_prepared(data: Path, ending: str) ->
     assert "Fatal" not in done.stderr
 
 
-# ---- views of a store outlive its replay -----------------------------------------------------------
+# ---- views of a store outlive its replay ---------------------------------------------------------
 
 
 LARGE = {"main": {"capacity_bytes": 2 << 20, "max_length": 100}}

@@ -13,7 +13,9 @@ from deepspeed_gear import ConfigError, DataError, Replay, Rollout, RolloutWorke
 
 
 def replayed_section(data: Path, **sampler: Any) -> dict[str, Any]:
-    """Return a section whose batches have 2 fresh groups and, once there are some, 2 that are drawn again."""
+    """Return a section whose batches have 2 fresh groups and, once there are some, 2 that are drawn
+    again.
+    """
     section = ledger_section(data, {"max_lag": 1}, groups=4)
     main = section["tables"]["main"]
     again = {
@@ -60,7 +62,9 @@ def train(rollout: Rollout) -> None:
 
 
 def test_fresh_groups_do_not_wait_for_replayed_ones(tmp_path: Path) -> None:
-    """Batches have the fresh groups of the ledger's order; copies come as soon as there are some."""
+    """Batches have the fresh groups of the ledger's order; copies come as soon as there
+    are some.
+    """
     data = write_prompts(tmp_path / "prompts", 20)
     again = []
     with Replay(replayed_section(data)) as replay, replay.rollout_worker() as worker:

@@ -254,7 +254,7 @@ def test_per_sequence(rollout: Any, how: Any) -> None:
         assert not found[micro.sequence < 0].any()
 
 
-# ---- columns and steps -----------------------------------------------------------------------------
+# ---- columns and steps ---------------------------------------------------------------------------
 
 
 def test_filled_columns_are_in_every_step(rollout: Any) -> None:
@@ -346,7 +346,9 @@ def test_advantages_are_against_the_group(kind: str) -> None:
 
 @given(data=st.data(), kind=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
 def test_members_that_do_not_count_are_no_part_of_the_baseline(data: Any, kind: str) -> None:
-    """The others have the advantages that they have alone; a member counts if one trajectory of it does."""
+    """The others have the advantages that they have alone; a member counts if one trajectory of it
+    does.
+    """
     rows = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(-4, 4), st.booleans())
     groups, members, rewards, flags = np.array(data.draw(st.lists(rows, min_size=1, max_size=12))).T
     counted = flags.astype(bool)
@@ -360,7 +362,9 @@ def test_members_that_do_not_count_are_no_part_of_the_baseline(data: Any, kind: 
 
 
 def test_masked_responses_are_no_part_of_the_baseline() -> None:
-    """An overlong response, whose loss is masked, leaves the advantages of its group as they are."""
+    """An overlong response, whose loss is masked, leaves the advantages of its group as
+    they are.
+    """
     for option, counts, wanted in ((False, None, 0.0), (True, None, 33.0), (False, True, 33.0)):
         config = section(
             rollout={"trajectories": 3}, loss={"normalize": "token", "count_masked": option}

@@ -1,4 +1,6 @@
-"""Rollout batches as parts of the stream of items: of tokens, resumed in the middle, and over nodes."""
+"""Rollout batches as parts of the stream of items: of tokens, resumed in the middle, and over
+nodes.
+"""
 
 import copy
 from collections.abc import Callable
@@ -211,7 +213,7 @@ def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path)
         assert (len(list(resumed)), resumed.trajectory_id.tolist()) == (2, wanted)
 
 
-# ---- over nodes ------------------------------------------------------------------------------------
+# ---- over nodes ----------------------------------------------------------------------------------
 
 
 TYPES = {
@@ -231,7 +233,8 @@ def spread_over(num_nodes: int, index: int, **more: Any) -> Any:
 
 
 class Nodes:
-    """Two nodes that hold a part of a rollout batch each: one process plays both, one after the other.
+    """Two nodes that hold a part of a rollout batch each: one process plays both, one after the
+    other.
 
     Args:
         whole: The rollout batch of one node.
@@ -319,7 +322,9 @@ def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, sh
 def test_ranks_compare_what_they_read_and_which_step_they_train(
     replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over nodes each call is collective: ranks that differ would exchange rows of unlike things."""
+    """Over nodes each call is collective: ranks that differ would exchange rows of
+    unlike things.
+    """
     columns = replay.rollout().reader.columns
     context = replace(columns.context, is_spread=True)
     rollout = Rollout(0, PackReader(RolloutColumns(columns.tables, context)), lambda: None)

@@ -36,7 +36,9 @@ OPS = load_backend("cpu").on_host()
 
 
 def responses(groups: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return groups with prompts of 1 to 30 tokens; some members have another prompt, or are masked."""
+    """Return groups with prompts of 1 to 30 tokens; some members have another prompt, or are
+    masked.
+    """
     words = np.random.default_rng(seed)
     found = []
     for number in range(groups * SIZE):
@@ -154,7 +156,9 @@ def test_loss_places_columns_and_weights_are_those_without(tokens: int, seed: in
 @given(st.data())
 @settings(max_examples=100)
 def test_plans(data: Any) -> None:
-    """Every trajectory once, budgets hold, and the plan that is chosen costs no more than without sharing."""
+    """Every trajectory once, budgets hold, and the plan that is chosen costs no more than without
+    sharing.
+    """
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     prompt = np.repeat(np.cumsum(sizes) - sizes, sizes)
     steps = np.repeat([data.draw(st.integers(0, 40)) for _ in sizes], sizes)
@@ -195,7 +199,9 @@ def groups_of(prompts: list[list[int]], response: int) -> list[dict[str, Any]]:
 
 
 def test_the_plan_of_least_cost_is_chosen() -> None:
-    """All members together where packs are many, apart where ranks would have none, for any replicas."""
+    """All members together where packs are many, apart where ranks would have none, for any
+    replicas.
+    """
     stored = groups_of([[number // SIZE] * 20 for number in range(2 * SIZE)], 20)
     config = gear("share", rollout={"groups": 2})
     with rolled_out(config, stored) as rollout:

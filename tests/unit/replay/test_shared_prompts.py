@@ -1,4 +1,6 @@
-"""A group's prompt is stored once: by the first of its trajectories, and all else is as if by each."""
+"""A group's prompt is stored once: by the first of its trajectories, and all else is as
+if by each.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ EVERY = ("tokens", "logp", "value", "reward", "image")
 
 
 def groups(seed: int = 0) -> list[list[dict[str, Any]]]:
-    """Return groups; the third has prompts that differ, the fifth no loss place, the sixth no prompt."""
+    """Return groups; the third has prompts that differ, the fifth no loss place, the sixth no
+    prompt.
+    """
     words = np.random.default_rng(seed)
     found = []
     for number in range(GROUPS):
@@ -110,7 +114,9 @@ def add(replay: Replay, seed: int = 0) -> None:
 
 @contextmanager
 def both(tmp_path: Path, **options: Any) -> Iterator[list[Replay]]:
-    """A replay whose workers lease prompts, and one to which the same trajectories are added one by one."""
+    """A replay whose workers lease prompts, and one to which the same trajectories are added one by
+    one.
+    """
     data = write_prompts(tmp_path / "prompts", 7)
     with Replay(gear(data, **options)) as shared, Replay(gear(None, **options)) as whole:
         for replay in (shared, whole):
@@ -202,7 +208,9 @@ def test_late_columns_are_filled_and_read_as_of_whole_trajectories(tmp_path: Pat
 
 
 def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> None:
-    """Saved in the middle of a rollout batch, and loaded into other slots by a job of other sizes."""
+    """Saved in the middle of a rollout batch, and loaded into other slots by a job of
+    other sizes.
+    """
     plain = {name: column for name, column in SCHEMA["columns"].items() if name != "image"}
     fields = {name: {} for name in ("tokens", "logp")}
     data = write_prompts(tmp_path / "prompts", 7)

@@ -1,4 +1,6 @@
-"""Streams of a replay, of a table or a mixture: passes, states that continue them, prefetched batches."""
+"""Streams of a replay, of a table or a mixture: passes, states that continue them, prefetched
+batches.
+"""
 
 import itertools
 import json
@@ -205,7 +207,7 @@ def test_a_transform_sees_keys_of_samples(data: Path) -> None:
     assert len(keys.unique()) == len(keys)
 
 
-# ---- several tables ---------------------------------------------------------------------------------
+# ---- several tables ------------------------------------------------------------------------------
 
 STEPS = {"kind": "prioritized", "unit": "step"}
 ROOM = {"capacity_steps": 1000, "capacity_trajectories": 50}

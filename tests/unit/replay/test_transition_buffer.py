@@ -1,4 +1,6 @@
-"""TransitionBuffer: it samples what the environments have done, and stores each observation once."""
+"""TransitionBuffer: it samples what the environments have done, and stores each
+observation once.
+"""
 
 import logging
 from pathlib import Path
@@ -140,8 +142,8 @@ def test_a_reset_by_the_program_begins_a_trajectory_and_loses_nothing() -> None:
             [(0, 1, 0, 1), (1, 0, 0, 0), (2, 2, 1, 0), (7, 3, 0, 0)],
             [(0, 1), (2, 2), (7, 3)],
         ),
-        # After a termination the next observation may be of the next episode: CleanRL's programs replace it
-        # by the last one only where an episode was truncated.
+        # After a termination the next observation may be of the next episode: CleanRL's programs
+        # replace it by the last one only where an episode was truncated.
         ("same_step", [(0, 1, 1, 0), (1, 2, 0, 0)], [(0, 1), (1, 2)]),
     ],
 )
@@ -189,7 +191,9 @@ def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
 
 
 def test_many_environments_fill_a_buffer_before_it_evicts() -> None:
-    """Parts of equal lengths leave no rows near a writer's latest one; those after the newest are free."""
+    """Parts of equal lengths leave no rows near a writer's latest one; those after the newest are
+    free.
+    """
     with buffer(20_000, n_envs=64, autoreset="same_step") as held:
         at = np.zeros((64, 3), np.float32)
         none = np.zeros(64, bool)
@@ -342,7 +346,9 @@ def test_transitions_out_of_order_are_logged_once(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("kind", ["array", "rows of a buffer", "tensor", "list", "vector"])
 def test_an_environment_that_overwrites_its_observation_is_named(kind: str) -> None:
-    """It returns one array again and again, so that `obs` is `next_obs` when the transition is added."""
+    """It returns one array again and again, so that `obs` is `next_obs` when the transition is
+    added.
+    """
     num_envs = 2 if kind == "vector" else 1
     whole = np.zeros((4, 3), np.float32)
     state: Any = {
@@ -393,11 +399,13 @@ def test_copies_of_an_overwritten_observation_are_named_in_the_log(
     assert "of them obs equals next_obs: if the environment overwrites the array" in text
 
 
-# ---- autoreset modes that are not the environment's ------------------------------------------------
+# ---- autoreset modes that are not the environment's ----------------------------------------------
 
 
 class Walk:
-    """Two environments that count steps from a first state in [0, `spread`); an episode has 5 steps."""
+    """Two environments that count steps from a first state in [0, `spread`); an episode has 5
+    steps.
+    """
 
     def __init__(self, mode: str, spread: float = 1.0, moves: bool = True) -> None:
         self.mode = mode
@@ -414,7 +422,9 @@ class Walk:
         return np.repeat(self.states, 3).reshape(2, 3).astype(np.float32)
 
     def step(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the next observations, the last ones of episodes that end, rewards and truncations."""
+        """Return the next observations, the last ones of episodes that end, rewards and
+        truncations.
+        """
         resets = self.steps == 5
         self.steps = np.where(resets, 0, self.steps + 1)
         self.states = np.where(resets, self.first(), self.states + self.moves)

@@ -1,4 +1,6 @@
-"""Groups as items: every sampler draws whole ones; late members, conditions, limits, mixtures, statistics."""
+"""Groups as items: every sampler draws whole ones; late members, conditions, limits, mixtures,
+statistics.
+"""
 
 import re
 from pathlib import Path
@@ -55,7 +57,9 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_draws_whole_groups(name: str) -> None:
-    """Groups of members with one or two trajectories, in the order of the members, whatever came first."""
+    """Groups of members with one or two trajectories, in the order of the members, whatever came
+    first.
+    """
     with Replay(section(MEMBERS, SAMPLERS[name])) as replay:
         wanted: dict[int, list[tuple[int, int]]] = {}
         words = np.random.default_rng(0)
@@ -94,7 +98,9 @@ def test_every_sampler_draws_whole_groups(name: str) -> None:
     ],
 )
 def test_frequencies_follow_the_masses_of_groups(sampler: dict[str, Any], masses: Any) -> None:
-    """A group of n trajectories is as likely as its own mass says, not as those of its trajectories."""
+    """A group of n trajectories is as likely as its own mass says, not as those of its
+    trajectories.
+    """
     group = {**MEMBERS, "size": 2, "max_trajectories": 4}
     with Replay(section(group, sampler, batch={"groups": 500})) as replay:
         firsts = []
@@ -106,7 +112,8 @@ def test_frequencies_follow_the_masses_of_groups(sampler: dict[str, Any], masses
         first = 0
         if sampler["kind"] == "prioritized":
             take(stream, 0)
-            # A group is named by any of its trajectories: here by the first one, which is not its leader.
+            # A group is named by any of its trajectories: here by the first one, which is not its
+            # leader.
             assert replay.set_priorities(firsts, [1.0 + prompt % 4 for prompt in range(12)]) == 12
             first = 1
         counts = np.zeros(12)
@@ -248,7 +255,7 @@ def test_conditions_of_the_sampler_hold_as_the_column_stores_values(
         assert {one for one in ids if stream.masses.leaves[one] > 0} == passing
 
 
-# ---- stragglers --------------------------------------------------------------------------------------
+# ---- stragglers ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -260,7 +267,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_stragglers(clock: SimpleNamespace) -> None:
-    """A group with enough members is complete some time after its latest one; the others are then late."""
+    """A group with enough members is complete some time after its latest one; the others are then
+    late.
+    """
     group = {**MEMBERS, "needs": ["reward"], "after_s": 0.3, "min_size": 2}
     with Replay(section(group, batch={"groups": 1})) as replay:
         ids = [add(replay, 1, sample) for sample in range(2)]
@@ -363,7 +372,7 @@ def test_a_sampler_waits_for_stragglers() -> None:
             replay.rollout()
 
 
-# ---- groups that are generated in vain ----------------------------------------------------------------
+# ---- groups that are generated in vain -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -465,7 +474,7 @@ def test_a_condition_that_few_groups_pass(kind: str, caplog: pytest.LogCaptureFi
         assert replay.missing_groups() <= 10  # half of the latest ones passed
 
 
-# ---- limits ------------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------
 
 
 def test_an_empty_table_names_what_is_missing() -> None:
@@ -499,7 +508,9 @@ def test_a_loop_that_ends_early_asks_for_the_next_groups() -> None:
 
 
 def test_a_queue_of_groups() -> None:
-    """Complete groups that wait are at most those of the queue; each is drawn once, and leaves whole."""
+    """Complete groups that wait are at most those of the queue; each is drawn once, and leaves
+    whole.
+    """
     rate = {"queue": 4, "timeout_s": 1.0}
     config = section(GROUP, batch={"groups": 2}, rate_limiter=rate, timeout_s=1.0)
     with Replay(config) as replay:
@@ -551,7 +562,7 @@ def test_old_groups_leave_whole() -> None:
         assert replay.statistics()["stale"]["main"]["trajectories"] == 5
 
 
-# ---- other tables ------------------------------------------------------------------------------------
+# ---- other tables --------------------------------------------------------------------------------
 
 
 def write_groups(path: Path, count: int, size: int = 3) -> Path:
@@ -584,7 +595,9 @@ def test_groups_of_a_data_set(tmp_path: Path, load: str) -> None:
 
 
 def test_fresh_and_replayed_groups(tmp_path: Path) -> None:
-    """A mixture of a table that is added to and a data set: whole groups of both, in their shares."""
+    """A mixture of a table that is added to and a data set: whole groups of both, in
+    their shares.
+    """
     path = write_groups(tmp_path / "set", 6, size=2)
     config = section(GROUP, batch={"groups": 8})
     config["tables"]["old"] = {"data": str(path), "group": {"column": "prompt", "size": 2}}
@@ -605,7 +618,9 @@ def test_fresh_and_replayed_groups(tmp_path: Path) -> None:
 
 
 def test_rollouts_of_groups() -> None:
-    """`Replay.rollout` trains every trajectory of each group, and advantages compare the members of one."""
+    """`Replay.rollout` trains every trajectory of each group, and advantages compare the members of
+    one.
+    """
     config = section(MEMBERS, batch={"groups": 4})
     config["fields"]["reward"] = {}
     with Replay(config) as replay:

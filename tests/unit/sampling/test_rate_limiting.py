@@ -69,7 +69,9 @@ def numbers(batch: Any) -> list[int]:
 
 
 def test_each_is_drawn_as_often_as_it_may_be() -> None:
-    """Three times eight items: exactly 24 draws, the same whatever the batch; then all of them are gone."""
+    """Three times eight items: exactly 24 draws, the same whatever the batch; then all of them are
+    gone.
+    """
     drawn: dict[int, list[int]] = {}
     for batch in (1, 4, 24):
         with replay(batch, count=8, max_times_sampled=3) as found:
@@ -236,7 +238,11 @@ def test_a_late_column_that_lacks_is_named(rate_limiter: dict[str, Any] | None) 
     section["tables"]["main"] |= {} if rate_limiter is None else {"rate_limiter": rate_limiter}
     with Replay(section) as found:
         ids = [found.add({"which": np.full(3, 7)}) for _ in range(10)]
-        text = r"10 trajectories, 30 steps held; 10 trajectories \(30 steps\) without the late column late"
+        text = (
+            r"10 trajectories, 30 steps held; 10 trajectories \(30 steps\) without the late "
+            r""
+            r"column late"
+        )
         with pytest.raises(NotReadyError, match=text):
             found.sample()
         living = [
@@ -266,7 +272,8 @@ def test_each_reason_is_counted() -> None:
         with pytest.raises(StoreError) as caught:
             found.sample()
         assert str(caught.value.value) == (
-            "4 trajectories, 24 steps held; 2 trajectories (12 steps) outside of sampler.where.task; "
+            "4 trajectories, 24 steps held; 2 trajectories (12 steps) outside of "
+            "sampler.where.task; "
             '1 trajectories (3 steps) without an anchor (too short for the windows of "fields"); '
             "1 trajectories (6 steps) of priority 0"
         )

@@ -1,4 +1,6 @@
-"""Every sampler's rule: weights, windows, anchors, ages, highest priorities, epochs without a tail."""
+"""Every sampler's rule: weights, windows, anchors, ages, highest priorities, epochs
+without a tail.
+"""
 
 import time
 from dataclasses import replace
@@ -173,7 +175,9 @@ def test_a_total_of_large_weights_is_an_error() -> None:
     seed=st.integers(0, 99),
 )
 def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) -> None:
-    """From the newest on until they hold so many items, and by their column, in which NaN is never new."""
+    """From the newest on until they hold so many items, and by their column, in which NaN is never
+    new.
+    """
     ids = np.random.default_rng(seed).permutation(100)[: len(items)]
     none = np.nan if dtype == "float32" else 0
     counts = np.array([n for n, _ in items])
@@ -193,11 +197,17 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
 # ---- age -----------------------------------------------------------------------------------------
 
 
-FEW = r"must hold as many items as a global batch \(7\), each with a mass, got 6; lower the batch size"
+FEW = (
+    r"must hold as many items as a global batch \(7\), each with a mass, got 6; lower the "
+    r"batch size"
+)
 NO_EPOCH = (
     r"stream train: an epoch must hold a global batch \(7 items\) where its tail is dropped, got 6"
 )
-NOTHING = r"stream train: table main must hold at least one item that the sampler admits, got '0 trajectories"
+NOTHING = (
+    r"stream train: table main must hold at least one item that the sampler admits, got "
+    r"'0 trajectories"
+)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +260,9 @@ def test_ages_while_trajectories_come_and_go(scenes: Any, kind: str, unit: str) 
 
 
 def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
-    """It takes up what waits, so as to free rows; the next selection must still know of the removal."""
+    """It takes up what waits, so as to free rows; the next selection must still know of the
+    removal.
+    """
     scene = scenes(
         stream_spec(batch=50, window=AgeWindow(1)), lengths=[4, 4], num_rows=10, num_slots=4
     )

@@ -54,7 +54,9 @@ def ids(scene: StoreScene) -> list[int]:
 
 
 def take(scene: StoreScene, key: int) -> np.ndarray:
-    """Return a copy of what a selection has drawn; the stream has no other reader. [B, 8], int64."""
+    """Return a copy of what a selection has drawn; the stream has no other reader. [B,
+    8], int64.
+    """
     stream = scene.streams[0]
     stream.state.ask(key)
     return np.array(stream.get(key).records.numpy())
@@ -246,7 +248,9 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(
 
 
 def test_what_is_being_written_counts(make: Make) -> None:
-    """A writer waits for another one's commit rather than to pass the capacity, or to find no room."""
+    """A writer waits for another one's commit rather than to pass the capacity, or to
+    find no room.
+    """
     scene = make("fifo", max_steps=10)
     table = scene.table
     with table.lock:

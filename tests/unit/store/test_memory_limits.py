@@ -1,4 +1,6 @@
-"""Memory limits: cgroups of both versions, the machine's memory, missing files, and a real refusal."""
+"""Memory limits: cgroups of both versions, the machine's memory, missing files, and a
+real refusal.
+"""
 
 import pytest
 
@@ -42,7 +44,8 @@ def test_version_2_along_all_parents() -> None:
         "/sys/fs/cgroup/job/step/memory.current": f"{50 * MIB}\n",
         "/sys/fs/cgroup/job/memory.max": f"{1000 * MIB}\n",
         "/sys/fs/cgroup/job/memory.current": f"{700 * MIB}\n",
-        "/sys/fs/cgroup/job/memory.stat": f"anon 5\nactive_file {60 * MIB}\ninactive_file {40 * MIB}\n",
+        "/sys/fs/cgroup/job/memory.stat": f"anon 5\nactive_file {60 * MIB}\ninactive_file "
+        f"{40 * MIB}\n",
     }
     limit = tightest_of(files)
     assert limit.name == "/sys/fs/cgroup/job/memory.max"
@@ -61,7 +64,8 @@ def test_version_1_counts_the_childrens_page_cache() -> None:
         + V2_MOUNT.replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified"),
         f"{folder}/a/b/memory.limit_in_bytes": f"{900 * MIB}\n",
         f"{folder}/a/b/memory.usage_in_bytes": f"{200 * MIB}\n",
-        f"{folder}/a/b/memory.stat": f"active_file 1\ntotal_active_file 9\ntotal_inactive_file {30 * MIB}\n",
+        f"{folder}/a/b/memory.stat": f"active_file 1\ntotal_active_file 9\ntotal_inactive_file "
+        f"{30 * MIB}\n",
         f"{folder}/a/memory.limit_in_bytes": UNLIMITED_V1,
         f"{folder}/a/memory.usage_in_bytes": f"{300 * MIB}\n",
         f"{folder}/memory.limit_in_bytes": UNLIMITED_V1,

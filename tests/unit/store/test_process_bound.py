@@ -1,4 +1,6 @@
-"""What belongs to one process: no pickles or copies, no use in a forked child, nothing after the end."""
+"""What belongs to one process: no pickles or copies, no use in a forked child, nothing after the
+end.
+"""
 
 import atexit
 import copy

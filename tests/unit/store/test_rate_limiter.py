@@ -7,8 +7,8 @@ import pytest
 from deepspeed_gear.store.rate_limiter import RateLimiter
 
 ANY = math.inf
-# Of each rate: the calls (held, ever added, drawn, how many more) of `may_insert` and of `may_sample`, of
-# which the last one is refused and the others are not; [] if none is.
+# Of each rate: the calls (held, ever added, drawn, how many more) of `may_insert` and of
+# `may_sample`, of which the last one is refused and the others are not; [] if none is.
 RATES = {
     "the difference is inserted * 2 - sampled, in [-4, 6]": (
         RateLimiter("trajectory", 1, 2.0, -4.0, 6.0),

@@ -176,7 +176,10 @@ def test_full_memory_is_an_error_that_takes_nothing(excess: int) -> None:
         status.f_blocks * status.f_frsize + excess
     )  # more than all, whatever others give back meanwhile
     files = open_files()
-    rule = r"must have [\d.]+ \w+ free, got '[\d.]+ \w+ \(No space.*; docker run --shm-size; Kubernetes: "
+    rule = (
+        r"must have [\d.]+ \w+ free, got '[\d.]+ \w+ \(No space.*; docker run --shm-size; "
+        r"Kubernetes: "
+    )
     with pytest.raises(StoreFullError, match=rule):
         SharedMemory.create(size)
     wait_until(
@@ -236,7 +239,7 @@ def test_racing_removals_remove_once() -> None:
     os.close(write)
 
 
-# ---- reapers: a name goes however the last process ends ----------------------------------------------
+# ---- reapers: a name goes however the last process ends ------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])

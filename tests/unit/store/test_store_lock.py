@@ -1,4 +1,6 @@
-"""The lock of a store: exclusion, death of its owner, work that was left unfinished, the timeout."""
+"""The lock of a store: exclusion, death of its owner, work that was left unfinished,
+the timeout.
+"""
 
 import os
 import signal

@@ -83,7 +83,8 @@ def test_an_addition_that_fails_gives_its_rows_back(
     [
         (
             {"observation": np.zeros((4, 3), np.float32)},
-            r"column observation must have 5 rows \(T\+1\), got 4; column action .* the observation after",
+            r"column observation must have 5 rows \(T\+1\), got 4; column action .* the "
+            r"observation after",
         ),
         (
             {"reward": torch.zeros(4, dtype=torch.complex64)},
@@ -104,7 +105,9 @@ def test_an_addition_that_fails_gives_its_rows_back(
 def test_wrong_trajectories_are_refused(
     scene: StoreScene, change: dict[str, Any], text: str
 ) -> None:
-    """Names, shapes and lengths: tests/unit/data/test_dataset.py; values: tests/property/test_ways_in.py."""
+    """Names, shapes and lengths: tests/unit/data/test_dataset.py; values:
+    tests/property/test_ways_in.py.
+    """
     before = scene.table.slots.copy()
     with pytest.raises(DataError, match=text):
         store_trajectory(scene.table, [], {**trajectory(0, 4), **change}, None)
@@ -186,7 +189,7 @@ def test_attach_refuses_another_layout(scene: StoreScene) -> None:
         scene.attach(1, expected=Layout.of([], {"table": "main"}))
 
 
-# ---- what a first add imports ------------------------------------------------------------------------
+# ---- what a first add imports --------------------------------------------------------------------
 
 
 ADD_UNTIL_FULL = """

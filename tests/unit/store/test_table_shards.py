@@ -1,4 +1,6 @@
-"""A table that holds a shard: a slice of the whole, rows that arrive from other nodes, ids of all nodes."""
+"""A table that holds a shard: a slice of the whole, rows that arrive from other nodes, ids of all
+nodes.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

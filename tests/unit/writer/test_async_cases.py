@@ -52,7 +52,9 @@ def test_prompts_in_flight_at_a_save_are_trained(tmp_path: Path) -> None:
 
 
 def test_complete_groups_are_in_the_checkpoint(tmp_path: Path) -> None:
-    """OpenRLHF/OpenRLHF#1322: what was generated in advance was in no checkpoint, and was skipped."""
+    """OpenRLHF/OpenRLHF#1322: what was generated in advance was in no checkpoint, and
+    was skipped.
+    """
     with run_of(tmp_path, max_lag=2) as replay, replay.rollout_worker() as worker:
         commit(*worker.lease(12))
         replay.save(tmp_path / "saved")
@@ -62,7 +64,9 @@ def test_complete_groups_are_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_groups_beyond_a_batch_wait_for_theirs(tmp_path: Path) -> None:
-    """THUDM/slime#2238: of the complete groups a batch took those that it needed, and dropped the rest."""
+    """THUDM/slime#2238: of the complete groups a batch took those that it needed, and dropped the
+    rest.
+    """
     with run_of(tmp_path, max_lag=2) as replay, replay.rollout_worker() as worker:
         commit(*reversed(worker.lease(99)))
         for batch in range(6):  # with three batches ahead at every time
@@ -75,7 +79,9 @@ def test_groups_beyond_a_batch_wait_for_theirs(tmp_path: Path) -> None:
 
 
 def test_a_dropped_group_does_not_hold_the_position(tmp_path: Path) -> None:
-    """huggingface/trl#7274: all that was trained after a dropped group was trained again after a resume."""
+    """huggingface/trl#7274: all that was trained after a dropped group was trained again after a
+    resume.
+    """
     rule = {"max_lag": 1, "order": "completion", "late": "drop"}
     with run_of(tmp_path, **rule) as replay, replay.rollout_worker() as worker:
         slow = worker.lease(1)[0]
@@ -92,7 +98,9 @@ def test_a_dropped_group_does_not_hold_the_position(tmp_path: Path) -> None:
 
 
 def test_the_lag_is_bounded_after_a_resume(tmp_path: Path) -> None:
-    """inclusionAI/AReaL#1388: 424 prompts were admitted after a recovery, where 24 fit into the bound."""
+    """inclusionAI/AReaL#1388: 424 prompts were admitted after a recovery, where 24 fit into the
+    bound.
+    """
     with run_of(tmp_path, max_lag=2) as replay, replay.rollout_worker() as worker:
         for _ in range(5):
             commit(*worker.lease(GROUPS))
@@ -110,7 +118,9 @@ def test_the_lag_is_bounded_after_a_resume(tmp_path: Path) -> None:
 def test_a_stuck_rollout_holds_nothing_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVIDIA-NeMo/RL#3238: one rollout that never ends stalled the run, and again after each resume."""
+    """NVIDIA-NeMo/RL#3238: one rollout that never ends stalled the run, and again after each
+    resume.
+    """
     now = 0.0
     monkeypatch.setattr(prompt_ledger, "time", SimpleNamespace(monotonic_ns=lambda: int(now * 1e9)))
     with (

@@ -1,4 +1,6 @@
-"""Autoreset modes: the loops of docs/how-to/online.md store every transition; a mode is never assumed."""
+"""Autoreset modes: the loops of docs/how-to/online.md store every transition; a mode is never
+assumed.
+"""
 
 import re
 from collections.abc import Callable

@@ -86,7 +86,9 @@ def test_a_killed_worker_returns_its_leases(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_death_inside_a_fill_leaves_whole_columns(config: dict[str, Any], count: int) -> None:
-    """Killed with the lock held: all rows are written, and the first `count` of four count as filled."""
+    """Killed with the lock held: all rows are written, and the first `count` of four count as
+    filled.
+    """
     with Replay(config) as replay:
         for sample in range(4):
             add(replay, 1 + sample // 2, sample)

@@ -222,7 +222,9 @@ def test_what_came_too_long_ago_goes() -> None:
 
 @pytest.mark.parametrize("how", ["too much has changed", "a writer has died"])
 def test_versions_are_known_when_changes_are_not(how: str) -> None:
-    """What came since the last selection is found in the slot table, where the log does not say it."""
+    """What came since the last selection is found in the slot table, where the log does
+    not say it.
+    """
     limit = {"column": "version", "max_lag": 2}
     with replay(fields=("which",), version=limit, remove="fifo", writers=1) as found:
         found.set_policy_version(10)

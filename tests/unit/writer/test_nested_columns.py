@@ -1,4 +1,6 @@
-"""Nested columns: every call that adds stores them as it stores columns under their dotted names."""
+"""Nested columns: every call that adds stores them as it stores columns under their
+dotted names.
+"""
 
 from pathlib import Path
 from typing import Any

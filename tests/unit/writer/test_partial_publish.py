@@ -1,6 +1,7 @@
 """Steps of open trajectories that batches hold already.
 
-In any order, with deaths, evictions, late columns and checkpoints: tests/property/test_online_machine.py.
+In any order, with deaths, evictions, late columns and checkpoints:
+tests/property/test_online_machine.py.
 """
 
 import signal

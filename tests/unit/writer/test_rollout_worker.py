@@ -170,8 +170,8 @@ def test_the_books_of_a_running_process_are_shown(
         now = "1 complete, 2 leased, 0 returned, 0 incomplete; 1 dropped: too_lo"
         assert f"4 issued: 0 trained, 0 in training, {now}" in text
         assert (
-            "epoch 0       4 issued: 0 drawn, 1 complete, 2 leased, 0 returned, 0 incomplete, 1 dropped"
-            in text
+            "epoch 0       4 issued: 0 drawn, 1 complete, 2 leased, 0 returned, 0 incomplete, 1 "
+            "dropped" in text
         )
         json.dumps(contents)
         monkeypatch.setattr("deepspeed_gear.cli.inspect.PromptSpec", lambda words: None)
@@ -433,7 +433,9 @@ def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> 
 
 
 def test_every_process_attaches_with_the_recipe_of_the_ranks(data: Path, tmp_path: Path) -> None:
-    """With the section, a ds_config or its file; and without a config to a named run, whatever its prefix."""
+    """With the section, a ds_config or its file; and without a config to a named run, whatever its
+    prefix.
+    """
     section = recipe_section(data)
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"train_batch_size": 8, "gear": section}))
@@ -471,7 +473,9 @@ def test_every_process_attaches_with_the_recipe_of_the_ranks(data: Path, tmp_pat
 
 
 def test_a_slow_first_generation_does_not_end_the_run(data: Path) -> None:
-    """Without a rate limiter the wait for groups, and for room, is longer than that for another rank."""
+    """Without a rate limiter the wait for groups, and for room, is longer than that for another
+    rank.
+    """
     config = recipe_section(data, timeout_s=0.5)
     with Replay(config) as replay, RolloutWorker.attach(config) as worker:
 
@@ -580,7 +584,8 @@ def _train_others(scene: Any) -> None:
         ),
         (
             _train_others,
-            "too old: 2 batches are selected, its version is 0 and prompts.max_lag 1; raise max_lag",
+            "too old: 2 batches are selected, its version is 0 and prompts.max_lag 1; raise "
+            "max_lag",
         ),
     ],
 )

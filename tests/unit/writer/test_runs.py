@@ -202,7 +202,9 @@ def test_a_run_that_ends_while_it_is_attached_to(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_writer_that_outlives_its_run() -> None:
-    """The ranks are killed: the writer's next additions raise, no actor attaches, and its end removes all."""
+    """The ranks are killed: the writer's next additions raise, no actor attaches, and its end
+    removes all.
+    """
 
     config = section()
 

@@ -1,4 +1,6 @@
-"""A VectorWriter refuses names that it does not take, and stores a long episode in parts or not at all."""
+"""A VectorWriter refuses names that it does not take, and stores a long episode in parts or not at
+all.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -125,7 +127,7 @@ def test_a_last_state_with_another_name(replay: Replay) -> None:
     assert [done.num_steps for done in steps.step(**last, final=state())] == [1, 1]
 
 
-# ---- episodes longer than max_length -----------------------------------------------------------------
+# ---- episodes longer than max_length -------------------------------------------------------------
 
 EPISODE = Schema(
     [
@@ -208,7 +210,7 @@ def test_an_episode_of_the_limit_is_whole_and_other_fields_admit_parts() -> None
         assert found.read([0])[0]["truncated"].tolist() == [False] * (LONGEST - 1) + [True]
 
 
-# ---- pieces: an episode longer than max_length goes on -----------------------------------------------
+# ---- pieces: an episode longer than max_length goes on -------------------------------------------
 
 PIECES = Schema(
     [
@@ -238,7 +240,9 @@ def rewards_of(length: int, seed: int) -> np.ndarray:
 
 
 def play(writer: Any, lengths: list[int], autoreset: Any, publish: bool) -> None:
-    """Take episodes of these lengths in environment 0; environment 1 has only steps that do not end."""
+    """Take episodes of these lengths in environment 0; environment 1 has only steps that do not
+    end.
+    """
     state = np.zeros(2, np.float32)
     writer.reset(observation=state)
     for number, length in enumerate(lengths):
@@ -292,7 +296,9 @@ def test_pieces_have_the_time_steps_and_returns_of_their_episode(
 
 
 def test_pieces_have_the_values_that_are_derived_of_whole_episodes() -> None:
-    """Bit for bit: the sums of the writer are those of the op, and the fields have the same dtype."""
+    """Bit for bit: the sums of the writer are those of the op, and the fields have the
+    same dtype.
+    """
     found = []
     rewards = rewards_of(31, 0)
     for schema in (PIECES, EPISODE):
@@ -311,7 +317,9 @@ def test_pieces_have_the_values_that_are_derived_of_whole_episodes() -> None:
 
 
 def test_pieces_whose_episode_ends_otherwise() -> None:
-    """Evicted pieces are left out; a reset and close end an episode; a writer that is dropped does not."""
+    """Evicted pieces are left out; a reset and close end an episode; a writer that is dropped does
+    not.
+    """
     with pieces() as found:
         state = np.zeros(2, np.float32)
         ones = np.ones(2, np.float32)

@@ -1,4 +1,6 @@
-"""Simulators ask a rank's policy for actions through shared memory; their steps land in the store."""
+"""Simulators ask a rank's policy for actions through shared memory; their steps land in
+the store.
+"""
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from deepspeed_gear.actors.inference_loader import InferenceLoader
 from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 
-# ---- what lands in the store -----------------------------------------------------------------------
+# ---- what lands in the store ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -73,7 +75,7 @@ def test_longer_than_max_length_is_cut() -> None:
     assert [part["truncated"].tolist()[-1] for part in parts] == [True, True, False]
 
 
-# ---- who is served when ----------------------------------------------------------------------------
+# ---- who is served when --------------------------------------------------------------------------
 
 
 def test_nobody_starves(scene: tuple[InferenceLoader, InferenceClient]) -> None:
@@ -134,7 +136,7 @@ def test_a_batch_that_does_not_fill_comes_when_no_others_can(replay: Replay) -> 
         assert next(loader).simulators.tolist() == [0, 2]  # no others can come
 
 
-# ---- several, and refusals -------------------------------------------------------------------------
+# ---- several, and refusals -----------------------------------------------------------------------
 
 
 def test_simulators_go_where_there_is_room(replay: Replay) -> None:

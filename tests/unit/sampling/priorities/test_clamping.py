@@ -1,4 +1,5 @@
-"""Priorities beyond what a mass can be: they are clamped and counted, and no sum of masses overflows.
+"""Priorities beyond what a mass can be: they are clamped and counted, and no sum of masses
+overflows.
 
 GEAR_LONG_TESTS=1: 2^24 items instead of 2^18, whose frequencies are compared with their masses.
 """
@@ -130,7 +131,9 @@ def test_a_full_table_of_the_largest_masses_does_not_overflow() -> None:
 
 
 def test_frequencies_follow_masses_over_all_magnitudes() -> None:
-    """Also where half of the items have the largest mass, and with all magnitudes drawn (alpha 0.05)."""
+    """Also where half of the items have the largest mass, and with all magnitudes drawn (alpha
+    0.05).
+    """
     size, chunk = (1 << 24, 1 << 16) if LONG else (1 << 18, 1 << 16)
     exponents = np.random.default_rng(3).uniform(-30, 30, size)
     priorities = torch.from_numpy((10.0**exponents).astype(np.float32))

@@ -1,4 +1,6 @@
-"""Items with priorities: anchors, weights, clamped masses; test_priority_machine.py has all else."""
+"""Items with priorities: anchors, weights, clamped masses; test_priority_machine.py has
+all else.
+"""
 
 from typing import Any
 
@@ -39,7 +41,9 @@ def test_only_anchors_are_items(scenes: Any, rule: AnchorRule) -> None:
 def test_weights_are_those_of_the_formula(
     scenes: Any, normalize: Any, unit: str, alpha: float, beta: float
 ) -> None:
-    """(N * P(i)) ** -beta with P(i) = p_i ** alpha / sum, in float64; divided by the greatest one."""
+    """(N * P(i)) ** -beta with P(i) = p_i ** alpha / sum, in float64; divided by the
+    greatest one.
+    """
     lengths = [3] * 12 if unit == "step" else [2] * 36  # 36 items: minima of two levels
     scene = scenes(
         unit=unit, lengths=lengths, alpha=alpha, beta=beta, normalize=normalize, batch=16

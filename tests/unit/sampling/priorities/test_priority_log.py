@@ -17,7 +17,7 @@ from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.priority_log import NEVER
 from deepspeed_gear.store.pins import SelectionPins
 
-# ---- which reports a selection sees --------------------------------------------------------------------
+# ---- which reports a selection sees --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -44,8 +44,10 @@ def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scene
     stream.get(1)
     stream.state.ask(1)
     text = (
-        rf"global batch 2 must have the priorities of all ranks in gear.timeout_s = 0.2 s, got 'local rank 1 "
-        rf"\(process {os.getpid()}\) has not requested the batch after them'; check why that rank stopped"
+        rf"global batch 2 must have the priorities of all ranks in gear.timeout_s = 0.2 s, got "
+        rf"'local rank 1 "
+        rf"\(process {os.getpid()}\) has not requested the batch after them'; check why that "
+        rf"rank stopped"
     )
     with pytest.raises(PeerError, match=text):
         stream.get(2)
@@ -86,7 +88,8 @@ def test_a_full_log_refuses_and_changes_nothing(scenes: Any) -> None:
     cut(stream, 0)
     report(stream, [(3, step) for step in range(5)], 2)
     text = (
-        r"stream train: priorities must be at most 7 between two global batches on a rank, got '5 wait, 3 "
+        r"stream train: priorities must be at most 7 between two global batches on a rank, got "
+        r"'5 wait, 3 "
         r"more'; report them in parts"
     )
     with pytest.raises(StoreError, match=text):
@@ -116,7 +119,9 @@ def test_what_is_no_priority_is_refused_and_nothing_changes(scenes: Any, bad: fl
 
 
 def busy(scenes: Any, unit: str) -> tuple[StoreScene, Any]:
-    """Return a store with priorities, gone items, waiting changes, and reports that wait on two ranks."""
+    """Return a store with priorities, gone items, waiting changes, and reports that wait on two
+    ranks.
+    """
     scene = scenes(
         unit=unit, lag=1, alpha=lambda key: 0.9 - 0.1 * key, normalize="table", batch=40, depth=6
     )
