@@ -864,7 +864,7 @@ def test_stores_share_an_order_a_lag_and_an_account(
     count: int, groups: int, max_lag: int, order: str, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = {"groups": groups, "max_lag": max_lag, "order": order, "late": late}
-    counts = driven(Resharding, count, 600 if order == "lease" else 1000, monkeypatch, **how)
+    counts = driven(Resharding, count, 500 if order == "lease" else 850, monkeypatch, **how)
     assert min(counts["exact"], counts["loads"]) > 0, counts
     assert counts["expired"] > 0 or groups == 1, counts
     assert counts["waits"] > 0 or groups == 1 or late == "drop", counts
@@ -880,7 +880,7 @@ def test_jobs_go_on_in_the_stores_of_those_before(
     count: int, groups: int, max_lag: int, order: str, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = {"groups": groups, "max_lag": max_lag, "order": order, "late": late}
-    counts = driven(Successors, count, 500, monkeypatch, **how)
+    counts = driven(Successors, count, 450, monkeypatch, **how)
     names = ["expired", "found", "from before", "lost", "loads"]
     if order == "completion" and max_lag == 3:  # elsewhere few are older than a lease
         names.append("older")

@@ -3,7 +3,7 @@ is a card.
 """
 
 import pytest
-from device_support import SAMPLERS, assert_equal, plainly, run_on
+from device_steps import SAMPLERS, assert_equal, plainly, run_on
 from op_arguments import ON_DEVICE, arguments
 from op_arguments import assert_equal as assert_equal_arguments
 from op_kit import REFERENCE, moved
