@@ -1,8 +1,8 @@
 """The gradient of packed micro batches of a tiny Qwen2 on many ranks, beside that of one process.
 
-The cases of each kind are pairs of a loss and a budget. The
-change of the weights by SGD with a rate of 1 is the gradient. The first rank computes the gradient
-of one process from one sequence at a time; every rank compares its weights with it.
+The cases of each kind are pairs of a loss and a budget. The change of the weights by SGD with a
+rate of 1 is the gradient. The first rank computes the gradient of one process from one sequence at
+a time; every rank compares its weights with it.
 """
 
 from typing import Any
