@@ -402,8 +402,8 @@ def barrier() -> None:
 
 
 def sent_bytes(replay: Replay) -> int:
-    exchange = replay._parts.exchange
-    return 0 if True not in exchange._channels else exchange._channels[True].bytes_sent
+    links = replay._parts.links
+    return 0 if True not in links._channels else links._channels[True].bytes_sent
 
 
 def run_case(

@@ -85,7 +85,7 @@ class NodeStore:
     def __init__(
         self, index: int, count: int, batches: int, outlives: bool = False, **how: Any
     ) -> None:
-        how = {"seed": 0, "key": 0, "attempts": ATTEMPTS, "keep_bytes": 1, **how}
+        how = {"seed": 0, "random_key": 0, "attempts": ATTEMPTS, "keep_bytes": 1, **how}
         how |= {"num_stores": count, "store": index, "members": int(outlives)}
         self.spec = PromptSpec("", "", 20, size=1, **how)
         room = max(-(-(self.spec.max_lag + batches) * self.spec.groups // count), self.spec.groups)
@@ -189,7 +189,7 @@ class NodeStore:
         held = self.slots_in(SlotState.COMMITTED)
         (slot,) = held[self.numbers[held] == number]
         is_drawn = counter == Left.DRAWN
-        self.drawn[slot] = self.position[Head.KEY] - 1 if is_drawn else -1
+        self.drawn[slot] = self.position[Head.NUMBER] - 1 if is_drawn else -1
         self.slots[slot, Slot.STATE] = SlotState.EVICTED if is_drawn else SlotState.FREE
         self.ledger.leave(np.array([number]), counter)
 
@@ -227,7 +227,7 @@ def exchange(
     """
     spec = stores[0].spec
     known = np.stack(each(progress))
-    each(lambda store: store.ledger.agree(known))
+    each(lambda store: store.ledger.take_progress(known))
 
     def record(store: NodeStore) -> tuple[int, int, np.ndarray]:
         slots = store.ledger.in_order(store.complete)
@@ -278,7 +278,7 @@ class Saved:
 
     def seek(self, store: NodeStore) -> None:
         """Set the position of a store's stream."""
-        store.position[Head.KEY] = self.selected
+        store.position[Head.NUMBER] = self.selected
         store.consumed[:] = self.num_trained
 
 
@@ -313,7 +313,7 @@ class Machine:
 
     @property
     def selected(self) -> int:
-        return min(int(store.position[Head.KEY]) for store in self.stores)
+        return min(int(store.position[Head.NUMBER]) for store in self.stores)
 
     @property
     def num_trained(self) -> int:
@@ -453,7 +453,7 @@ class Machine:
         self.trained += numbers
 
         def commit(store: NodeStore) -> None:
-            store.position[Head.KEY] += 1
+            store.position[Head.NUMBER] += 1
             for number in filter(store.owns, numbers):
                 slot = store.complete[store.numbers[store.complete] == number][0]
                 assert batch - store.retention[slot, SlotRetention.POLICY_VERSION] <= self.max_lag
@@ -650,7 +650,7 @@ class Resharding(Machine):
         whole = self.store_of(0, 1)
         entries = np.concatenate([store.ledger.export()["prompt_entries"] for store in self.stores])
         whole.ledger.entries[: len(entries)] = entries
-        whole.position[Head.KEY] = self.selected
+        whole.position[Head.NUMBER] = self.selected
         groups = [
             (store, slot)
             for store in self.stores
@@ -890,7 +890,7 @@ def test_jobs_go_on_in_the_stores_of_those_before(
 def agree(stores: Sequence[NodeStore], known: Sequence[np.ndarray]) -> None:
     """Let stores take what all of them have told."""
     for store in stores:
-        store.ledger.agree(np.stack(known))
+        store.ledger.take_progress(np.stack(known))
 
 
 def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> None:
@@ -912,7 +912,7 @@ def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> 
     slow = one.ledger.lease(2)
     assert (commit(one, slow[:1]), commit(other, other.ledger.lease(1))) == ([0], [1])
     for number, store in enumerate(stores):
-        store.position[Head.KEY] = 1
+        store.position[Head.NUMBER] = 1
         store.leave(number, Left.DRAWN)
     of_other = other.ledger.progress()  # and then the batch ends
     for store in stores:
@@ -934,7 +934,7 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
     stores = [NodeStore(index, 2, 5, outlives=True, needs=True, **how) for index in range(2)]
     selected = 3 if case == "too old" else 2
     for store in stores:
-        store.position[Head.KEY] = selected
+        store.position[Head.NUMBER] = selected
         store.consumed[:] = 1 if case == "more are trained" else 2
         for number in range(2 * selected + store.spec.store, 2 * selected + 6, 2):
             store.write(number // 2, number, SlotState.EVICTED, -1, 1, 0)
