@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import op_wrappers
+import op_kit
 import pytest
 import torch
 from gear_support import SCHEMA
@@ -132,7 +132,7 @@ def test_samples_go_to_whoever_reads_them(
         records = torch.zeros(len(own), 8, dtype=torch.int64)
         records[:, Resolution.SLOT] = own
         tables = torch.from_numpy(found.readers), torch.from_numpy(found.need_of)
-        sent, _, _ = op_wrappers.encode_draws(records, own, *tables, offset, index)
+        sent, _, _ = op_kit.encode_draws(records, own, *tables, offset, index)
         wanted = [
             [n, s]
             for n in range(len(order))
