@@ -1,17 +1,14 @@
-"""Fields of a batch, gathered in one pass into a ring of preallocated tensors, and packs of
-trajectories.
-"""
+"""Fields of a batch, gathered in one pass into a ring of preallocated tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,39 +16,21 @@ from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
 from deepspeed_gear.batching.batch import Batch, BatchLifetime, storage_of
+from deepspeed_gear.batching.field_rows import SOURCES, FieldRows, Rows, affine, byte_rows
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import ESTIMATED, read_fields
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_statistics import (
-    LEAST_SPREAD,
-    ColumnStatistics,
-    running_statistics,
-)
-from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.conversion import convert
-from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, Source, lower
+from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, lower
 from deepspeed_gear.ops.windows import is_no_sample, rows_of
-from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import RETURN_TO_GO
+from deepspeed_gear.schema import Column
 
-SOURCES = {
-    "T": Source.STEPS,
-    "T+1": Source.STEPS_PLUS_ONE,
-    "1": Source.TRAJECTORY,
-}  # by a column's `rows`
-COMPUTED = {"timestep": Source.TIMESTEP, "position": Source.POSITION}
 ALIGNS = {"in_place": Align.IN_PLACE, "left": Align.LEFT, "right": Align.RIGHT}
 PADS = {"zero": Pad.VALUE, "value": Pad.VALUE, "edge": Pad.EDGE}
-#: Of the tensors that N_STEP_NAMES names.
-N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
-PERIOD_ELEMENTS = (
-    4096  # shift and gain are repeated up to this many elements, so that inner loops are long
-)
+N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)  # of the tensors of N_STEP_NAMES
 _REWARD = "\0reward"  # the input of an estimate whose mask is that of the window
 _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
@@ -65,82 +44,6 @@ def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
         return
     for tensor in tensors:
         increment_version(tensor)
-
-
-class Rows(Protocol):
-    """Source of batches: a Table, or a RingTable on a device."""
-
-    @property
-    def ops(self) -> Ops: ...
-
-    @property
-    def schema(self) -> Schema: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def compressed(self) -> Mapping[str, CompressedRows]: ...
-
-    def gather_source(self, name: str) -> torch.Tensor:
-        """Return the rows of a column, of a compressed one none. [rows or slots, *shape]."""
-        ...
-
-
-@dataclass(frozen=True)
-class FieldRows:
-    """The rows that a field reads, and their conversion: (x - shift) * gain, as `dtype`."""
-
-    source: int  # the op's code for the rows
-    column: torch.Tensor  # [rows or slots, *shape]; empty where the op computes the field
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    # As `affine` returns them, on the column's device.
-    shift: torch.Tensor
-    gain: torch.Tensor
-    pad: float  # value of the rows outside of the trajectory
-    stored: CompressedRows | None = None  # what the rows are decoded from
-
-    @classmethod
-    def of(
-        cls,
-        field: ResolvedField,
-        table: Rows,
-        statistics: Mapping[str, ColumnStatistics],
-        engine_dtype: torch.dtype,
-    ) -> FieldRows:
-        shape: tuple[int, ...] = ()
-        stored = None if field.column is None else table.compressed.get(field.column.name)
-        if field.derived in COMPUTED:
-            source = COMPUTED[field.derived]
-            column = torch.empty(0, dtype=torch.int64, device=table.device)
-        elif field.derived == "return_to_go":
-            source = SOURCES["T"]
-            column = table.gather_source(RETURN_TO_GO)
-        else:
-            assert field.column is not None
-            source = SOURCES[field.column.rows]
-            column = table.gather_source(field.column.name)
-            shape = field.column.shape
-        dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
-        if field.mask_only and field.derived not in COMPUTED:
-            column, stored = _bytes_for(stored or column, table), None
-            shape = (1,)
-            dtype = torch.uint8
-        shift, gain = (part.to(table.device) for part in affine(field, statistics, shape))
-        pad = float(field.pad_value) if field.pad_kind == "value" else 0.0
-        return cls(source, column, shape, dtype, shift, gain, pad, stored)
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    def of_trajectories(self, records: torch.Tensor) -> torch.Tensor:
-        """Return a per-trajectory field of records, [S, 8], int64. [S, *shape]."""
-        values = self.column[records[:, Resolution.SLOT]]
-        numbers = (self.shift, self.gain) if len(self.gain) else ()
-        flat = values.reshape(values.size(0), self.elements)
-        return convert(flat, self.dtype, *numbers).view(values.shape)
 
 
 class FieldGroup:
@@ -402,7 +305,7 @@ class Gatherer:
             if field.hindsight is not None:
                 achieved = table.gather_source(field.hindsight.name)
                 if field.mask_only:
-                    achieved = _bytes_for(achieved, table)
+                    achieved = byte_rows(achieved, table)
                 source = SOURCES[field.hindsight.rows]
                 goal_rows.append(replace(rows, source=source, column=achieved, pad=0.0))
                 goals[number] = GatherSpec(
@@ -603,218 +506,3 @@ class Gatherer:
         outs = [None if i is None else buffers.outs[i] for i in self._inputs]
         mask = buffers.masks[self._mask_of[_REWARD]]
         ops.advantages_(*buffers.estimates, *outs[:5], mask, *outs[5:], self._factors)
-
-
-def _bytes_for(rows: Sized, table: Rows) -> torch.Tensor:
-    """Return a byte for each row, in place of a column of which only the mask is
-    wanted. [rows, 1].
-    """
-    return torch.zeros(len(rows), 1, dtype=torch.uint8, device=table.device)
-
-
-def affine(
-    field: ResolvedField, statistics: Mapping[str, ColumnStatistics], shape: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the
-    identity. ConfigError if the field is normalised without statistics, or float64 does not hold
-    them.
-    """
-    if not field.is_converted:
-        return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
-    if field.normalize is None:
-        return torch.zeros(1, dtype=torch.float64), torch.full(
-            (1,), field.scale, dtype=torch.float64
-        )
-    assert field.column is not None
-    at = f"gear.fields.{field.name}.normalize"
-    if field.column.name not in statistics:
-        remedy = "use a data set made by `gear ingest`, or leave it out"
-        raise ConfigError(at, "must be of a column with statistics", field.column.name, remedy)
-    known = statistics[field.column.name]
-    numbers = (known.min, known.max, known.mean, known.std)
-    low, high, mean, spread = (np.broadcast_to(x, field.column.shape) for x in numbers)
-    varies = low < high  # a constant element keeps its distances; one without a finite value is NaN
-    if field.column.dtype == "int64":
-        varies = varies | (np.abs(low) > 2.0**53)  # float64 has rounded differences away
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        if field.normalize == "min_max":
-            mean = low + (high - low) / 2
-            spread = (high - low) / 2
-        gain = field.scale / np.where(varies, spread, 1.0)
-        holds = (spread >= LEAST_SPREAD * np.spacing(np.abs(mean))) & np.isfinite(gain)
-        holds &= np.isfinite(1 / spread) & (1 / spread >= np.finfo(np.float64).tiny)
-    wrong = np.argwhere(varies & ~holds)
-    if len(wrong):
-        element = tuple(wrong[0].tolist())
-        rule = (
-            "must be of values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
-        )
-        place = f"in element {list(element)} of {field.column.name}"
-        value = f"{low[element]} to {high[element]} {place}"
-        raise ConfigError(
-            at, rule, value, "store the column less an offset or in other units, or use scale"
-        )
-    elements = int(np.prod(shape, dtype=np.int64))
-    repeats = (
-        max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
-    )
-
-    def tiled(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.tile(values.reshape(-1), repeats))
-
-    return tiled(mean), tiled(gain)
-
-
-class PackGatherer:
-    """Gathers packs from one table. Not thread-safe."""
-
-    def __init__(
-        self,
-        fields: Sequence[ResolvedField],
-        table: Table,
-        statistics: Mapping[str, ColumnStatistics],
-        engine_dtype: torch.dtype,
-    ) -> None:
-        self._ops = table.ops
-        every = {
-            field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in fields
-        }
-        self.per_trajectory = {
-            name: row for name, row in every.items() if row.source == Source.TRAJECTORY
-        }
-        self.fields = [field for field in fields if field.name not in self.per_trajectory]
-        rows = [every[field.name] for field in self.fields]
-        specs = [
-            GatherSpec(row.source, int(field.offset), elements=row.elements)
-            for field, row in zip(self.fields, rows, strict=True)
-        ]
-        self._group = FieldGroup(list(range(len(rows))), specs, rows)
-        self._outputs: list[tuple[str, tuple[int, ...], np.ndarray, bool]] = []  # with its padding
-        for field, row in zip(self.fields, rows, strict=True):
-            pad = torch.full((1,), row.pad, dtype=row.dtype)
-            are_bits = row.dtype == torch.bfloat16
-            pad = pad.view(torch.uint16) if are_bits else pad  # as NumPy has it
-            self._outputs.append((field.name, row.shape, pad.numpy(), are_bits))
-
-    def outputs(self, rows: int, end: int) -> dict[str, torch.Tensor]:
-        """Return new tensors of every per-step field, padded from `end` on, else undefined. [1,
-        rows].
-        """
-        outs = {}
-        for name, shape, pad, are_bits in self._outputs:
-            array = np.empty((1, rows, *shape), pad.dtype)  # torch takes three times as long
-            array[:, end:] = pad
-            out = torch.from_numpy(array)
-            outs[name] = out.view(torch.bfloat16) if are_bits else out
-        return outs
-
-    def gather(
-        self,
-        outs: Mapping[str, torch.Tensor],
-        records: torch.Tensor,
-        places: torch.Tensor,
-        first: int,
-    ) -> None:
-        """Write the places [first, first + rows) of a pack.
-
-        Args:
-            outs: Of every per-step field. [1, rows, *shape].
-            records: Resolutions of this table's trajectories in the pack. [S, 8], int64,
-                contiguous.
-            places: Where each begins in the pack. [S], int64.
-        Cost: every row is read once and written once.
-        """
-        if not self.fields or not records.size(0):
-            return
-        group = self._group
-        into = [outs[field.name] for field in self.fields]
-        converted = group.columns, group.shifts, group.gains
-        self._ops.pack_(
-            into, *converted, records, places, group.spec, group.pads, first, into[0].size(1)
-        )
-
-
-class SharedRows(NamedTuple):
-    """Where the first steps of trajectories are that others of their groups hold."""
-
-    steps: np.ndarray  # so many; 0: it holds all of its steps. [n], int64
-    first_row: np.ndarray  # of the one that holds them. [n], int64
-
-    @classmethod
-    def none(cls, count: int) -> SharedRows:
-        return cls(np.zeros(count, np.int64), np.zeros(count, np.int64))
-
-    def of(self, which: Any) -> SharedRows:
-        """Return those of some trajectories."""
-        return SharedRows(self.steps[which], self.first_row[which])
-
-    def runs(
-        self, records: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the records of all runs of rows, [m, 8], and where each begins, [m], of
-        trajectories with NUM_STEPS places, [n, 8], at `places`, [n], whose first row is that of
-        their own rows.
-
-        The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place
-        that the own run writes after it: so a place at its end reads the step after its own.
-        """
-        own = records.numpy().copy()
-        at = places.numpy()
-        front = np.flatnonzero(self.steps > skipped)
-        # places of the prompt
-        before = own[front]
-        left = np.maximum(self.steps - skipped, 0)
-        before[:, Resolution.FIRST_ROW] = self.first_row[front] + skipped[front]
-        before[:, Resolution.NUM_STEPS] = np.minimum(
-            left[front] + 1, own[front, Resolution.NUM_STEPS]
-        )
-        own[:, Resolution.FIRST_ROW] += np.maximum(skipped - self.steps, 0)
-        own[:, Resolution.NUM_STEPS] -= left
-        rest = (
-            own[:, Resolution.NUM_STEPS] > 0
-        )  # none of a trajectory that is cut within its prompt
-        runs = np.concatenate([before, own[rest]]), np.concatenate([at[front], (at + left)[rest]])
-        return torch.from_numpy(runs[0]), torch.from_numpy(runs[1])
-
-
-def steps_of(
-    ops: Ops,
-    column: torch.Tensor,
-    records: torch.Tensor,
-    offset: int,
-    rows: str,
-    dtype: torch.dtype,
-    shared: SharedRows | None = None,
-) -> np.ndarray:
-    """Return a column's values at the steps of trajectories, one after the other. [steps], of a
-    `dtype`.
-
-    A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or
-    "T+1".
-    """
-    lengths = records[:, Resolution.NUM_STEPS]
-    out = torch.empty(int(lengths.sum()), dtype=dtype)
-    places = torch.cumsum(lengths, 0) - lengths
-    none = torch.empty(0)
-    if shared is not None:
-        records, places = shared.runs(records, places, np.zeros(len(records), np.int64))
-    spec = lower([GatherSpec(SOURCES[rows], offset)])
-    if out.numel():
-        ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())
-    return out.numpy()
-
-
-def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:
-    """Return the values of an opaque column of the trajectories that records describe: bytes, or
-    JSON values.
-
-    The selection of the records must be pinned: call it where the samples' rows are gathered. Rows
-    of other nodes must have arrived, as they do where a field of the config names the column.
-
-    Args:
-        records: Resolutions. [n, 8], int64, in host memory.
-    Cost: a copy and, of JSON, a parse for each record, in Python.
-    """
-    rows = table.gather_source(column.name).numpy()
-    name = f"table {table.spec.name}: column {column.name}"
-    return [decode(rows[slot], column, name) for slot in records[:, Resolution.SLOT].tolist()]

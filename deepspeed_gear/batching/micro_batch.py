@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import SharedRows
 from deepspeed_gear.batching.loss_weights import GradientDivisor, StepLoss
+from deepspeed_gear.batching.pack_gather import SharedRows
 from deepspeed_gear.batching.pack_media import MediaReader, PackMedia
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
 from deepspeed_gear.batching.packing_plan import Prefixes

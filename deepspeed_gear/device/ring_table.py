@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.batching.gather import SOURCES
+from deepspeed_gear.batching.field_rows import SOURCES
 from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Packing
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.field_rows import Rows
 from deepspeed_gear.batching.gather import (
     N_STEP_DTYPES,
     Buffers,
@@ -24,7 +25,6 @@ from deepspeed_gear.batching.gather import (
     Gatherer,
     GatherOptions,
     NStepReturns,
-    Rows,
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.config import ResolvedField
