@@ -45,23 +45,23 @@ class Rows(Protocol):
     def compressed(self) -> Mapping[str, CompressedRows]: ...
 
     def gather_source(self, name: str) -> torch.Tensor:
-        """Return the rows of a column, of a compressed one none. [rows or slots, *shape]."""
+        """Return the rows of a column, [rows or slots, *shape]; of a compressed column no rows."""
         ...
 
 
 @dataclass(frozen=True)
 class FieldRows:
-    """The rows that a field reads, and their conversion: (x - shift) * gain, as `dtype`."""
+    """The rows that a field reads, and their conversion to `dtype`: (x - shift) * gain."""
 
     source: int  # the op's code for the rows
     column: torch.Tensor  # [rows or slots, *shape]; empty where the op computes the field
     shape: tuple[int, ...]
     dtype: torch.dtype
-    # As `affine` returns them, on the column's device.
+    # As `affine` returns them, on the device of the column.
     shift: torch.Tensor
     gain: torch.Tensor
     pad: float  # value of the rows outside of the trajectory
-    stored: CompressedRows | None = None  # what the rows are decoded from
+    stored: CompressedRows | None = None  # compressed rows; None: they are in `column`
 
     @classmethod
     def of(
@@ -71,6 +71,12 @@ class FieldRows:
         statistics: Mapping[str, ColumnStatistics],
         engine_dtype: torch.dtype,
     ) -> FieldRows:
+        """Return the rows of a field in a table.
+
+        Args:
+            statistics: Statistics of the columns that fields are normalised by.
+            engine_dtype: Type of fields whose dtype is "engine".
+        """
         shape: tuple[int, ...] = ()
         stored = None if field.column is None else table.compressed.get(field.column.name)
         if field.derived in COMPUTED:
@@ -86,7 +92,8 @@ class FieldRows:
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
-            column, stored = byte_rows(stored or column, table), None
+            column = byte_rows(stored or column, table)
+            stored = None
             shape = (1,)
             dtype = torch.uint8
         shift, gain = (part.to(table.device) for part in affine(field, statistics, shape))
@@ -98,7 +105,7 @@ class FieldRows:
         return math.prod(self.shape)
 
     def of_trajectories(self, records: torch.Tensor) -> torch.Tensor:
-        """Return a per-trajectory field of records, [S, 8], int64. [S, *shape]."""
+        """Return the values of a per-trajectory field for records, [S, 8], int64. [S, *shape]."""
         values = self.column[records[:, Resolution.SLOT]]
         numbers = (self.shift, self.gain) if len(self.gain) else ()
         flat = values.reshape(values.size(0), self.elements)
@@ -106,18 +113,19 @@ class FieldRows:
 
 
 def byte_rows(rows: Sized, table: Rows) -> torch.Tensor:
-    """Return a byte for each row, in place of a column of which only the mask is
-    wanted. [rows, 1].
-    """
+    """Return a byte per row, in place of a column of which only the mask is read. [rows, 1]."""
     return torch.zeros(len(rows), 1, dtype=torch.uint8, device=table.device)
 
 
 def affine(
     field: ResolvedField, statistics: Mapping[str, ColumnStatistics], shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the
-    identity. ConfigError if the field is normalised without statistics, or float64 does not hold
-    them.
+    """Return shift and gain of (x - shift) * gain, repeated along the window. [elements], float64.
+
+    Both are empty for the identity.
+
+    Raises:
+        ConfigError: The field is normalised without statistics, or float64 cannot hold them.
     """
     if not field.is_converted:
         return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
@@ -133,7 +141,9 @@ def affine(
     known = statistics[field.column.name]
     numbers = (known.min, known.max, known.mean, known.std)
     low, high, mean, spread = (np.broadcast_to(x, field.column.shape) for x in numbers)
-    varies = low < high  # a constant element keeps its distances; one without a finite value is NaN
+    # A constant element is shifted and not scaled. One without a finite value is NaN: it is not
+    # below itself, so it counts as constant.
+    varies = low < high
     if field.column.dtype == "int64":
         varies = varies | (np.abs(low) > 2.0**53)  # float64 has rounded differences away
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -146,18 +156,16 @@ def affine(
     wrong = np.argwhere(varies & ~holds)
     if len(wrong):
         element = tuple(wrong[0].tolist())
-        rule = (
-            "must be of values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
-        )
+        rule = "must have values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
         place = f"in element {list(element)} of {field.column.name}"
         value = f"{low[element]} to {high[element]} {place}"
-        raise ConfigError(
-            at, rule, value, "store the column less an offset or in other units, or use scale"
-        )
-    elements = int(np.prod(shape, dtype=np.int64))
-    repeats = (
-        max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
-    )
+        remedy = "store the column less an offset or in other units, or use scale"
+        raise ConfigError(at, rule, value, remedy)
+    elements = math.prod(shape)
+    # A window of 3 steps of the shape [2] has shifts [a, b, a, b, a, b].
+    repeats = 1
+    if elements > 1:
+        repeats = max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements))
 
     def tiled(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.tile(values.reshape(-1), repeats))
@@ -166,8 +174,7 @@ def affine(
 
 
 def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:
-    """Return the values of an opaque column of the trajectories that records describe: bytes, or
-    JSON values.
+    """Return the values of an opaque column for trajectories: bytes, or JSON values.
 
     The selection of the records must be pinned: call it where the samples' rows are gathered. Rows
     of other nodes must have arrived, as they do where a field of the config names the column.

@@ -30,15 +30,13 @@ from deepspeed_gear.schema import Column
 
 ALIGNS = {"in_place": Align.IN_PLACE, "left": Align.LEFT, "right": Align.RIGHT}
 PADS = {"zero": Pad.VALUE, "value": Pad.VALUE, "edge": Pad.EDGE}
-N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)  # of the tensors of N_STEP_NAMES
+N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)  # as N_STEP_NAMES
 _REWARD = "\0reward"  # the input of an estimate whose mask is that of the window
 _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
 
 def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
-    """Increment tensors' versions, so that a backward pass that has saved their old
-    values raises.
-    """
+    """Increment the versions of tensors: a backward pass that saved their old values raises."""
     if _TAKES_MANY:
         increment_version(tensors)
         return
@@ -47,8 +45,10 @@ def note_overwritten(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class FieldGroup:
-    """Fields that one call of `gather_` gathers, `which` among all; its spec numbers their masks
-    anew.
+    """Fields that one call of the op `gather_` gathers.
+
+    `which` are their indices among all fields. The spec of the group numbers the masks anew: for
+    fields that write the masks 2 and 5, the call gets two masks, 0 and 1.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FieldGroup:
         rows: Sequence[FieldRows],
     ) -> None:
         self.which = which
-        self.masks = [specs[i].mask for i in which if specs[i].mask >= 0]  # that they write
+        self.masks = [specs[i].mask for i in which if specs[i].mask >= 0]
         numbers = {-1: -1} | {mask: number for number, mask in enumerate(self.masks)}
         self.spec = lower(replace(specs[i], mask=numbers[specs[i].mask]) for i in which)
         self.columns = [row.column for row in rows]
@@ -76,9 +76,7 @@ class FieldGroup:
         threads: int,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Gather the fields into the tensors of all fields; the other arguments are those of
-        `gather_`.
-        """
+        """Gather the fields into a ring entry; the other arguments are those of `gather_`."""
         if not self.which:
             return
         outs = [buffers.outs[i] for i in self.which]
@@ -89,9 +87,10 @@ class FieldGroup:
 
 
 class CompressedFields:
-    """Fields of a compressed column: a batch's rows are decoded, each once, and gathered from
-    there. The op reads only the rows of windows, so a resolution with another first row makes it
-    read the decoded rows.
+    """Fields of a compressed column: decodes each row of a batch once, and gathers from the result.
+
+    The op reads only the rows of windows. So a resolution whose first row is moved makes it read
+    the decoded rows.
     """
 
     def __init__(
@@ -118,31 +117,26 @@ class CompressedFields:
     def decode(
         self, records: torch.Tensor, steps: torch.Tensor | None
     ) -> list[tuple[FieldGroup, torch.Tensor]]:
-        """Decode the rows of a batch; return groups, and the records that they are
-        gathered with.
-        """
+        """Decode the rows of a batch; return each group with the records to gather it with."""
         first = records[:, Resolution.FIRST_ROW, None]
         is_sample = ~is_no_sample(records)[:, None]
-        windows = []
+        begins = []  # the first row of each window that is read, if one is; by group
         read = []
-        given = []
-        for window, group in self._groups.items():
+        for window in self._groups:
             step, real = rows_of(window, records, steps)
-            windows.append(
-                (group, step[:, :1])
-            )  # the first row of the window that is read, if one is
+            begins.append(step[:, :1])
             read.append((first + step)[real | (is_sample & (window.pad == Pad.EDGE))])
         rows = torch.from_numpy(np.unique(torch.cat(read).numpy()))
         self._stored.decode(rows.numpy(), self._bytes)
-        for group, begin in windows:
-            moved = (
-                records.clone()
-            )  # of rows [5, 6, 7, 20, 21] a window that begins at row 20 is at place 3
-            moved[:, Resolution.FIRST_ROW] = (
-                torch.searchsorted(rows, first + begin) - begin
-            ).squeeze(1)
-            given.append((group, moved))
-        return given
+        groups = []
+        for group, begin in zip(self._groups.values(), begins, strict=True):
+            # Of the decoded rows [5, 6, 7, 20, 21], row 20 is at place 3. If it is the second step
+            # of its trajectory, the moved first row is 2: the op reads place 2 + 1.
+            moved = records.clone()
+            places = torch.searchsorted(rows, first + begin) - begin
+            moved[:, Resolution.FIRST_ROW] = places.squeeze(1)
+            groups.append((group, moved))
+        return groups
 
 
 @dataclass
@@ -150,24 +144,18 @@ class Buffers:
     """The tensors of one ring entry."""
 
     outs: list[torch.Tensor]
-    masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    n_step: list[torch.Tensor] = dataclasses.field(
-        default_factory=list
-    )  # return_n, discount, steps_n
-    estimates: list[torch.Tensor] = dataclasses.field(
-        default_factory=list
-    )  # as ESTIMATED: whole windows
-    # Of a whole batch, by name and all together.
+    masks: list[torch.Tensor]
+    n_step: list[torch.Tensor]  # those of N_STEP_NAMES, or none
+    estimates: list[torch.Tensor]  # those of ESTIMATED, of whole windows, or none
+    # Fields and masks of a batch by name, and all tensors; empty in a part of an entry.
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     mask: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     all: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    lifetime: BatchLifetime | None = None  # of its current values
-    calls: list[Any] = dataclasses.field(
-        default_factory=list
-    )  # native GatherCalls into them: fields, goals
-    addresses: list[int] = dataclasses.field(
-        default_factory=list
-    )  # of the calls; empty: ops are called
+    lifetime: BatchLifetime | None = None  # lifetime of the batch in the entry
+    # Native GatherCalls into the tensors, for fields and goals, and their addresses. None: the ops
+    # are called instead, through torch.
+    calls: list[Any] = dataclasses.field(default_factory=list)
+    addresses: list[int] = dataclasses.field(default_factory=list)
 
     @cached_property
     def storages(self) -> frozenset[int]:
@@ -176,23 +164,22 @@ class Buffers:
         )
 
     def part(self, first: int, end: int) -> Buffers:
-        outs, masks, n_step, estimates = (
-            [tensor[first:end] for tensor in tensors]
-            for tensors in (self.outs, self.masks, self.n_step, self.estimates)
-        )
-        return Buffers(outs, masks, n_step, estimates)
+        """Return the samples [first, end) of the entry, to gather one table's samples into."""
+
+        def part(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [tensor[first:end] for tensor in tensors]
+
+        return Buffers(part(self.outs), part(self.masks), part(self.n_step), part(self.estimates))
 
 
 def n_step_columns(table: Rows) -> list[str | None]:
     """Return the names of reward, terminated and truncated of a table; None for missing ones."""
-    found = [table.schema.role(role) for role in ("reward", "terminated", "truncated")]
-    return [None if column is None else column.name for column in found]
+    columns = [table.schema.role(role) for role in ("reward", "terminated", "truncated")]
+    return [None if column is None else column.name for column in columns]
 
 
 class NStepReturns:
-    """Computes n-step returns, discounts and numbers of steps, on the device of the columns in
-    `source`.
-    """
+    """Computes n-step returns, discounts and numbers of steps, on the columns' device."""
 
     def __init__(
         self,
@@ -214,30 +201,24 @@ class NStepReturns:
 
 @dataclass(frozen=True)
 class GatherOptions:
-    """The fields and the size of batches: the same for the gatherers of all tables that they come
-    from.
-    """
+    """Fields and size of batches, the same for the gatherers of all tables of a batch."""
 
     fields: Sequence[ResolvedField]
-    statistics: Mapping[
-        str, ColumnStatistics
-    ]  # by column, of those that fields are normalised with
+    statistics: Mapping[str, ColumnStatistics]  # by column that fields are normalised by
     n_step: NStepConfig | None  # None: no n-step returns
-    num_samples: int  # of a batch
-    engine_dtype: torch.dtype  # of fields whose dtype is that of the engine
-    threads: int  # of the native calls; on a device the blocks of a kernel
+    num_samples: int  # samples of a batch
+    engine_dtype: torch.dtype  # dtype of fields whose dtype is "engine"
+    threads: int  # threads of a native call; on a device blocks of a kernel
 
 
 class Gatherer:
     """Gathers batches of fixed fields and size, into a ring of `depth` batches. Not thread-safe."""
 
-    reads_in_place = (
-        False  # whether a device reads the store itself; then rows stay pinned until it has
-    )
+    # Whether a device reads the store itself: then rows stay pinned until it has read them.
+    reads_in_place = False
 
     def __init__(self, options: GatherOptions, table: Rows, depth: int) -> None:
         fields = options.fields
-        n_step = options.n_step
         num_samples = options.num_samples
         self._table = table
         self._ops = table.ops
@@ -253,35 +234,31 @@ class Gatherer:
             self._inputs = [
                 None if field is None else self._fields.index(field) for field in of.inputs
             ]
-        self._n_step = n_step
+        self._n_step = options.n_step
         self._n_step_here: NStepReturns | None = None  # computed by `fill`
-        if n_step is not None:
-            self._n_step_here = NStepReturns(n_step, table, table.gather_source, self._device)
-        self.counters = torch.zeros(
-            3, dtype=torch.int64, device=self._device
-        )  # real rows, all rows, bytes
+        if self._n_step is not None:
+            self._n_step_here = NStepReturns(self._n_step, table, table.gather_source, self._device)
+        # Totals: real rows, all rows, bytes.
+        self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)
         self._rows = [
             FieldRows.of(field, table, options.statistics, options.engine_dtype)
             for field in self._fields
         ]
         self._specs: list[GatherSpec] = []
-        self._shapes: list[
-            tuple[tuple[int, ...], torch.dtype]
-        ] = []  # of each field's part of a sample
+        # Shape and dtype of each field for one sample; steps of each mask, None: no time axis.
+        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._mask_lengths: list[int | None] = []
         self._mask_of: dict[str, int] = {}
-        # Fields of equal windows share the mask that the first of them writes.
+        # Fields of equal windows share the mask that the first of them writes. A relabelled goal is
+        # always real, and inputs of estimates may be gathered elsewhere than other fields: these
+        # have masks of their own.
         windows: dict[tuple[object, ...], int] = {}
         goals: dict[int, GatherSpec] = {}
         goal_rows: list[FieldRows] = []
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
-            own = (
-                field.name if field.hindsight is not None else None
-            )  # a relabelled goal is always real
-            if field.is_input:  # they may be gathered elsewhere than others
-                own = "\0"
+            own = "\0" if field.is_input else field.name if field.hindsight is not None else None
             part = field.collected_length
-            place = field.first, field.length, field.align, field.follows, field.part_first, part
+            place = (field.first, field.length, field.align, field.follows, field.part_first, part)
             mask = windows.setdefault((rows.source, *place, own), len(windows))
             is_new = mask == len(self._mask_lengths)
             if is_new:
@@ -301,7 +278,8 @@ class Gatherer:
                     part_count=part or 1,
                 )
             )
-            self._shapes.append(((*(() if part is None else (part,)), *rows.shape), rows.dtype))
+            time_axis = () if part is None else (part,)
+            self._shapes.append(((*time_axis, *rows.shape), rows.dtype))
             if field.hindsight is not None:
                 achieved = table.gather_source(field.hindsight.name)
                 if field.mask_only:
@@ -311,7 +289,7 @@ class Gatherer:
                 goals[number] = GatherSpec(
                     source, follows=Follows.GOAL, elements=rows.elements, mask=mask
                 )
-        #: The goals of relabelled samples.
+        # The goals of relabelled samples, gathered over the fields' own ones.
         self._goals = FieldGroup(list(goals), goals, goal_rows) if goals else None
         plain = [i for i, rows in enumerate(self._rows) if rows.stored is None]
         self._all = self._here = FieldGroup(plain, self._specs, [self._rows[i] for i in plain])
@@ -319,36 +297,41 @@ class Gatherer:
         self._compressed = [
             CompressedFields(c, self._specs, self._rows, num_samples) for c in stored
         ]
-        self._numbers: np.ndarray | None = None  # running moments that `normalize_with` has set
+        self._moments: np.ndarray | None = None  # running moments that `normalize_with` has set
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
 
     def _divide(self, num_samples: int) -> None:
-        """Divide the fields among calls, before buffers are allocated; here all in one call."""
+        """Divide the fields among calls before buffers are allocated; on a host all are in one."""
 
     def _groups(self) -> list[FieldGroup]:
+        """Return the groups of fields that calls gather: all fields, and goals."""
         return [self._all] if self._goals is None else [self._all, self._goals]
 
     def normalize_with(self, moments: np.ndarray, columns: Sequence[Column]) -> None:
-        """Normalise batches from now on with the running moments of columns. [6, elements],
-        float64.
+        """Normalise later batches with the running moments of columns.
 
         Shift and gain are overwritten in place, where native calls read them. Cost: a comparison;
-        where they have changed, about 0.1 ms a field.
+        if the moments have changed, about 0.1 ms per field.
+
+        Args:
+            moments: As `running_statistics` reads them. [6, elements], float64.
+            columns: The columns that fields are normalised by.
         """
-        if self._numbers is not None and np.array_equal(self._numbers, moments):
+        if self._moments is not None and np.array_equal(self._moments, moments):
             return
-        self._numbers = moments.copy()
-        known = running_statistics(self._numbers, columns)
+        self._moments = moments.copy()
+        known = running_statistics(self._moments, columns)
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
             if field.normalize is None:
                 continue
             shift, gain = affine(field, known, rows.shape)
-            for group in (group for group in self._groups() if number in group.which):
-                at = group.which.index(number)
-                group.shifts[at].copy_(shift)
-                group.gains[at].copy_(gain)
+            for group in self._groups():
+                if number in group.which:
+                    at = group.which.index(number)
+                    group.shifts[at].copy_(shift)
+                    group.gains[at].copy_(gain)
 
     def totals(self) -> torch.Tensor:
         """Return the totals of real rows, all rows and bytes gathered. [3], int64."""
@@ -362,7 +345,7 @@ class Gatherer:
         )
         if self._ops.is_direct and self._all.which:
             overwritten = buffers.all  # the first call increments their versions
-            for group in [self._all] if self._goals is None else [self._all, self._goals]:
+            for group in self._groups():
                 call = self._ops.native.GatherCall(
                     outs=[buffers.outs[i] for i in group.which],
                     masks=[buffers.masks[i] for i in group.masks],
@@ -381,9 +364,7 @@ class Gatherer:
         return buffers
 
     def _sizes(self, num_samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of every field, mask and n-step return of a batch, in
-        this order.
-        """
+        """Return the shape and dtype of each tensor: fields, masks, n-step returns, estimates."""
         outs = [((num_samples, *shape), dtype) for shape, dtype in self._shapes]
         masks = [
             (num_samples,) if length is None else (num_samples, length)
@@ -399,8 +380,9 @@ class Gatherer:
         ]
 
     def _named(self, every: list[torch.Tensor]) -> Buffers:
+        """Return a ring entry of the tensors of a batch, in the order of `_sizes`."""
         first = len(self._shapes)
-        end = len(self._shapes) + len(self._mask_lengths)
+        end = first + len(self._mask_lengths)
         last = end + (len(N_STEP_NAMES) if self._n_step else 0)
         outs = every[:first]
         masks = every[first:end]
@@ -415,11 +397,11 @@ class Gatherer:
                 real = masks[self._mask_of[field.name]]
             else:  # windows are estimated whole, also where a rank has a part of them
                 part = slice(field.part_first, field.part_first + (field.collected_length or 1))
-                whole = (
-                    estimates[ESTIMATED.index(str(field.derived))],
-                    masks[self._mask_of[_REWARD]],
-                )
-                own, real = (x[:, part] if field.length else x[:, part].squeeze(1) for x in whole)
+                own = estimates[ESTIMATED.index(str(field.derived))][:, part]
+                real = masks[self._mask_of[_REWARD]][:, part]
+                if not field.length:
+                    own = own.squeeze(1)
+                    real = real.squeeze(1)
             mask[field.name] = real
             if not field.mask_only:
                 tensors[field.name] = own
@@ -429,8 +411,7 @@ class Gatherer:
     def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather the samples that records describe into the next batch of the ring: fields and
-        masks by name.
+        """Gather samples into the next batch of the ring; return fields and masks by name.
 
         Args:
             records: Resolutions. [B, 8], int64, contiguous.
@@ -444,15 +425,16 @@ class Gatherer:
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather samples of tables into one batch of this gatherer's ring, in the order of the
-        parts.
+        """Gather samples of several tables into the next batch of this gatherer's ring.
 
-        These are gatherers of equal fields, each with the records of its table ([n, 8], B together)
-        and their goals, as in `gather`.
+        `parts` are gatherers of equal fields, each with the records of its table ([n, 8], B
+        together) and their goals, as in `gather`. Their samples follow each other in this order.
         """
         buffers = self._next()
         first = 0
-        if buffers.addresses:  # they fill whole batches only
+        if (
+            buffers.addresses
+        ):  # native calls fill whole batches only: `fill` calls the ops for parts
             note_overwritten(buffers.all)
         for gatherer, records, goal_step in parts:
             end = first + len(records)
@@ -462,6 +444,7 @@ class Gatherer:
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _next(self) -> Buffers:
+        """Return the next ring entry, to be written: the batch that it holds has ended."""
         buffers = self._latest = self.ring[self._turn]
         self._turn = (self._turn + 1) % len(self.ring)
         if buffers.lifetime is not None:
@@ -472,16 +455,14 @@ class Gatherer:
         return buffers
 
     def lend(self, batch: Batch) -> None:
-        """Bind a batch of the tensors gathered last to its ring entry: it ends when that is filled
-        again.
-        """
+        """Bind a batch of the tensors gathered last to its ring entry, whose reuse ends it."""
         self._latest.lifetime = BatchLifetime(self._latest.storages)
         self._latest.lifetime.bind(batch)
 
     def fill(
         self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> None:
-        """Gather the samples that records describe into a batch of the ring: only the ops."""
+        """Gather samples into a given batch of the ring: only the calls of ops."""
         n_step = self._n_step_here
         steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, records)
         if buffers.addresses:
@@ -491,6 +472,7 @@ class Gatherer:
         for fields in self._compressed:
             for group, moved in fields.decode(records, steps):
                 group.run(self._ops, buffers, self.counters, moved, steps, self._threads)
+        # Goals replace stored ones of the relabelled samples, so they come after the fields.
         if self._goals is not None and goal_step is not None:
             if buffers.addresses:
                 self._gather_into(buffers.addresses[1], records, goal_step)

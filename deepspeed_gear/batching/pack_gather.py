@@ -41,17 +41,16 @@ class PackGatherer:
             for field, row in zip(self.fields, rows, strict=True)
         ]
         self._group = FieldGroup(list(range(len(rows))), specs, rows)
-        self._outputs: list[tuple[str, tuple[int, ...], np.ndarray, bool]] = []  # with its padding
+        # Name, shape, padding, and whether the bits of bfloat16 stand in uint16, which NumPy has.
+        self._outputs: list[tuple[str, tuple[int, ...], np.ndarray, bool]] = []
         for field, row in zip(self.fields, rows, strict=True):
             pad = torch.full((1,), row.pad, dtype=row.dtype)
             are_bits = row.dtype == torch.bfloat16
-            pad = pad.view(torch.uint16) if are_bits else pad  # as NumPy has it
-            self._outputs.append((field.name, row.shape, pad.numpy(), are_bits))
+            bits = pad.view(torch.uint16) if are_bits else pad
+            self._outputs.append((field.name, row.shape, bits.numpy(), are_bits))
 
     def outputs(self, rows: int, end: int) -> dict[str, torch.Tensor]:
-        """Return new tensors of every per-step field, padded from `end` on, else undefined. [1,
-        rows].
-        """
+        """Return new tensors for every per-step field, [1, rows]; only padding is filled in."""
         outs = {}
         for name, shape, pad, are_bits in self._outputs:
             array = np.empty((1, rows, *shape), pad.dtype)  # torch takes three times as long
@@ -70,10 +69,10 @@ class PackGatherer:
         """Write the places [first, first + rows) of a pack.
 
         Args:
-            outs: Of every per-step field. [1, rows, *shape].
+            outs: The pack's tensor of every per-step field. [1, rows, *shape].
             records: Resolutions of this table's trajectories in the pack. [S, 8], int64,
                 contiguous.
-            places: Where each begins in the pack. [S], int64.
+            places: First place of each trajectory in the pack. [S], int64.
         Cost: every row is read once and written once.
         """
         if not self.fields or not records.size(0):
@@ -87,46 +86,54 @@ class PackGatherer:
 
 
 class SharedRows(NamedTuple):
-    """Where the first steps of trajectories are that others of their groups hold."""
+    """First steps of trajectories whose rows another trajectory of the group holds (prompts)."""
 
-    steps: np.ndarray  # so many; 0: it holds all of its steps. [n], int64
-    first_row: np.ndarray  # of the one that holds them. [n], int64
+    steps: np.ndarray  # number of them; 0: the trajectory holds all of its steps. [n], int64
+    first_row: np.ndarray  # first row of the trajectory that holds them. [n], int64
 
     @classmethod
     def none(cls, count: int) -> SharedRows:
         return cls(np.zeros(count, np.int64), np.zeros(count, np.int64))
 
     def of(self, which: Any) -> SharedRows:
-        """Return those of some trajectories."""
+        """Return the shared rows of some trajectories."""
         return SharedRows(self.steps[which], self.first_row[which])
 
     def runs(
         self, records: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the records of all runs of rows, [m, 8], and where each begins, [m], of
-        trajectories with NUM_STEPS places, [n, 8], at `places`, [n], whose first row is that of
-        their own rows.
+        """Return the runs of rows that trajectories consist of.
 
-        The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place
-        that the own run writes after it: so a place at its end reads the step after its own.
+        A trajectory with a shared prompt has two runs: the prompt's rows, held by another
+        trajectory, and its own, which begin with the prompt's last token. The prompt's run has one
+        row more, of that token, so that a field of offset 1 finds its value at the last place of
+        the run. The own run, gathered later, writes the extra place.
+
+        Args:
+            records: Resolutions of NUM_STEPS places; the first row is that of the own rows. [n, 8].
+            places: First place of each trajectory. [n], int64.
+            skipped: Number of first steps that have no places. [n], int64.
+        Returns:
+            Records of the runs, [m, 8], and the place where each begins, [m].
         """
         own = records.numpy().copy()
-        at = places.numpy()
-        front = np.flatnonzero(self.steps > skipped)
-        # places of the prompt
-        before = own[front]
+        begins = places.numpy()
+        # A trajectory of 9 steps at place 20, of which 5 are shared and 2 of these skipped, has 7
+        # places. The prompt's run has the places [20, 24), one more than the 3 left of the prompt;
+        # its own run the places [23, 27).
         left = np.maximum(self.steps - skipped, 0)
-        before[:, Resolution.FIRST_ROW] = self.first_row[front] + skipped[front]
-        before[:, Resolution.NUM_STEPS] = np.minimum(
+        front = np.flatnonzero(left)
+        prompts = own[front]
+        prompts[:, Resolution.FIRST_ROW] = self.first_row[front] + skipped[front]
+        prompts[:, Resolution.NUM_STEPS] = np.minimum(
             left[front] + 1, own[front, Resolution.NUM_STEPS]
         )
         own[:, Resolution.FIRST_ROW] += np.maximum(skipped - self.steps, 0)
         own[:, Resolution.NUM_STEPS] -= left
-        rest = (
-            own[:, Resolution.NUM_STEPS] > 0
-        )  # none of a trajectory that is cut within its prompt
-        runs = np.concatenate([before, own[rest]]), np.concatenate([at[front], (at + left)[rest]])
-        return torch.from_numpy(runs[0]), torch.from_numpy(runs[1])
+        rest = own[:, Resolution.NUM_STEPS] > 0  # False where a trajectory is cut in its prompt
+        runs = np.concatenate([prompts, own[rest]])
+        places_of_runs = np.concatenate([begins[front], (begins + left)[rest]])
+        return torch.from_numpy(runs), torch.from_numpy(places_of_runs)
 
 
 def steps_of(
@@ -138,11 +145,18 @@ def steps_of(
     dtype: torch.dtype,
     shared: SharedRows | None = None,
 ) -> np.ndarray:
-    """Return a column's values at the steps of trajectories, one after the other. [steps], of a
-    `dtype`.
+    """Return a column's values at the steps of trajectories, one trajectory after the other.
 
-    A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or
-    "T+1".
+    Args:
+        ops: Ops of the column's device.
+        column: The rows of the column.
+        records: Resolutions. [n, 8], int64.
+        offset: A step has the value of the row that is so many rows later, or 0 after the last one.
+        rows: Rows of the column per trajectory: "T" or "T+1".
+        dtype: Type of the result.
+        shared: Rows of shared prompts; None: every trajectory has all of its rows.
+    Returns:
+        [steps of all], of `dtype`.
     """
     lengths = records[:, Resolution.NUM_STEPS]
     out = torch.empty(int(lengths.sum()), dtype=dtype)

@@ -1,1 +1,1 @@
-"""Host-to-device copies of a batch: zero-copy, copy engine or staged."""
+"""Host-to-device copies of a batch: fields read in place by kernels, or staged in pinned memory."""
