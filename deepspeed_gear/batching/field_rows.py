@@ -104,9 +104,9 @@ class FieldRows:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def of_trajectories(self, records: torch.Tensor) -> torch.Tensor:
-        """Return the values of a per-trajectory field for records, [S, 8], int64. [S, *shape]."""
-        values = self.column[records[:, Resolution.SLOT]]
+    def of_trajectories(self, resolutions: torch.Tensor) -> torch.Tensor:
+        """Return the values of a per-trajectory field for resolutions, [S, 8]. [S, *shape]."""
+        values = self.column[resolutions[:, Resolution.SLOT]]
         numbers = (self.shift, self.gain) if len(self.gain) else ()
         flat = values.reshape(values.size(0), self.elements)
         return convert(flat, self.dtype, *numbers).view(values.shape)
@@ -165,7 +165,7 @@ def affine(
     # A window of 3 steps of the shape [2] has shifts [a, b, a, b, a, b].
     repeats = 1
     if elements > 1:
-        repeats = max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements))
+        repeats = max(1, min(field.gathered_length or 1, PERIOD_ELEMENTS // elements))
 
     def tiled(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.tile(values.reshape(-1), repeats))
@@ -173,16 +173,16 @@ def affine(
     return tiled(mean), tiled(gain)
 
 
-def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:
+def read_opaque(table: Table, column: Column, resolutions: torch.Tensor) -> list[Any]:
     """Return the values of an opaque column for trajectories: bytes, or JSON values.
 
-    The selection of the records must be pinned: call it where the samples' rows are gathered. Rows
-    of other nodes must have arrived, as they do where a field of the config names the column.
+    The selection of the resolutions must be pinned: call it where the samples' rows are gathered.
+    Rows of other nodes must have arrived, as they do where a field of the config names the column.
 
     Args:
-        records: Resolutions. [n, 8], int64, in host memory.
+        resolutions: Resolutions. [n, 8], int64, in host memory.
     Cost: a copy and, of JSON, a parse for each record, in Python.
     """
     rows = table.gather_source(column.name).numpy()
     name = f"table {table.spec.name}: column {column.name}"
-    return [decode(rows[slot], column, name) for slot in records[:, Resolution.SLOT].tolist()]
+    return [decode(rows[slot], column, name) for slot in resolutions[:, Resolution.SLOT].tolist()]

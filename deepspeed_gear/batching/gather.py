@@ -71,7 +71,7 @@ class FieldGroup:
         ops: Ops,
         buffers: Buffers,
         counters: torch.Tensor,
-        records: torch.Tensor,
+        resolutions: torch.Tensor,
         steps: torch.Tensor | None,
         threads: int,
         order: torch.Tensor | None = None,
@@ -82,7 +82,7 @@ class FieldGroup:
         outs = [buffers.outs[i] for i in self.which]
         masks = [buffers.masks[i] for i in self.masks]
         converted = self.columns, self.shifts, self.gains
-        given = records, steps, self.spec, self.pads, threads
+        given = resolutions, steps, self.spec, self.pads, threads
         ops.gather_(outs, masks, counters, *converted, *given, order)
 
 
@@ -115,15 +115,15 @@ class CompressedFields:
         }
 
     def decode(
-        self, records: torch.Tensor, steps: torch.Tensor | None
+        self, resolutions: torch.Tensor, steps: torch.Tensor | None
     ) -> list[tuple[FieldGroup, torch.Tensor]]:
-        """Decode the rows of a batch; return each group with the records to gather it with."""
-        first = records[:, Resolution.FIRST_ROW, None]
-        is_sample = ~is_no_sample(records)[:, None]
+        """Decode the rows of a batch; return each group with the resolutions to gather it with."""
+        first = resolutions[:, Resolution.FIRST_ROW, None]
+        is_sample = ~is_no_sample(resolutions)[:, None]
         begins = []  # the first row of each window that is read, if one is; by group
         read = []
         for window in self._groups:
-            step, real = rows_of(window, records, steps)
+            step, real = rows_of(window, resolutions, steps)
             begins.append(step[:, :1])
             read.append((first + step)[real | (is_sample & (window.pad == Pad.EDGE))])
         rows = torch.from_numpy(np.unique(torch.cat(read).numpy()))
@@ -132,7 +132,7 @@ class CompressedFields:
         for group, begin in zip(self._groups.values(), begins, strict=True):
             # Of the decoded rows [5, 6, 7, 20, 21], row 20 is at place 3. If it is the second step
             # of its trajectory, the moved first row is 2: the op reads place 2 + 1.
-            moved = records.clone()
+            moved = resolutions.clone()
             places = torch.searchsorted(rows, first + begin) - begin
             moved[:, Resolution.FIRST_ROW] = places.squeeze(1)
             groups.append((group, moved))
@@ -193,9 +193,9 @@ class NStepReturns:
         powers = list(accumulate(repeat(config.gamma, config.n), operator.mul, initial=1.0))
         self._powers = torch.tensor(powers, dtype=torch.float64, device=device)
 
-    def fill(self, ops: Ops, outs: list[torch.Tensor], records: torch.Tensor) -> torch.Tensor:
+    def fill(self, ops: Ops, outs: list[torch.Tensor], resolutions: torch.Tensor) -> torch.Tensor:
         """Overwrite the n-step tensors of a batch; return the numbers of steps. [B], int64."""
-        ops.n_step_(*outs, *self._columns, self._powers, records, self._n)
+        ops.n_step_(*outs, *self._columns, self._powers, resolutions, self._n)
         return outs[2]
 
 
@@ -257,7 +257,7 @@ class Gatherer:
         goal_rows: list[FieldRows] = []
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
             own = "\0" if field.is_input else field.name if field.hindsight is not None else None
-            part = field.collected_length
+            part = field.gathered_length
             place = (field.first, field.length, field.align, field.follows, field.part_first, part)
             mask = windows.setdefault((rows.source, *place, own), len(windows))
             is_new = mask == len(self._mask_lengths)
@@ -396,7 +396,7 @@ class Gatherer:
                 own = known[field.name]
                 real = masks[self._mask_of[field.name]]
             else:  # windows are estimated whole, also where a rank has a part of them
-                part = slice(field.part_first, field.part_first + (field.collected_length or 1))
+                part = slice(field.part_first, field.part_first + (field.gathered_length or 1))
                 own = estimates[ESTIMATED.index(str(field.derived))][:, part]
                 real = masks[self._mask_of[_REWARD]][:, part]
                 if not field.length:
@@ -409,17 +409,17 @@ class Gatherer:
         return Buffers(outs, masks, n_step, estimates, tensors, mask, every)
 
     def gather(
-        self, records: torch.Tensor, goal_step: torch.Tensor | None = None
+        self, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gather samples into the next batch of the ring; return fields and masks by name.
 
         Args:
-            records: Resolutions. [B, 8], int64, contiguous.
+            resolutions: Resolutions. [B, 8], int64, contiguous.
             goal_step: Rows of the achieved goals of relabelled samples. [B], int64.
         Cost: every real row is read once and written once; no allocation.
         """
         buffers = self._next()
-        self.fill(buffers, records, goal_step)
+        self.fill(buffers, resolutions, goal_step)
         return dict(buffers.tensors), dict(buffers.mask)
 
     def gather_from(
@@ -427,7 +427,7 @@ class Gatherer:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gather samples of several tables into the next batch of this gatherer's ring.
 
-        `parts` are gatherers of equal fields, each with the records of its table ([n, 8], B
+        `parts` are gatherers of equal fields, each with the resolutions of its table ([n, 8], B
         together) and their goals, as in `gather`. Their samples follow each other in this order.
         """
         buffers = self._next()
@@ -436,10 +436,10 @@ class Gatherer:
             buffers.addresses
         ):  # native calls fill whole batches only: `fill` calls the ops for parts
             note_overwritten(buffers.all)
-        for gatherer, records, goal_step in parts:
-            end = first + len(records)
+        for gatherer, resolutions, goal_step in parts:
+            end = first + len(resolutions)
             if end > first:
-                gatherer.fill(buffers.part(first, end), records, goal_step)
+                gatherer.fill(buffers.part(first, end), resolutions, goal_step)
             first = end
         return dict(buffers.tensors), dict(buffers.mask)
 
@@ -460,25 +460,25 @@ class Gatherer:
         self._latest.lifetime.bind(batch)
 
     def fill(
-        self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None
+        self, buffers: Buffers, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> None:
         """Gather samples into a given batch of the ring: only the calls of ops."""
         n_step = self._n_step_here
-        steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, records)
+        steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, resolutions)
         if buffers.addresses:
-            self._gather_into(buffers.addresses[0], records, steps)
+            self._gather_into(buffers.addresses[0], resolutions, steps)
         else:
-            self._here.run(self._ops, buffers, self.counters, records, steps, self._threads)
+            self._here.run(self._ops, buffers, self.counters, resolutions, steps, self._threads)
         for fields in self._compressed:
-            for group, moved in fields.decode(records, steps):
+            for group, moved in fields.decode(resolutions, steps):
                 group.run(self._ops, buffers, self.counters, moved, steps, self._threads)
         # Goals replace stored ones of the relabelled samples, so they come after the fields.
         if self._goals is not None and goal_step is not None:
             if buffers.addresses:
-                self._gather_into(buffers.addresses[1], records, goal_step)
+                self._gather_into(buffers.addresses[1], resolutions, goal_step)
             else:
                 self._goals.run(
-                    self._ops, buffers, self.counters, records, goal_step, self._threads
+                    self._ops, buffers, self.counters, resolutions, goal_step, self._threads
                 )
         if self._estimates_here:
             self._estimate(self._ops, buffers)

@@ -15,7 +15,7 @@ from deepspeed_gear.batching.pack_gather import SharedRows
 from deepspeed_gear.batching.pack_media import MediaReader, PackMedia
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
 from deepspeed_gear.batching.packing_plan import Prefixes
-from deepspeed_gear.batching.rollout_records import RolloutRecords, TableRecords
+from deepspeed_gear.batching.rollout_trajectories import RolloutTrajectories, TableTrajectories
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
@@ -89,26 +89,26 @@ class PackShape:
         return np.asarray(places % self.lengths.max(initial=1))
 
     def runs(
-        self, records: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
+        self, resolutions: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the runs of rows that have places in the pack: records, and where they begin.
+        """Return the runs of rows that have places in the pack.
 
         Args:
-            records: Resolutions of trajectories. [n, 8], int64.
+            resolutions: Those of the trajectories. [n, 8], int64.
             which: The trajectories, as an index into those of the pack.
             shared: Rows of shared prompts; None: every trajectory has all of its rows.
         Returns:
-            Records of the runs, [m, 8], and the place where each begins, [m].
+            Resolutions of the runs, [m, 8], and the place where each begins, [m].
         """
         places = torch.from_numpy(self.starts[which])
         if self.prefixes is None and shared is None:
-            return records, places
-        skipped = np.zeros(len(records), np.int64)
+            return resolutions, places
+        skipped = np.zeros(len(resolutions), np.int64)
         if self.prefixes is not None:
             skipped = self.prefixes.steps[which]
-            records = records.clone()
-            records[:, Resolution.NUM_STEPS] -= torch.from_numpy(skipped)
-        return (shared or SharedRows.none(len(records))).runs(records, places, skipped)
+            resolutions = resolutions.clone()
+            resolutions[:, Resolution.NUM_STEPS] -= torch.from_numpy(skipped)
+        return (shared or SharedRows.none(len(resolutions))).runs(resolutions, places, skipped)
 
 
 class PlannedStep(Protocol):
@@ -203,9 +203,9 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class PackSources:
-    """The trajectories of a micro batch within its rollout batch; records are read on demand."""
+    """The trajectories of a micro batch within its rollout batch, read on demand."""
 
-    records: RolloutRecords  # records of the whole rollout batch
+    trajectories: RolloutTrajectories  # all of the rollout batch
     index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
     at: Any  # `index`, or a slice of as many
     number: int = 0  # index of the pack among those of this rank
@@ -284,12 +284,12 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def reported(self) -> torch.Tensor:
         """Resolutions of its trajectories, for priority updates. [S, 8], in host memory."""
-        return torch.from_numpy(self.sources.records.resolutions.numpy()[self.sources.at])
+        return torch.from_numpy(self.sources.trajectories.resolutions.numpy()[self.sources.at])
 
     @property
     def host_source(self) -> torch.Tensor:
         """Table of each trajectory. [S], int64, in host memory."""
-        return torch.from_numpy(self.sources.records.source[self.sources.at])
+        return torch.from_numpy(self.sources.trajectories.source[self.sources.at])
 
     @cached_property
     def trajectory_id(self) -> torch.Tensor:
@@ -299,12 +299,14 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @cached_property
     def group(self) -> torch.Tensor:
         """The item of each trajectory: those of one group have one number. [S], int64."""
-        return torch.from_numpy(self.sources.records.item[self.sources.at]).to(self._device)
+        return torch.from_numpy(self.sources.trajectories.item[self.sources.at]).to(self._device)
 
     @cached_property
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
-        return torch.from_numpy(self.sources.records.is_weight[self.sources.at]).to(self._device)
+        return torch.from_numpy(self.sources.trajectories.is_weight[self.sources.at]).to(
+            self._device
+        )
 
     def opaque(self, name: str) -> list[Any]:
         """Return the opaque values of its trajectories, such as byte strings.
@@ -565,10 +567,12 @@ def pack_of_tokens(
     """
     count = len(shape.lengths)
     index = np.arange(count)
-    records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
-    records[:, Resolution.NUM_STEPS] = torch.from_numpy(shape.lengths)
+    resolutions = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
+    resolutions[:, Resolution.NUM_STEPS] = torch.from_numpy(shape.lengths)
     none = torch.zeros(count, dtype=torch.int64)
-    known = RolloutRecords.of([TableRecords(records, none.float(), none, none.bool())])
+    known = RolloutTrajectories.of(
+        [TableTrajectories(resolutions, none.float(), none, none.bool())]
+    )
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     step = _Untrained(StepLoss(0, np.zeros(count)))
     return MicroBatch(

@@ -62,7 +62,7 @@ class PackGatherer:
     def gather(
         self,
         outs: Mapping[str, torch.Tensor],
-        records: torch.Tensor,
+        resolutions: torch.Tensor,
         places: torch.Tensor,
         first: int,
     ) -> None:
@@ -70,18 +70,18 @@ class PackGatherer:
 
         Args:
             outs: The pack's tensor of every per-step field. [1, rows, *shape].
-            records: Resolutions of this table's trajectories in the pack. [S, 8], int64,
+            resolutions: Resolutions of this table's trajectories in the pack. [S, 8], int64,
                 contiguous.
             places: First place of each trajectory in the pack. [S], int64.
         Cost: every row is read once and written once.
         """
-        if not self.fields or not records.size(0):
+        if not self.fields or not resolutions.size(0):
             return
         group = self._group
         into = [outs[field.name] for field in self.fields]
         converted = group.columns, group.shifts, group.gains
         self._ops.pack_(
-            into, *converted, records, places, group.spec, group.pads, first, into[0].size(1)
+            into, *converted, resolutions, places, group.spec, group.pads, first, into[0].size(1)
         )
 
 
@@ -100,7 +100,7 @@ class SharedRows(NamedTuple):
         return SharedRows(self.steps[which], self.first_row[which])
 
     def runs(
-        self, records: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
+        self, resolutions: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the runs of rows that trajectories consist of.
 
@@ -110,13 +110,14 @@ class SharedRows(NamedTuple):
         the run. The own run, gathered later, writes the extra place.
 
         Args:
-            records: Resolutions of NUM_STEPS places; the first row is that of the own rows. [n, 8].
+            resolutions: Those of trajectories with NUM_STEPS places; the first row is that of the
+                own rows. [n, 8].
             places: First place of each trajectory. [n], int64.
             skipped: Number of first steps that have no places. [n], int64.
         Returns:
-            Records of the runs, [m, 8], and the place where each begins, [m].
+            Resolutions of the runs, [m, 8], and the place where each begins, [m].
         """
-        own = records.numpy().copy()
+        own = resolutions.numpy().copy()
         begins = places.numpy()
         # A trajectory of 9 steps at place 20, of which 5 are shared and 2 of these skipped, has 7
         # places. The prompt's run has the places [20, 24), one more than the 3 left of the prompt;
@@ -139,7 +140,7 @@ class SharedRows(NamedTuple):
 def steps_of(
     ops: Ops,
     column: torch.Tensor,
-    records: torch.Tensor,
+    resolutions: torch.Tensor,
     offset: int,
     rows: str,
     dtype: torch.dtype,
@@ -150,7 +151,7 @@ def steps_of(
     Args:
         ops: Ops of the column's device.
         column: The rows of the column.
-        records: Resolutions. [n, 8], int64.
+        resolutions: Resolutions. [n, 8], int64.
         offset: A step has the value of the row that is so many rows later, or 0 after the last one.
         rows: Rows of the column per trajectory: "T" or "T+1".
         dtype: Type of the result.
@@ -158,13 +159,13 @@ def steps_of(
     Returns:
         [steps of all], of `dtype`.
     """
-    lengths = records[:, Resolution.NUM_STEPS]
+    lengths = resolutions[:, Resolution.NUM_STEPS]
     out = torch.empty(int(lengths.sum()), dtype=dtype)
     places = torch.cumsum(lengths, 0) - lengths
     none = torch.empty(0)
     if shared is not None:
-        records, places = shared.runs(records, places, np.zeros(len(records), np.int64))
+        resolutions, places = shared.runs(resolutions, places, np.zeros(len(resolutions), np.int64))
     spec = lower([GatherSpec(SOURCES[rows], offset)])
     if out.numel():
-        ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())
+        ops.pack_([out], [column], [none], [none], resolutions, places, spec, [0.0], 0, out.numel())
     return out.numpy()

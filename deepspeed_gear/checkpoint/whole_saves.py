@@ -15,7 +15,7 @@ from deepspeed_gear.errors import CheckpointError, GearError, LostNodeError
 T = TypeVar("T")
 
 
-def name_others(exchange: ControlPlane, load: Callable[[], T], others: Callable[[], str]) -> T:
+def name_others(control_plane: ControlPlane, load: Callable[[], T], others: Callable[[], str]) -> T:
     """Load; where that fails because a file is missing or damaged, each rank's error names other
     saves.
 
@@ -25,13 +25,13 @@ def name_others(exchange: ControlPlane, load: Callable[[], T], others: Callable[
         return load()
     except LostNodeError:
         raise
-    except Exception as error:  # of any type: all ranks have come to the same exchange
-        is_damaged = any(exchange.gather(ANOTHER in str(error)))
+    except Exception as error:  # of any type: all ranks have come to the same round
+        is_damaged = any(control_plane.all_gather(ANOTHER in str(error)))
         named = ""
-        if is_damaged and exchange.rank == 0:
+        if is_damaged and control_plane.rank == 0:
             with contextlib.suppress(OSError):  # the folder has vanished meanwhile
                 named = others()
-        named = exchange.broadcast(named)
+        named = control_plane.broadcast(named)
         if not named or not isinstance(error, GearError):
             raise
         kind, parts = error.__reduce__()

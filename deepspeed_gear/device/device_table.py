@@ -96,7 +96,7 @@ class DeviceTable:
         self.table = table
         self.betas = WeightExponents(config.item_sampler, table.device)
         self.seed = spec.seed
-        self.key = spec.key
+        self.random_key = spec.random_key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
         # Whether it has ever held a trajectory. A plain attribute: torch.compile puts no guard on
@@ -129,24 +129,24 @@ class DeviceTable:
         # The i-th sample since the beginning has the number i * data_world + data_rank.
         numbers = (plan.info.data_world, plan.topology.place.data_rank)
         is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
-        self._draw = [spec.seed, spec.key, *numbers, int(is_stratified), normalize]
+        self._draw = [spec.seed, spec.random_key, *numbers, int(is_stratified), normalize]
 
     def mark_filled(self, is_filled: bool = True) -> None:
         """Note whether the table holds trajectories."""
         self.is_filled = self.has_data or is_filled
 
-    def select_(self, records: Tensor, weights: Tensor) -> None:
+    def select_(self, resolutions: Tensor, weights: Tensor) -> None:
         """Draw the next global batch.
 
         Args:
-            records: Receives the resolutions. [B, 8], int64.
+            resolutions: Receives the resolutions. [B, 8], int64.
             weights: Receives the PER weights. [B], float32; [0] without priorities.
         """
         table = self.table
         ops = self.table.ops
         most = self._most
         how = (table.items.anchors, table.shape, self._draw, self._unit)
-        given = (table.state, records, weights, table.slots, table.sums)
+        given = (table.state, resolutions, weights, table.slots, table.sums)
         if self._takes_highest:
             ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
         elif most:
@@ -158,16 +158,16 @@ class DeviceTable:
                 *given, table.minima, table.row_slots, self.betas.next_(table.state), *how
             )
         if most:
-            slots = records[:, Resolution.SLOT]
-            ids = records[:, Resolution.ID]
+            slots = resolutions[:, Resolution.SLOT]
+            ids = resolutions[:, Resolution.ID]
             times = table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
             table.remove_(torch.where(times >= most, ids, Resolution.NO_SAMPLE))
 
-    def update_(self, records: Tensor, values: Tensor) -> None:
+    def update_(self, resolutions: Tensor, values: Tensor) -> None:
         """Set the priorities of samples; the last one wins for equal items.
 
         Args:
-            records: Resolutions of the samples. [B, 8], int64.
+            resolutions: Resolutions of the samples. [B, 8], int64.
             values: Priorities. [B], float32.
         """
         table = self.table
@@ -175,7 +175,7 @@ class DeviceTable:
         known = (table.state, table.sums, table.minima, table.priorities, table.slots)
         unit = MassUnit.STEP if items.by_row else MassUnit.TRAJECTORY
         rest = (items.anchors, table.shape, unit, items.alpha, items.most_bits)
-        table.ops.ring_update_(*known, records, values, *rest)
+        table.ops.ring_update_(*known, resolutions, values, *rest)
 
 
 class TableMixture:
@@ -233,24 +233,24 @@ class TableMixture:
             return [values]
         return [values[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
-    def select_(self, records: Tensor, weights: Tensor) -> None:
+    def select_(self, resolutions: Tensor, weights: Tensor) -> None:
         """Draw the next global batch, table by table; arguments as `DeviceTable.select_`."""
-        parts = (self._split(records, self._counts), self._split(weights, self._counts))
+        parts = (self._split(resolutions, self._counts), self._split(weights, self._counts))
         for each, of_table, own_weights in zip(self.tables, *parts, strict=True):
             each.select_(of_table, own_weights)
 
-    def update_(self, records: Tensor, values: Tensor, parts: Sequence[int]) -> None:
+    def update_(self, resolutions: Tensor, values: Tensor, parts: Sequence[int]) -> None:
         """Set the priorities of some micro batches' samples, ordered by sample number."""
         sizes = [sum([self.sizes[part][i] for part in parts]) for i in range(len(self.tables))]
-        of_tables = (self._split(records, sizes), self._split(values, sizes))
+        of_tables = (self._split(resolutions, sizes), self._split(values, sizes))
         for each, of_table, own in zip(self.tables, *of_tables, strict=True):
             if len(own):
                 each.update_(of_table, own)
 
-    def fill(self, buffers: Buffers, records: Tensor, part: int) -> None:
+    def fill(self, buffers: Buffers, resolutions: Tensor, part: int) -> None:
         """Gather the samples of a micro batch into a batch of `buffers`."""
         first = 0
-        for each, own in zip(self.tables, self._split(records, self.sizes[part]), strict=True):
+        for each, own in zip(self.tables, self._split(resolutions, self.sizes[part]), strict=True):
             if len(self.tables) == 1:
                 each.gatherer.fill(buffers, own)
             elif len(own):

@@ -84,10 +84,10 @@ def initialize(
         if required is not False:
             deepspeed.init_distributed(dist_init_required=required)
         # A wrong section is refused on all ranks before the model is built.
-        exchange = ControlPlane()
-        section = exchange.agree("the gear section", lambda: _checked_section(config))
+        control_plane = ControlPlane()
+        section = control_plane.attempt("the gear section", lambda: _checked_section(config))
         engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
-        _attach_new(engine, exchange, section, schemas)
+        _attach_new(engine, control_plane, section, schemas)
     return engine, optimizer, engine.gear_iterator(), scheduler
 
 
@@ -235,7 +235,7 @@ class ReplaySetup:
 
 def _attach_new(
     engine: Any,
-    exchange: ControlPlane,
+    control_plane: ControlPlane,
     config: Any,
     schemas: Mapping[str, Schema] | None,
     checkpoint: engine_checkpoint.Checkpoint = None,
@@ -245,12 +245,12 @@ def _attach_new(
     """
     deepspeed_compat.check_engine(engine)
     register()
-    setup = exchange.agree("the engine", lambda: _setup_of(engine, config, checkpoint))
-    replay = _make_replay(setup, exchange, schemas)
+    setup = control_plane.attempt("the engine", lambda: _setup_of(engine, config, checkpoint))
+    replay = _make_replay(setup, control_plane, schemas)
     with undo_on_error(replay.close):
         if isinstance(replay, Replay) and setup.config.pack is not None:
             replay.set_model(engine)
-        engine_checkpoint.load_late(engine, replay, checkpoint, exchange)
+        engine_checkpoint.load_late(engine, replay, checkpoint, control_plane)
     _bind(engine, replay, owns=True)
     _own(engine, replay)
 
@@ -274,13 +274,13 @@ def _setup_of(engine: Any, config: Any, checkpoint: engine_checkpoint.Checkpoint
 
 
 def _make_replay(
-    setup: ReplaySetup, exchange: ControlPlane, schemas: Mapping[str, Schema] | None
+    setup: ReplaySetup, control_plane: ControlPlane, schemas: Mapping[str, Schema] | None
 ) -> ReplayBase:
     if setup.config.on_device:
         return DeviceReplay(
             setup.config,
             setup.device,
-            exchange,
+            control_plane,
             schemas,
             info=setup.info,
             place=setup.place,
@@ -288,7 +288,7 @@ def _make_replay(
         )
     return Replay(
         setup.config,
-        exchange,
+        control_plane,
         schemas,
         info=setup.info,
         place=setup.place,
@@ -388,7 +388,7 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
     ]()  # the checkpoint that an engine still writes in the background
 
     def finish(save_dir: Path, tag: str, save_latest: bool) -> None:
-        whole_tags.finish(replay.exchange, save_dir, tag, replay.is_node_leader, save_latest)
+        whole_tags.finish(replay.control_plane, save_dir, tag, replay.is_node_leader, save_latest)
 
     def save_checkpoint(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         call = saves.bind(*arguments, **options)
@@ -396,7 +396,7 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
         given = call.arguments
         save_dir = folder_argument("save_dir", given["save_dir"])
         tag = f"global_step{engine.global_steps}" if given["tag"] is None else str(given["tag"])
-        whole_tags.begin(replay.exchange, save_dir / tag)
+        whole_tags.begin(replay.control_plane, save_dir / tag)
         if owns:
             kept = engine_checkpoint.save(replay, save_dir / tag)
             given["client_state"] = {
@@ -430,7 +430,7 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
             )
             tag = None if given["tag"] is None else str(given["tag"])
             whole_tags.check(
-                replay.exchange, load_dir, tag, replay.is_node_leader, only_weights, engine
+                replay.control_plane, load_dir, tag, replay.is_node_leader, only_weights, engine
             )
         path, client_state = original(*arguments, **options)
         if path is None or not owns:

@@ -46,8 +46,8 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     Collective. `folder` is the tag's, also one that `ds_to_universal` has made; `saved` of the
     client state.
     """
-    exchange = replay.exchange
-    holds = exchange.gather(saved is not None)
+    control_plane = replay.control_plane
+    holds = control_plane.all_gather(saved is not None)
     if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
         rule = "must hold the part of a replay on all ranks or on none"
         lacking = [rank for rank, has in enumerate(holds) if not has]
@@ -63,7 +63,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     saved_in = Path(saved[_FOLDER])
     places = [folder / TABLES, folder.parent / saved_in.name / TABLES, saved_in / TABLES]
     tables = next((place for place in places if place.is_dir()), None)
-    tables = exchange.broadcast(tables)  # of one rank, so that all load the same folder
+    tables = control_plane.broadcast(tables)  # of one rank, so that all load the same folder
     if tables is None and saved[_HAS_TABLES]:
         rule = (
             f"must hold the replay's tables, which were saved in {places[2]} and are not "
@@ -75,7 +75,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
         )
         raise CheckpointError(str(places[0]), rule, None, remedy)
     read = partial(replay.load_folder, tables or places[0], saved[_POSITION])
-    whole_saves.name_others(exchange, read, partial(whole_tags.others_in, folder.parent))
+    whole_saves.name_others(control_plane, read, partial(whole_tags.others_in, folder.parent))
     return True
 
 
@@ -101,23 +101,24 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
 
 
 def load_late(
-    engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange: ControlPlane
+    engine: Any, replay: ReplayBase, checkpoint: Checkpoint, control_plane: ControlPlane
 ) -> None:
     """Load the replay's part of the checkpoint that an engine has loaded already. Collective.
     `checkpoint` is the folder that `load_checkpoint` got, or that of a tag; None and False load
     nothing.
     """
-    given = exchange.gather(str(checkpoint))
+    given = control_plane.all_gather(str(checkpoint))
     if len(set(given)) > 1:
         raise ConfigError(
             "checkpoint", "must be the same on all ranks", given, "give one to attach"
         )
     if checkpoint is None or checkpoint is False:
         return
-    read = exchange.agree(
-        "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
+    read = control_plane.attempt(
+        "the checkpoint",
+        lambda: _read(engine, Path(checkpoint)) if control_plane.rank == 0 else None,
     )
-    folder, state = exchange.broadcast(read)
+    folder, state = control_plane.broadcast(read)
     if not load(replay, folder, state):
         remedy = "give attach checkpoint=False to start at the first batch"
         raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)

@@ -1,8 +1,7 @@
-"""Whole tags: a checkpoint is recorded when all ranks have written their files; only then `latest`
-names it.
+"""Whole tags: the list of a checkpoint's files, written after all of them; then `latest` names it.
 
 DeepSpeed writes `latest` before its last barrier: after the death of a rank in its own save it
-would name a checkpoint without that rank's files, and no restart could load it. The record does not
+would name a checkpoint without that rank's files, and no restart could load it. The list does not
 depend on the ZeRO stage or the kind of engine: it has the size of every file of the tag, besides
 those of the replay.
 """
@@ -24,28 +23,27 @@ from deepspeed_gear.frameworks import deepspeed_compat
 
 TABLES = "gear"  # our folder in a tag's folder
 LATEST = "latest"
-RECORD = "whole.json"  # in TABLES
+FILE_LIST = "whole.json"  # in TABLES
 _FORMAT = 1
 _OPTIMIZER = "optim_states.pt"  # end of the names of files without weights
 Sizes = dict[str, int]  # by path in the tag's folder
 
 
-def begin(exchange: ControlPlane, folder: Path) -> None:
-    """Remove the record of a tag, which is about to be written. Collective."""
+def begin(control_plane: ControlPlane, folder: Path) -> None:
+    """Remove the list of files of a tag, which is about to be written. Collective."""
 
     def remove() -> None:
-        if exchange.rank == 0:
+        if control_plane.rank == 0:
             with save_folders.writing(folder):
-                _record_of(folder).unlink(missing_ok=True)
+                _list_of(folder).unlink(missing_ok=True)
 
-    exchange.agree("beginning the checkpoint", remove)
+    control_plane.attempt("beginning the checkpoint", remove)
 
 
 def finish(
-    exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
+    control_plane: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
 ) -> None:
-    """Record a tag as whole, after every rank has written its files, and let `latest` name it.
-    Collective.
+    """List the files of a tag that every rank has written, and let `latest` name it. Collective.
 
     One rank of each node `leads_node`: it fsyncs the files that its node has written.
     """
@@ -55,24 +53,24 @@ def finish(
         with save_folders.writing(folder):
             return _synced(folder) if leads_node else {}
 
-    of_ranks = exchange.collect("writing the checkpoint", written)
+    of_ranks = control_plane.all_results("writing the checkpoint", written)
 
     def name() -> None:
         with save_folders.writing(save_dir):
-            if exchange.rank == 0:
+            if control_plane.rank == 0:
                 save_folders.make(folder / TABLES)
                 sizes = {
                     path: size for of_rank in of_ranks for path, size in sorted(of_rank.items())
                 }
-                save_folders.write_checked(_record_of(folder), _FORMAT, "files", sizes)
+                save_folders.write_checked(_list_of(folder), _FORMAT, "files", sizes)
                 if save_latest:
                     save_folders.write_atomically(save_dir / LATEST, tag)
 
-    exchange.agree("writing `latest`", name)
+    control_plane.attempt("writing `latest`", name)
 
 
 def check(
-    exchange: ControlPlane,
+    control_plane: ControlPlane,
     load_dir: Path,
     tag: str | None,
     leads_node: bool,
@@ -82,13 +80,13 @@ def check(
     """Raise CheckpointError where a tag, None: that of `latest`, is not there or has lost files.
     Collective.
 
-    Of a tag without a record, as plain DeepSpeed and an interrupted save leave it, only the files
+    Of a tag without a list, as plain DeepSpeed and an interrupted save leave it, only the files
     that the ranks themselves read are looked for.
     """
     what = "loading the checkpoint"
 
     def read() -> tuple[str | None, Sizes]:
-        if exchange.rank:
+        if control_plane.rank:
             return None, {}
         named = tag
         if named is None:
@@ -101,25 +99,27 @@ def check(
                 ", which `latest` names" if tag is None else ""
             )
             raise CheckpointError(str(load_dir / named), rule, None, ANOTHER)
-        return named, _recorded(load_dir / named)
+        return named, _listed(load_dir / named)
 
     def look() -> None:
-        named, recorded = exchange.collect(what, read)[0]
+        named, listed = control_plane.all_results(what, read)[0]
         if named is None:
             return
         folder = load_dir / named
-        if not recorded:
-            exchange.agree(what, partial(_check_own, engine, load_dir, named, only_weights))
-        of_ranks = exchange.collect(what, lambda: _sizes(folder) if leads_node and recorded else {})
+        if not listed:
+            control_plane.attempt(what, partial(_check_own, engine, load_dir, named, only_weights))
+        of_ranks = control_plane.all_results(
+            what, lambda: _sizes(folder) if leads_node and listed else {}
+        )
         there = {path: size for of_rank in of_ranks for path, size in of_rank.items()}
-        for path, size in recorded.items():
+        for path, size in listed.items():
             is_read = not (only_weights and path.endswith(_OPTIMIZER))
             if is_read and there.get(path) != size:
                 found = f"{there[path]} bytes" if path in there else "no such file"
-                remedy = f"{ANOTHER}; if it was changed on purpose, remove {_record_of(folder)}"
+                remedy = f"{ANOTHER}; if it was changed on purpose, remove {_list_of(folder)}"
                 raise CheckpointError(str(folder / path), f"must have {size} bytes", found, remedy)
 
-    whole_saves.name_others(exchange, look, partial(others_in, load_dir))
+    whole_saves.name_others(control_plane, look, partial(others_in, load_dir))
 
 
 def _check_own(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> None:
@@ -146,29 +146,29 @@ def newest(load_dir: Path) -> str | None:
 
     Cost: reads the tables of the tags until one is whole.
     """
-    records = [path for path in load_dir.glob(f"*/{TABLES}/{RECORD}") if path.is_file()]
-    for record in sorted(records, key=lambda path: -path.stat().st_mtime_ns):
-        folder = record.parents[1]
+    lists = [path for path in load_dir.glob(f"*/{TABLES}/{FILE_LIST}") if path.is_file()]
+    for file_list in sorted(lists, key=lambda path: -path.stat().st_mtime_ns):
+        folder = file_list.parents[1]
         with contextlib.suppress(CheckpointError, OSError):
             sizes = _sizes(folder)
-            recorded = _recorded(folder)
-            is_there = all(sizes.get(path) == size for path, size in recorded.items())
-            has_tables = (record.parent / save_folders.POSITION).exists()
-            if is_there and (not has_tables or whole_saves.is_whole(record.parent)):
+            listed = _listed(folder)
+            is_there = all(sizes.get(path) == size for path, size in listed.items())
+            has_tables = (file_list.parent / save_folders.POSITION).exists()
+            if is_there and (not has_tables or whole_saves.is_whole(file_list.parent)):
                 return folder.name
     return None
 
 
-def _record_of(folder: Path) -> Path:
-    return folder / TABLES / RECORD
+def _list_of(folder: Path) -> Path:
+    return folder / TABLES / FILE_LIST
 
 
-def _recorded(folder: Path) -> Sizes:
-    """Return the files of a tag's record; {} where it has none."""
-    if not _record_of(folder).exists():
+def _listed(folder: Path) -> Sizes:
+    """Return the files of a tag's list; {} where it has none."""
+    if not _list_of(folder).exists():
         return {}
-    files = save_folders.read_checked(_record_of(folder), _FORMAT, "files")
-    return {path: save_folders.entry(files, path, int, str(_record_of(folder))) for path in files}
+    files = save_folders.read_checked(_list_of(folder), _FORMAT, "files")
+    return {path: save_folders.entry(files, path, int, str(_list_of(folder))) for path in files}
 
 
 def _sizes(folder: Path) -> Sizes:

@@ -141,14 +141,14 @@ class NativeOp(ABC):
         if library is None:
             return None, "not prebuilt"
         try:
-            record = json.loads((folder / f"{stem}.json").read_text())
+            facts = json.loads((folder / f"{stem}.json").read_text())
         except (OSError, ValueError):
             return None, f"prebuilt, but {stem}.json beside it cannot be read"
-        expected = self.prebuilt_record()
+        expected = self.prebuilt_facts()
         differing = [
-            f"{key} {record.get(key)} instead of {value}"
+            f"{key} {facts.get(key)} instead of {value}"
             for key, value in expected.items()
-            if record.get(key) != value
+            if facts.get(key) != value
         ]
         if differing:
             return None, f"prebuilt for {', '.join(differing)}"
@@ -158,8 +158,8 @@ class NativeOp(ABC):
         """Return the prebuilt op as `prebuilt` does, if it also fits the devices here."""
         return self.prebuilt()
 
-    def prebuilt_record(self) -> dict[str, str]:
-        """Return the record beside a prebuilt op, which must be equal where it is loaded."""
+    def prebuilt_facts(self) -> dict[str, str]:
+        """Return the facts beside a prebuilt op, which must be equal where it is loaded."""
         versions = {**toolchain.abi(), "torch": toolchain.release(str(torch.__version__))}
         return {**versions, "sources": self.source_digest()}
 
@@ -278,6 +278,6 @@ def require_device() -> None:
         needs = "a driver, a CUDA build of torch and a GPU"
         rule = f"is cuda, which needs {needs}: {', '.join(missing)}"
         value = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}"
-        host = 'set gear.backend to "cpu": the store, selection and collection run in host memory'
+        host = 'set gear.backend to "cpu": the store, selection and gather run in host memory'
         remedy = f"{' and '.join(missing.values())}, or {host}"
         raise BuildError("gear.backend", rule, value, remedy)

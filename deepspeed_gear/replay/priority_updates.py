@@ -91,9 +91,9 @@ def report(
     if len(parts) > 1:  # nothing has changed if one of the tables raises
         check_priorities(rounded.numpy())
         for part in parts:
-            part.reports.check_room(len(part.records))
+            part.reports.check_room(len(part.resolutions))
     for part in parts:
-        part.reports.add(part.records, rounded if part.which is None else rounded[part.which])
+        part.reports.add(part.resolutions, rounded if part.which is None else rounded[part.which])
 
 
 def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor | None) -> None:
@@ -118,21 +118,22 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
     """Divide a batch's samples among the tables; refuse those of a pass, which would become trained
     ones.
     """
-    records = batch.reported
-    if not records.is_cpu:
-        records = records.cpu()
-    parts = [UpdatePart(tables[0].reports, records)]
+    resolutions = batch.reported
+    if not resolutions.is_cpu:
+        resolutions = resolutions.cpu()
+    parts = [UpdatePart(tables[0].reports, resolutions)]
     if len(tables) > 1:
         assert batch.host_source is not None
         which = [torch.nonzero(batch.host_source == index)[:, 0] for index in range(len(tables))]
         parts = [
-            UpdatePart(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)
+            UpdatePart(t.reports, resolutions[own], own)
+            for t, own in zip(tables, which, strict=True)
         ]
     for masses, part in zip(tables, parts, strict=True):
         rule = masses.spec.rule
         if not rule.split:
             continue
-        ids = part.records[:, Resolution.ID].numpy()
+        ids = part.resolutions[:, Resolution.ID].numpy()
         if (split_of(ids, rule.split) != rule.split_index).any():
             raise DataError(
                 "batch", "must be from the training stream", None, "nothing was changed"
@@ -229,7 +230,7 @@ class UpdatePart(NamedTuple):
     """The samples of a priority update that belong to one table."""
 
     reports: PriorityLog
-    records: Tensor  # resolutions of the samples. [n, 8], int64, contiguous, in host memory
+    resolutions: Tensor  # resolutions of the samples. [n, 8], int64, contiguous, in host memory
     which: Tensor | None = None  # their indices in the batch; None: all. [n], int64
 
 
@@ -278,10 +279,10 @@ class AsyncPriorityUpdates:
         counts, from 1. StoreError if a log cannot hold so many updates; nothing has changed.
         """
         for part in parts:
-            part.reports.check_room(len(part.records))
+            part.reports.check_room(len(part.resolutions))
         host, event = self._blocks.fetch(torch.cat([values, faults]))
         for part in parts:
-            part.reports.promise(len(part.records))
+            part.reports.promise(len(part.resolutions))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
             self._thread.start()
@@ -316,7 +317,7 @@ class AsyncPriorityUpdates:
 
     def _report(self, parts: Sequence[UpdatePart], host: Tensor, event: Event) -> None:
         """Append an update once its event has come: `host` has its values, then the faults."""
-        values = host[: sum(len(part.records) for part in parts)]
+        values = host[: sum(len(part.resolutions) for part in parts)]
         is_good = False
         try:
             event.synchronize()
@@ -332,7 +333,7 @@ class AsyncPriorityUpdates:
         for part in parts:  # also for a failed update: selections wait for it
             own = values if part.which is None else values[part.which]
             try:
-                part.reports.keep(part.records, own if is_good else None)
+                part.reports.keep(part.resolutions, own if is_good else None)
             except Exception as error:
                 self._errors.put(error)
         self._blocks.give_back(host)

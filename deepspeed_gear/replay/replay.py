@@ -67,7 +67,7 @@ class Replay(ReplayBase):
             death or an early end of one is raised on all by their next `sample`.
         place: This rank's place in the grid; None: each rank is a replica.
         turns: When ranks that train together wait for each other: after each micro batch, after the
-            last one of a global batch, or when an engine calls `agree`.
+            last one of a global batch, or when an engine calls `take_turn`.
         engine_dtype: The dtype of `"as": "engine"`.
         device: The device of the batches.
     Raises:
@@ -559,7 +559,7 @@ class Replay(ReplayBase):
         True.
         """
         self._check_reads()
-        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_key)
+        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_number)
         self._warn()
         return answer
 
@@ -592,7 +592,7 @@ class Replay(ReplayBase):
         missing = (
             0
             if self._loader.holds_batch
-            else self._questions.missing(stream, self._loader.next_key)
+            else self._questions.missing(stream, self._loader.next_number)
         )
         self._warn()
         return missing
@@ -730,9 +730,9 @@ class Replay(ReplayBase):
         batches, per optimizer step; where there was none, as after the monitor's call of the last
         step, those of the call before, with `train_steps` 0. The epoch, and effective samples,
         duplicates, age and policy lag of the newest global batch. Over nodes, on the rank that
-        exchanges for its node: bytes per global batch, and how late each node was. With a rate
-        limiter: the total seconds that this rank has waited for it. With groups: those held, and
-        ever rejected, and the trajectories that came too late.
+        sends for its node: bytes per global batch, and how late each node was. With a rate limiter:
+        the total seconds that this rank has waited for it. With groups: those held, and ever
+        rejected, and the trajectories that came too late.
         """
         self._check_open()
         if self.config.pack is None:
@@ -746,7 +746,7 @@ class Replay(ReplayBase):
         return {
             **taken,
             **metrics.of_groups(self._sampled),
-            **self._parts.exchange.take_metrics(),
+            **self._parts.links.take_metrics(),
             **metrics.of_last_batch(self._parts.train),
         }
 

@@ -44,7 +44,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     _internal = frozenset(
         {
             "close_with",
-            "exchange",
+            "control_plane",
             "load_folder",
             "metrics",
             "observe_steps",
@@ -75,7 +75,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         kind = self.config.sampler.kind
         info = self.batch_info
         sizes = f"batches of {info.micro}" + (
-            f" of {info.global_batch}" if info.num_micro > 1 else ""
+            f" of {info.global_batch}" if info.num_micro_batches > 1 else ""
         )
         if self._closed:
             end = ", closed"
@@ -100,11 +100,11 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         return name
 
     @property
-    def exchange(self) -> ControlPlane:
+    def control_plane(self) -> ControlPlane:
         """The control plane of all ranks, whose waits end when one is lost; once closed, a plain
         one.
         """
-        return ControlPlane() if self._closed else self._plan.exchange
+        return ControlPlane() if self._closed else self._plan.control_plane
 
     @property
     def num_replicas(self) -> int:
@@ -123,10 +123,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @property
     def transform(self) -> Transform | None:
-        """A program's transform of batches: (batch, key per sample [B] int64) -> batch; set before
-        sampling.
+        """A program's transform: (batch, random word per sample [B]) -> batch; set before sampling.
 
-        The keys are random words that depend on seed, stream and sample number only, so values
+        The words depend on seed, stream and sample number only, so values
         derived from them are the same for any number of ranks. They are on the batch's device.
         `DeviceReplay.sample_` does not call it.
         """
@@ -249,7 +248,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def save(self, folder: str | Path) -> dict[str, Any]:
         """Save tables' additions, priorities and the position; return the position. Collective.
 
-        The save is written next to the previous one in the folder, fsynced and exchanged with it;
+        The save is written next to the previous one in the folder, fsynced and swapped with it;
         the previous one stays until the next save into the folder begins. After an interruption at
         any time one of both can be loaded: by a returned state that was stored elsewhere, or by the
         state in the folder. One run saves into a folder: from its first save until it is closed or
@@ -268,7 +267,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         """
         self._check_open()
         at = os.path.realpath(arguments.folder("folder", folder))
-        exchange = self._plan.exchange
+        control_plane = self._plan.control_plane
         leads = self.topology.rank == 0
 
         def lock() -> None:
@@ -277,10 +276,12 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
                     save_folders.make(Path(at))
                     self._folder_locks.acquire(Path(at))
 
-        exchange.agree("locking the folder of the save", lock)
+        control_plane.attempt("locking the folder of the save", lock)
         state = self._save(Path(at), self._last_saves.get(at))
         self._last_saves[at] = state
-        exchange.agree("saving the normalizer", lambda: self.normalizer.save(at) if leads else None)
+        control_plane.attempt(
+            "saving the normalizer", lambda: self.normalizer.save(at) if leads else None
+        )
         return state
 
     def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
@@ -303,7 +304,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         if state is not None:
             arguments.mapping("state", state, "pass a state from save")
         load = partial(self.load_folder, at, state)
-        whole_saves.name_others(self._plan.exchange, load, partial(whole_saves.others_in, at))
+        whole_saves.name_others(self._plan.control_plane, load, partial(whole_saves.others_in, at))
 
     def load_folder(self, folder: Path, state: Mapping[str, Any] | None) -> None:
         """Load a folder's save, as `load`, whose error does not name what can be loaded instead."""
@@ -329,10 +330,10 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     def _from_leader(self, action: Callable[[], T]) -> T:
         """Return what an action returns on rank 0: others would see another save. Collective."""
-        exchange = self._plan.exchange
+        control_plane = self._plan.control_plane
         leads = self.topology.rank == 0
-        found: T = exchange.broadcast(
-            exchange.agree("loading the state", lambda: action() if leads else None)
+        found: T = control_plane.broadcast(
+            control_plane.attempt("loading the state", lambda: action() if leads else None)
         )
         return found
 

@@ -20,6 +20,7 @@ from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.autoreset import ResetCheck
 from deepspeed_gear.writer.episode_returns import EpisodeReturns
+from deepspeed_gear.writer.open_rows import OpenRows
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
     CompletedTrajectory,
@@ -28,7 +29,6 @@ from deepspeed_gear.writer.partial_publish import (
     PublishedPart,
     checked,
 )
-from deepspeed_gear.writer.staged_rows import Staging
 
 _FIRST_LENGTH = 256
 _FLAG = Column("flag", "bool")
@@ -51,20 +51,20 @@ class VectorWriter(ProcessBound, PublicNames):
     An episode of more than `max_length` steps ends there, marked as truncated, and goes on as
     another trajectory, unless a field needs whole episodes.
 
-    Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one
+    Not thread-safe. Cost of a step: one copy of its rows into the open ones, and of an episode one
     copy into the store.
 
     Args:
         autoreset: "next_step": the step after the last one of an episode resets, and its action is
             ignored; "same_step": the last step resets, and the episode's last observation is passed
             as `final`; "disabled": the program resets, and calls `reset` with a mask.
-        staging: Arrays in which trajectories grow; None: private memory.
+        open_rows: Arrays in which trajectories grow; None: private memory.
     """
 
     _internal = frozenset({"has_begun", "last_states", "take_after", "waits"})
 
     def __init__(
-        self, writer: OpenWriter, num_envs: int, autoreset: str, staging: Staging | None = None
+        self, writer: OpenWriter, num_envs: int, autoreset: str, open_rows: OpenRows | None = None
     ) -> None:
         num_envs = arguments.count("num_envs", num_envs)
         schema = writer.schema
@@ -126,15 +126,15 @@ class VectorWriter(ProcessBound, PublicNames):
         self._publishes = False  # whether it publishes steps
         length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
         own = (
-            Staging.private(schema.step_columns, num_envs, length, native)
-            if staging is None
-            else staging
+            OpenRows.private(schema.step_columns, num_envs, length, native)
+            if open_rows is None
+            else open_rows
         )
         self._steps_before = np.zeros(
             num_envs, np.int64
         )  # of open trajectories, not in their places' rows
         self._next = own.first.copy()  # row of each environment's next state
-        self._use(own, native if staging is None else None)
+        self._use(own, native if open_rows is None else None)
         if publisher is not None:
             publisher.counts.append(self._counts)
 
@@ -147,10 +147,10 @@ class VectorWriter(ProcessBound, PublicNames):
         counts = f"{self.num_steps:,} steps, {self.num_trajectories:,} trajectories added"
         return f'{type(self).__name__}({self.num_envs} environments, "{self.autoreset}", {counts})'
 
-    def _use(self, staging: Staging, native: ModuleType | None) -> None:
-        self._staging = staging
-        self._state_rows = staging.rows(self._state)
-        self._done_rows = staging.rows(self._done_by)
+    def _use(self, open_rows: OpenRows, native: ModuleType | None) -> None:
+        self._open_rows = open_rows
+        self._state_rows = open_rows.rows(self._state)
+        self._done_rows = open_rows.rows(self._done_by)
         self._number_steps(self._all)
         if native is None:
             return
@@ -159,7 +159,7 @@ class VectorWriter(ProcessBound, PublicNames):
         ]
         words = (
             self._next,
-            staging.first,
+            open_rows.first,
             self._waits,
             self._unstored,
             self._was_truncated,
@@ -171,11 +171,11 @@ class VectorWriter(ProcessBound, PublicNames):
         columns = [column.name for column, _ in given]
         truncated = self._flags["truncated"]
         self._native_steps = native.VectorSteps(
-            columns=[(c.name, address(staging.arrays[c.name]), form_of(native, c), is_state)
+            columns=[(c.name, address(open_rows.arrays[c.name]), form_of(native, c), is_state)
                      for c, is_state in given],
             ends=(self._names["terminated"], self._names["truncated"]),
             num_envs=self.num_envs,
-            length=staging.length,
+            length=open_rows.length,
             words=[address(array) for array in words],
             autoreset=self.autoreset,
             truncated_column=columns.index(truncated.name) if truncated is not None else -1,
@@ -184,11 +184,11 @@ class VectorWriter(ProcessBound, PublicNames):
         if self._publisher is None:
             return
         # The native call stores trajectories that end, and publishes steps.
-        arrays = {**staging.arrays, **self._values}
+        arrays = {**open_rows.arrays, **self._values}
         are_bytes = all(
             flag is None or flag.numpy_dtype.itemsize == 1 for flag in self._flags.values()
         )
-        is_longest = staging.length == self._max_length
+        is_longest = open_rows.length == self._max_length
         self._native_steps.set_store(
             of_columns=[0 if c.late else address(arrays[c.name]) for c in self._schema],
             cuts=is_longest and are_bytes and not self._whole_fields and self._time is None,
@@ -199,14 +199,14 @@ class VectorWriter(ProcessBound, PublicNames):
     def _number_steps(self, envs: Any) -> None:
         """Write the time steps of episodes that begin in the first rows of environments."""
         if self._time is not None:
-            rows = self._staging.arrays[self._time.name]
-            length = self._staging.length
-            rows[self._staging.places[envs]] = np.arange(length + 1)
+            rows = self._open_rows.arrays[self._time.name]
+            length = self._open_rows.length
+            rows[self._open_rows.places[envs]] = np.arange(length + 1)
 
     def _grow(self, length: int) -> None:
-        """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
-        old = self._staging
-        new = Staging.private(self._schema.step_columns, self.num_envs, length, self._native)
+        """Enlarge the open rows to trajectories of `length` steps, and keep what they hold."""
+        old = self._open_rows
+        new = OpenRows.private(self._schema.step_columns, self.num_envs, length, self._native)
         for name, rows in old.arrays.items():
             new.arrays[name][:, : old.length + 1] = rows
         self._next += new.first - old.first
@@ -257,7 +257,7 @@ class VectorWriter(ProcessBound, PublicNames):
         begun = np.flatnonzero(which)
         once = self._values_in(given, begun, self.num_envs, which)
         state = self._pick(self._state, given, "reset")
-        first = self._staging.first
+        first = self._open_rows.first
         self._state_rows.put(state, np.where(which, first, -1))
         ended = np.flatnonzero(which & self._waits & self.has_begun)
         if self.autoreset == "disabled" and len(ended):
@@ -332,7 +332,7 @@ class VectorWriter(ProcessBound, PublicNames):
         if len(waiting):
             unbegun = waiting
             if self.autoreset == "next_step":
-                unbegun = waiting[self._next[waiting] == self._staging.first[waiting]]
+                unbegun = waiting[self._next[waiting] == self._open_rows.first[waiting]]
             if len(unbegun):
                 which = f"environments {unbegun[:8].tolist()}"
                 remedy = (
@@ -347,8 +347,8 @@ class VectorWriter(ProcessBound, PublicNames):
         at = np.flatnonzero(ended)
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
         rows, following = self._rows_for(envs, waits)
-        first = self._staging.first[envs]
-        length = self._staging.length
+        first = self._open_rows.first[envs]
+        length = self._open_rows.length
         is_full = following - first > length
         if is_full.any():
             self._done_rows.check(done_by, rows)
@@ -366,10 +366,10 @@ class VectorWriter(ProcessBound, PublicNames):
         self._counts[StepCount.STEPS_TAKEN] += len(rows)
         self._was_truncated[envs] = np.where(ended, truncated, self._was_truncated[envs])
         if self._version:
-            begins = rows == self._staging.first[envs]
+            begins = rows == self._open_rows.first[envs]
             if begins.any() or ended.any():
                 assert self._publisher is not None
-                self._oldest[envs[begins]] = self._staging.arrays[self._version].reshape(-1)[
+                self._oldest[envs[begins]] = self._open_rows.arrays[self._version].reshape(-1)[
                     rows[begins]
                 ]
                 self._oldest[envs[ended]] = -1
@@ -404,7 +404,7 @@ class VectorWriter(ProcessBound, PublicNames):
         `reset`.
         """
         column = self._schema[name]
-        return np.asarray(self._staging.arrays[name].reshape(-1, *column.shape)[self._next - 1])
+        return np.asarray(self._open_rows.arrays[name].reshape(-1, *column.shape)[self._next - 1])
 
     @property
     def waits(self) -> np.ndarray:
@@ -414,7 +414,7 @@ class VectorWriter(ProcessBound, PublicNames):
     @property
     def has_begun(self) -> np.ndarray:
         """Which environments have begun an episode ever. [N], bool."""
-        return np.asarray(self._next != self._staging.first)
+        return np.asarray(self._next != self._open_rows.first)
 
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
         """Compare the last states of truncated episodes, in these rows, with the first ones. [n]
@@ -424,8 +424,8 @@ class VectorWriter(ProcessBound, PublicNames):
         if not (self._check.goes_on[0] and truncated.any()):
             return
         last = last_rows[truncated]
-        rows = last - 1, last, self._staging.first[envs[truncated]]
-        flat = [self._staging.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
+        rows = last - 1, last, self._open_rows.first[envs[truncated]]
+        flat = [self._open_rows.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
         self._check.note_states(*([values[at] for values in flat] for at in rows))
 
     def _take_completed(self) -> list[CompletedTrajectory]:
@@ -509,7 +509,7 @@ class VectorWriter(ProcessBound, PublicNames):
         following = self._next[envs]
         rows = following - 1
         if waits.any():
-            following = np.where(waits, self._staging.first[envs], following)
+            following = np.where(waits, self._open_rows.first[envs], following)
             rows[waits] = -1
         return rows, following
 
@@ -565,11 +565,11 @@ class VectorWriter(ProcessBound, PublicNames):
         written there from `finals` first, where `state` begins the next episodes.
         """
         ended = envs[at]
-        first = self._staging.first
+        first = self._open_rows.first
         for index, env in enumerate(ended.tolist()):
             last = int(self._next[env] - first[env])
             for name, rows in finals.items():
-                self._staging.of(name, env)[last] = rows[index]
+                self._open_rows.of(name, env)[last] = rows[index]
             self._commit(env, last)
         if self.autoreset == "same_step":
             firsts = np.full(len(envs), -1, np.int64)
@@ -628,7 +628,7 @@ class VectorWriter(ProcessBound, PublicNames):
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
         """Return a column's rows of an environment's open trajectory; a hook."""
-        return self._staging.of(column.name, env)[: num_steps + (column.rows == "T+1")]
+        return self._open_rows.of(column.name, env)[: num_steps + (column.rows == "T+1")]
 
     def _publish(self) -> None:
         publisher = checked(self._publisher)
@@ -637,7 +637,7 @@ class VectorWriter(ProcessBound, PublicNames):
             if self._publishes and self._vector_publish(self._steps_address):
                 return
         self._register()
-        used = np.where(self._waits, 0, self._next - self._staging.first - 1)
+        used = np.where(self._waits, 0, self._next - self._open_rows.first - 1)
         parts = []
         for env in np.flatnonzero(used).tolist():
             steps = int(used[env])
@@ -697,18 +697,18 @@ class VectorWriter(ProcessBound, PublicNames):
             )
             raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
         for env in envs.tolist():
-            steps = int(self._next[env] - self._staging.first[env] - 1)
+            steps = int(self._next[env] - self._open_rows.first[env] - 1)
             if self._flags["truncated"] is not None:
-                self._staging.of(self._names["truncated"], env)[steps - 1] = True
+                self._open_rows.of(self._names["truncated"], env)[steps - 1] = True
             self._commit(env, steps, is_truncated=True)
             self._go_on(env, steps)
 
     def _go_on(self, env: int, steps: int) -> None:
         """Copy an environment's last state to the first of its rows."""
         for column in self._state:
-            rows = self._staging.of(column.name, env)
+            rows = self._open_rows.of(column.name, env)
             rows[0] = rows[steps]
         if self._time is not None:
-            self._staging.of(self._time.name, env)[...] += steps
+            self._open_rows.of(self._time.name, env)[...] += steps
         self._continued.add(env)
-        self._next[env] = self._staging.first[env] + 1
+        self._next[env] = self._open_rows.first[env] + 1

@@ -1,4 +1,4 @@
-"""Staged rows: the rows of open trajectories of N environments, each with its own range."""
+"""Open rows: the rows of open trajectories of N environments, each with its own range."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import address, form_of
 
 
-class Staging:
+class OpenRows:
     """The arrays, of their creator, in which open trajectories of N environments grow. One process
     at a time. Each column has [places, length + 1, *shape], contiguous; the places of environments
     differ. [N], int64.
@@ -37,8 +37,8 @@ class Staging:
     @classmethod
     def private(
         cls, columns: Sequence[Column], num_envs: int, length: int, native: ModuleType | None
-    ) -> Staging:
-        """Return staging in private memory, for trajectories of up to `length` steps."""
+    ) -> OpenRows:
+        """Return them in private memory, for trajectories of up to `length` steps."""
         arrays = {
             c.name: np.zeros((num_envs, length + 1, *c.shape), c.numpy_dtype) for c in columns
         }
@@ -48,11 +48,11 @@ class Staging:
         """Return an environment's rows of a column. [length + 1, *shape], a view."""
         return np.asarray(self.arrays[name][self.places[env]])
 
-    def rows(self, columns: Sequence[Column]) -> StagedRows:
-        return StagedRows(columns, self.arrays, self._native, self.places)
+    def rows(self, columns: Sequence[Column]) -> ColumnRows:
+        return ColumnRows(columns, self.arrays, self._native, self.places)
 
 
-class StagedRows:
+class ColumnRows:
     """Rows of some columns, by their numbers over all places (in errors: environments, if
     `places`).
     """
