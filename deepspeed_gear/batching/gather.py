@@ -339,9 +339,11 @@ class Gatherer:
 
     def buffers(self, num_samples: int) -> Buffers:
         """Allocate the tensors of a batch, with the native call that gathers into them."""
-        sizes = self._sizes(num_samples)
         buffers = self._named(
-            [torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in sizes]
+            [
+                torch.zeros(size, dtype=dtype, device=self._device)
+                for size, dtype in self._sizes(num_samples)
+            ]
         )
         if self._ops.is_direct and self._all.which:
             overwritten = buffers.all  # the first call increments their versions

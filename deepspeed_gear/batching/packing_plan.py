@@ -218,9 +218,8 @@ class PlannedPacks:
         """
         most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
         missing = len(most) - self.plan.num_micro_steps
-        num_micro_steps = len(most)
         if missing:
-            self.plan = replace(self.plan, num_micro_steps=num_micro_steps)
+            self.plan = replace(self.plan, num_micro_steps=len(most))
             self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
         if pack.pad.to == "step":
             self.rows = np.broadcast_to(most[:, None], self.rows.shape)
@@ -239,5 +238,6 @@ class PlannedPacks:
     def imbalance(self) -> float:
         """Cost of the slowest rank per micro step, summed, over the mean of the ranks, minus 1."""
         total = self.costs.sum()
-        replicas = self.costs.shape[1]
-        return float(self.costs.max(axis=1).sum() * replicas / total - 1) if total else 0.0
+        return (
+            float(self.costs.max(axis=1).sum() * self.costs.shape[1] / total - 1) if total else 0.0
+        )

@@ -368,10 +368,9 @@ class RingTable:
 
     def remove_(self, ids: Tensor) -> None:
         """Remove trajectories from sampling, where they are stored; rows stay until evicted."""
-        removed = torch.empty_like(ids)
         unit = MassUnit.STEP if self.items.by_row else MassUnit.TRAJECTORY
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
-        self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
+        self.ops.ring_remove_(*known, torch.empty_like(ids), ids.contiguous(), self.shape, unit)
 
     def add_steps_(
         self,

@@ -212,8 +212,11 @@ def _module_divisor(module: nn.Module) -> float:
     replicated = sys.modules.get("torch.distributed._composable.replicate")
     kinds = [(fsdp, "FullyShardedDataParallel"), (fsdp, "FSDPModule"), (replicated, "DDP")]
     known = tuple(getattr(source, name) for source, name in kinds if hasattr(source, name))
-    parts = module.named_modules()
-    wrapped = [name for name, part in parts if isinstance(part, (DistributedDataParallel, *known))]
+    wrapped = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, (DistributedDataParallel, *known))
+    ]
     if wrapped:
         remedy = "wrap the whole module, or give the part that is trained"
         raise ConfigError(

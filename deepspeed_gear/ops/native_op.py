@@ -144,10 +144,9 @@ class NativeOp(ABC):
             facts = json.loads((folder / f"{stem}.json").read_text())
         except (OSError, ValueError):
             return None, f"prebuilt, but {stem}.json beside it cannot be read"
-        expected = self.prebuilt_facts()
         differing = [
             f"{key} {facts.get(key)} instead of {value}"
-            for key, value in expected.items()
+            for key, value in self.prebuilt_facts().items()
             if facts.get(key) != value
         ]
         if differing:

@@ -59,13 +59,10 @@ def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple
 
 @lru_cache(maxsize=8)
 def _round_keys(seed: int) -> list[np.ndarray]:
-    low = seed & 0xFFFFFFFF
-    high = (seed >> 32) & 0xFFFFFFFF
-    rounds = [
-        ((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF)
-        for i in range(10)
-    ]
-    return [np.array(keys, np.uint64).reshape(2, 1, 1) for keys in rounds]
+    """Return the two key words of each of the 10 rounds. [2, 1, 1] each, uint64."""
+    steps = np.array([0x9E3779B9, 0xBB67AE85], np.uint64).reshape(2, 1, 1)
+    first = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint64).reshape(2, 1, 1)
+    return [(first + np.uint64(i) * steps) & _LOW for i in range(10)]
 
 
 def below(words: Words, totals: np.ndarray) -> np.ndarray:

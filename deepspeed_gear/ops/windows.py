@@ -38,12 +38,11 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
     """
     first = anchor + offset
     zero = torch.zeros_like(rows)
-    rows_1 = (rows - 1).clamp(min=0)
-    begin = torch.minimum(torch.maximum(first, zero), rows)
-    end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
+    begin = torch.minimum(first.clamp(min=0), rows)
+    end = torch.maximum(begin, torch.minimum((first + length).clamp(min=0), rows))
     count = end - begin
     place = {Align.IN_PLACE: begin - first, Align.LEFT: zero, Align.RIGHT: length - count}[align]
-    nearest = torch.minimum(torch.maximum(first, zero), rows_1)
+    nearest = torch.minimum(first.clamp(min=0), (rows - 1).clamp(min=0))
     empty = count == 0
     before = torch.where(empty, nearest, begin)
     after = torch.where(empty, nearest, end - 1)
