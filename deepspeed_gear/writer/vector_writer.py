@@ -28,6 +28,7 @@ from deepspeed_gear.writer.partial_publish import (
     OpenWriter,
     PublishedPart,
     checked,
+    new_words,
 )
 
 _FIRST_LENGTH = 256
@@ -120,8 +121,7 @@ class VectorWriter(ProcessBound, PublicNames):
         # one an environment, or none
         self._publisher = publisher
         self._growing = list[GrowingTrajectory]()
-        self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
-        self._growing_words[:] = UNPUBLISHED
+        self._growing_words = new_words(num_envs)
         self._native_steps: Any = None  # takes plain steps; None: Python does
         self._publishes = False  # whether it publishes steps
         length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
@@ -670,7 +670,7 @@ class VectorWriter(ProcessBound, PublicNames):
             self._completed.append(completed)
         number = int(growing.words[Growing.ID])
         self._note_rewards(CompletedTrajectory(env, number, growing.published), growing.first)
-        self._growing_words[env] = UNPUBLISHED
+        self._growing_words[env, : Growing.LATEST_SLOT] = UNPUBLISHED
 
     def close(self) -> list[CompletedTrajectory]:
         """End all open trajectories; published steps stay, marked as truncated. Safe to call twice.
