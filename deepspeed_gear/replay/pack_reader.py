@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.gather import read_opaque
+from deepspeed_gear.batching.field_rows import read_opaque
 from deepspeed_gear.batching.loss_weights import StepLoss, loss_weights
 from deepspeed_gear.batching.micro_batch import (
     ForwardPass,

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import PackGatherer, SharedRows, steps_of
 from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.batching.pack_gather import PackGatherer, SharedRows, steps_of
 from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.batching.rollout_trajectories import (
     RolloutTrajectories,
