@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.checkpoint import position, save_folders, table_files
+from deepspeed_gear.checkpoint import position, rollout_file, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.segment_links import SegmentLinks, Written
-from deepspeed_gear.checkpoint.table_files import TableLoader
+from deepspeed_gear.checkpoint.table_loader import TableLoader
 from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
@@ -78,7 +78,7 @@ class ReplayCheckpoint:
         def write(save_id: str) -> dict[str, dict[str, str]]:
             nonlocal columns
             if plan.leads_first_shard:
-                columns = table_files.write_rollout(folder, save_id, loader.position.columns, kept)
+                columns = rollout_file.write_rollout(folder, save_id, loader.position.columns, kept)
             written = {}
             for name, table in tables.items():
                 streams = list(parts.streams.get(name, {}).values())
@@ -139,7 +139,7 @@ class ReplayCheckpoint:
                 rule += "which has the columns of its rollout batch"
                 remedy = "use save and load, or take states between two rollout batches"
                 raise CheckpointError("the gear state", rule, ", ".join(rollout["names"]), remedy)
-            return table_files.read_rollout(folder, state)
+            return rollout_file.read_rollout(folder, state)
 
         exchange.agree("loading the state", check)
         save_folders.compare(exchange.gather(state))
