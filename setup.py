@@ -127,10 +127,10 @@ def native_ops(wanted: list[str]) -> dict[str, Any]:
         def _record(self, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             for op in ops:
-                record = op.prebuilt_record()
+                facts = op.prebuilt_facts()
                 if op.NAME == GearCudaBuilder.NAME:
-                    record["architectures"] = os.environ["TORCH_CUDA_ARCH_LIST"]
-                (folder / f"{op.NAME}_op.json").write_text(json.dumps(record, indent=1) + "\n")
+                    facts["architectures"] = os.environ["TORCH_CUDA_ARCH_LIST"]
+                (folder / f"{op.NAME}_op.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     commands = {"build_py": BuildPy, "build_ext": BuildNative}
     return {"ext_modules": [*extensions.values()], "cmdclass": commands}

@@ -109,17 +109,17 @@ def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     ).numpy()
 
 
-def digests_of(batches: Iterator[Batch], num_micro: int, count: int) -> list[str]:
+def digests_of(batches: Iterator[Batch], num_micro_batches: int, count: int) -> list[str]:
     """Take micro batches on every rank and digest the global batches. Collective.
 
     Args:
         batches: This rank's micro batches.
-        num_micro: Of this rank in a global batch.
+        num_micro_batches: Of this rank in a global batch.
         count: Global batches.
     Returns:
         A hex digest for each, on rank 0; nothing on the others.
     """
-    mine = [_rows_of(next(batches)) for _ in range(count * num_micro)]
+    mine = [_rows_of(next(batches)) for _ in range(count * num_micro_batches)]
     numbers = np.stack([n for n, _ in mine]).reshape(count, -1)
     rows = np.stack([r for _, r in mine])
     rows = rows.reshape(count, numbers.shape[1], -1)

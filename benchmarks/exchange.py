@@ -65,13 +65,13 @@ class Shared:
         for number in range(rank * part, (rank + 1) * part):
             self.replay.add(load.make(number))
         dist.barrier()
-        channel = self.replay._parts.exchange._channels.get(True)
+        channel = self.replay._parts.links._channels.get(True)
         assert channel is not None, "this rank exchanges nothing: the ranks are on one node"
         self.link = channel
 
     def watch(self) -> Watch:
         """Measure the exchange of rows from now on."""
-        selector = self.replay._parts.exchange._training[0]
+        selector = self.replay._parts.links._training[0]
         return Watch(selector._exchange._rows, self.link)
 
 
@@ -285,7 +285,7 @@ def prioritized_of(
             found["owner"].append(count / (time.perf_counter() - begin))
         dist.barrier()
     link = gears[0].link
-    found["exchanges"] = link.num_exchanges / ((blocks + 1) * steps)
+    found["exchanges"] = link.num_rounds / ((blocks + 1) * steps)
     client.close()
     for gear in gears.values():
         gear.replay.close()
@@ -343,7 +343,7 @@ def prioritized(run: Nodes, quick: bool) -> Iterator[Row]:
             "in_step_per_s": rate,
         }
         judge(row, ratio, LEAST_SPEEDUP, ratio >= LEAST_SPEEDUP)
-        yield row if prefetch else {**row, "num_exchanges": found[0]["exchanges"]}
+        yield row if prefetch else {**row, "num_rounds": found[0]["exchanges"]}
 
 
 PARTS = {"bandwidth": bandwidth, "prioritized": prioritized}

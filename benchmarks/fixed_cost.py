@@ -127,7 +127,7 @@ def goals_us(batch_size: int, count: int) -> float:
     with Replay(section, schemas={"main": Schema(columns)}) as replay:
         for _ in range(100):
             replay.add({"goal": np.zeros((51, 3), np.float32), "reward": np.zeros(50, np.float32)})
-        records = replay.sample().host_records.clone()
+        records = replay.sample().host_resolutions.clone()
         draw = replay._parts.assembler._relabelling.draw
         return median_us(lambda: draw(1, records), count)
 

@@ -148,7 +148,7 @@ def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -
     records = []
     for _ in range(ROUNDS):
         replay.sample_(outs[0])
-        records.append(outs[0].records.clone())
+        records.append(outs[0].resolutions.clone())
     names = list(replay.table.columns)
     columns = [replay.table.columns[name] for name in names]
     packed = torch.cat([column.reshape(len(column), -1) for column in columns], 1)
@@ -210,12 +210,12 @@ def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     with replay_of({"value": ()}, sizes.masses, 1, clock.device, **options) as replay:
         batches = [replay.new_batch() for _ in range(CALLS)]
         values = [torch.rand(count, device=clock.device) * 3 for _ in range(CALLS)]
-        copies = torch.zeros_like(batches[0].records)
+        copies = torch.zeros_like(batches[0].resolutions)
 
         def draw() -> None:
             for batch in batches:
                 assert batch.importance is not None
-                replay._mixture.select_(batch.records, batch.importance)
+                replay._mixture.select_(batch.resolutions, batch.importance)
 
         def update() -> None:
             for batch, priorities in zip(batches, values, strict=True):
@@ -223,7 +223,7 @@ def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
 
         def copy() -> None:
             for batch in batches:
-                copies.copy_(batch.records)
+                copies.copy_(batch.resolutions)
 
         draw()
         update()
@@ -282,8 +282,8 @@ def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         assert batch.importance is not None
         runs: dict[str, Run] = {
             "a node": lambda: nothing.add_(1),
-            f"draw {count}": partial(replay._mixture.select_, batch.records, batch.importance),
-            f"gather {count}": lambda: gatherer.fill(batch.buffers, batch.records),
+            f"draw {count}": partial(replay._mixture.select_, batch.resolutions, batch.importance),
+            f"gather {count}": lambda: gatherer.fill(batch.buffers, batch.resolutions),
             f"update {count}": lambda: replay.update_priorities_(batch, td),
         }
         for envs in sizes.envs:

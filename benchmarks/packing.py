@@ -126,17 +126,17 @@ def least_micro(lengths: list[int], tokens: int, width: int) -> int:
 def judge(plan: Plan, lengths: list[int], tokens: int) -> Row:
     """Judge a plan: every trajectory once, K, balance, what it breaks."""
     width = len(plan)
-    num_micro = max(map(len, plan))
+    num_micro_steps = max(map(len, plan))
     packed = sorted(i for packs in plan for pack in packs for i in pack)
     cost = costs(lengths)
     token = np.asarray(lengths)
-    of_pack = np.zeros((2, width, num_micro))
+    of_pack = np.zeros((2, width, num_micro_steps))
     for rank, packs in enumerate(plan):
         for micro, pack in enumerate(packs):
             of_pack[:, rank, micro] = cost[pack].sum(), token[pack].sum()
     mean = cost.sum() / width
     return {
-        "k": num_micro,
+        "k": num_micro_steps,
         "imbalance": float(of_pack[0].max(axis=0).sum() / mean - 1),
         "rank_imbalance": float(of_pack[0].sum(axis=1).max() / mean - 1),
         "over": int((of_pack[1] > tokens).sum()),

@@ -169,20 +169,20 @@ class _Pack:
 
     def __init__(self, columns: RolloutColumns, pack: np.ndarray, rows: int) -> None:
         part = columns.tables[0]
-        lengths = columns.records.lengths[pack]
+        lengths = columns.trajectories.lengths[pack]
         self._gatherer = part.gatherer
         self.outs = part.gatherer.outputs(rows, rows)
-        self._records = part.rows[torch.from_numpy(columns.records.row[pack])].contiguous()
+        self._resolutions = part.rows[torch.from_numpy(columns.trajectories.row[pack])].contiguous()
         self._places = torch.from_numpy(np.cumsum(lengths) - lengths)
         self._arrays = [
-            np.ascontiguousarray(v) for v in _pieces(columns, self._records.numpy(), self.outs)
+            np.ascontiguousarray(v) for v in _pieces(columns, self._resolutions.numpy(), self.outs)
         ]
         self._pointers = [ctypes.c_void_p(values.ctypes.data) for values in self._arrays]
         self._count = ctypes.c_int64(len(self._arrays[0]))
         self._copy = library("limit").CopyPieces
 
     def op(self) -> None:
-        self._gatherer.gather(self.outs, self._records, self._places, 0)
+        self._gatherer.gather(self.outs, self._resolutions, self._places, 0)
 
     def limit(self) -> None:
         self._copy(self._count, *self._pointers)

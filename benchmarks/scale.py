@@ -96,7 +96,7 @@ class Items(ItemMasses):
         self._may_wrap = False
         self.draws_anchor = spec.rule.draws_anchor
         self._on_change: list[Any] = []
-        self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
+        self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.random_key)
 
 
 class Wire:

@@ -126,7 +126,7 @@ class PeerError(GearError, RuntimeError):
 
 
 class LostNodeError(PeerError):
-    """A rank or a node ended, is stopped or cannot be reached: no exchange is possible any more."""
+    """A rank or a node ended, is stopped or cannot be reached: no message reaches it any more."""
 
 
 class CheckpointError(GearError, RuntimeError):

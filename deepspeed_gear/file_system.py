@@ -22,8 +22,8 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-def exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False, and change nothing, where the system has no such
+def swap_names(one: Path, other: Path) -> bool:
+    """Swap two names atomically; return False, and change nothing, where the system has no such
     call.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -38,6 +38,16 @@ SHAPES = (
     "M0-7L7 0 0 7-7 0z|M-5-5H5V5H-5z|M0-6L6 5H-6z|M0 6L6-5H-6z|"
     "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z|M-2-6H2V-2H6V2H2V6H-2V2H-6V-2H-2z"
 ).split("|")
+# The kinds of work of the summary: they stand for what users call most.
+SHOWN = (
+    "uniform transitions, B = 256",
+    "prioritized transitions, B = 256",
+    "windows of 20, B = 128",
+    "whole trajectories, B = 128",
+    "4 stacked frames, B = 256",
+    "a step of 64 environments",
+    "a step of 128 of 1,024 groups of 8 responses",
+)
 Row = dict[str, Any]
 Names = dict[str, str]  # of systems, in their order
 
@@ -158,7 +168,36 @@ def steps(rows: list[Row], names: Names) -> str:
     return _page(TOP + HEIGHT + 52, "Time of a step that is added; lower is faster", body)
 
 
+def fastest(rows: list[Row], names: Names) -> str:
+    """Draw the time of the work that SHOWN names: the C loop, this project, the fastest other.
+
+    Each kind has a scale of its own, with the slowest of the three as its end.
+    """
+    body = []
+    y = TOP - 26
+    for kind in SHOWN:
+        us = {row["system"]: row["us"] for row in rows if row["work"] == kind and "us" in row}
+        others = [one for one in names if one in us and one not in ("gear", "limit")]
+        if "gear" not in us or not others:
+            continue
+        other = min(others, key=lambda one: us[one])
+        shown = [("limit", "C loop", "#7a7f87")] if "limit" in us else []
+        shown += [("gear", names["gear"], COLORS[0]), (other, names[other], COLORS[2])]
+        longest = max(us[system] for system, _, _ in shown)
+        body.append(_text(LEFT - 14, y + 9 + 8 * len(shown), kind, 'text-anchor="end"'))
+        for system, name, color in shown:
+            width = round((WIDTH - LEFT - RIGHT - 90) * us[system] / longest, 1)
+            style = 'class="gear"' if system == "gear" else ""
+            body.append(f'<path d="M{LEFT} {y}h{width}v12h-{width}z" fill="{color}"/>')
+            body.append(_text(LEFT + width + 8, y + 10, f"{us[system]:,.0f} us, {name}", style))
+            y += 16
+        y += 14
+    title = "Time of a batch, or of an added step: the C loop, this project, the fastest other"
+    return _page(y, title, body)
+
+
 def figures(rows: list[Row], names: Names) -> Iterator[tuple[str, str]]:
     """Yield the files below docs/figures, by name."""
+    yield "peers_fastest.svg", fastest(rows, names)
     yield "peers_batches.svg", multiples(rows, names)
     yield "peers_steps.svg", steps(rows, names)

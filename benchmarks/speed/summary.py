@@ -1,4 +1,4 @@
-"""The README's table, from results/peers.json and results/conformance.json."""
+"""The first table of docs/comparison.md, from results/peers.json and results/conformance.json."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from typing import Any
 from support import pages
 from peers.environments import PEERS, ROOT
 
+from speed.figures import SHOWN
+
 BEGIN = "<!-- the table of benchmarks/results -->\n"
 END = "<!-- end of the table -->\n"
 RESULTS = ROOT / "benchmarks" / "results"
-SHOWN = (
-    "uniform transitions, B = 256",
-    "prioritized transitions, B = 256",
-    "windows of 20, B = 128",
-    "whole trajectories, B = 128",
-    "4 stacked frames, B = 256",
-    "a step of 64 environments",
-    "a step of 128 of 1,024 groups of 8 responses",
-)
 Row = dict[str, Any]
 
 
@@ -66,5 +59,5 @@ def committed() -> str:
 
 
 def write() -> None:
-    """Write the table into the README."""
-    pages.replace("README.md", BEGIN, END, committed())
+    """Write the table into the page."""
+    pages.replace("docs/comparison.md", BEGIN, END, committed())

@@ -19,4 +19,4 @@ def replace(page: str, begin: str, end: str, text: str) -> None:
     """Put a text between two comments of a page of the checkout."""
     path = ROOT / page
     head, rest = path.read_text().split(begin)
-    path.write_text(head + begin + text + end + rest.split(end)[1])
+    path.write_text(head + begin + text + end + rest.split(end, 1)[1])

@@ -54,7 +54,7 @@ class Subject:
 
     @staticmethod
     def _records(batch: object) -> torch.Tensor:
-        return batch.host_records.clone()  # type: ignore[attr-defined, no-any-return]
+        return batch.host_resolutions.clone()  # type: ignore[attr-defined, no-any-return]
 
     def close(self) -> None:
         self.replay.close()

@@ -18,8 +18,8 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.shared_memory import living
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.open_rows import OpenRows
 from deepspeed_gear.writer.partial_publish import CompletedTrajectory
-from deepspeed_gear.writer.staged_rows import Staging
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -60,14 +60,14 @@ class InferenceClient(VectorWriter):
         schema = writer.schema
         slots, places = attach_places(writer.parts[0].memory.path.name, count, wait_s)
         with undo_on_error(lambda: slots.leave(places)):
-            staging = Staging(schema.step_columns, slots.columns, places, slots.native)
-            super().__init__(writer, count, mode, staging)
+            open_rows = OpenRows(schema.step_columns, slots.columns, places, slots.native)
+            super().__init__(writer, count, mode, open_rows)
         self._slots = slots
         self._places = places
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]
-        self._done_rows = staging.rows(self._done_by)
-        self._answer_rows = staging.rows(answered)
+        self._done_rows = open_rows.rows(self._done_by)
+        self._answer_rows = open_rows.rows(answered)
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
         self._aside: dict[
             int, list[dict[str, np.ndarray]]
@@ -106,7 +106,7 @@ class InferenceClient(VectorWriter):
         if self._waits.any():
             # Those whose next step ignores the action are ready without the policy.
             resting, asking = asking[self._waits[asking]], asking[~self._waits[asking]]
-            if (self._next[resting] == self._staging.first[resting]).any():
+            if (self._next[resting] == self._open_rows.first[resting]).any():
                 raise DataError("reset", "must come first", None)
             zeros = [
                 np.zeros((len(resting), *c.shape), c.numpy_dtype) for c in self._answer_rows.columns
@@ -199,17 +199,18 @@ class InferenceClient(VectorWriter):
         """Ensure a free row for the next step of environments that do not wait, so that `step`
         finds one.
         """
-        used = self._next[envs] - self._staging.first[envs] - 1
+        used = self._next[envs] - self._open_rows.first[envs] - 1
         if self._max_length is not None:
             too_long = used + self._steps_before[envs] >= self._max_length
             if too_long.any():
                 self._truncate(envs[too_long])
                 used[too_long] = 0
-        steps = self._staging.length
+        steps = self._open_rows.length
         for env in envs[used >= steps].tolist():
             # Move the full rows of a place into private memory, and continue from the last state.
             rows = {
-                name: self._staging.of(name, env)[:steps].copy() for name in self._staging.arrays
+                name: self._open_rows.of(name, env)[:steps].copy()
+                for name in self._open_rows.arrays
             }
             self._aside.setdefault(env, []).append(rows)
             self._steps_before[env] += steps

@@ -18,7 +18,7 @@ from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.inserter import refuse_read_only
-from deepspeed_gear.writer.staged_rows import StagedRows
+from deepspeed_gear.writer.open_rows import ColumnRows
 
 _LENGTH = 256
 _MEASURED = (
@@ -177,7 +177,7 @@ class InferenceLoader(ProcessBound):
             )
             self._asked[column.name] = as_tensor(values, column.dtype), single
         given = [schema[column] for column in places.answers]
-        self._answers = StagedRows(given, slots.columns, slots.native)
+        self._answers = ColumnRows(given, slots.columns, slots.native)
         self._finalizer = weakref.finalize(self, slots.end)
         replay.close_with(self)
 

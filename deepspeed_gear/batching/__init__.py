@@ -1,1 +1,1 @@
-"""Collection: from resolutions to the tensors of a batch."""
+"""Batching: from resolutions to the tensors of a batch."""

@@ -28,7 +28,7 @@ Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a ba
 class BatchSamples:
     """The samples of a batch: resolutions and what is derived from them."""
 
-    records: torch.Tensor  # their resolutions. [B, 8], int64.
+    resolutions: torch.Tensor  # their resolutions. [B, 8], int64.
     # False for samples that only fill up the last batch of an evaluation pass. [B], bool.
     valid: torch.Tensor
     step_items: bool  # whether an item is a step, which has a mass of 1, rather than a trajectory
@@ -62,7 +62,7 @@ class BatchSamples:
 
 # What `BatchSamples` has for each sample, and for all of them.
 _OF_EACH = (
-    "records",
+    "resolutions",
     "valid",
     "epoch",
     "is_weight",
@@ -94,7 +94,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     """
 
     _internal = frozenset(
-        "arrival arrives every_tensor host_records host_source lifetime reported".split()
+        "arrival arrives every_tensor host_resolutions host_source lifetime reported".split()
     )
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
 
@@ -105,7 +105,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         self.mask = mask
         self._samples = samples
         # These stay in host memory when the batch moves.
-        self.host_records = samples.records
+        self.host_resolutions = samples.resolutions
         self._host_origin = samples.origin
         self.host_source = samples.source
         self.arrival: Any = None  # event that the device's stream must wait for
@@ -216,7 +216,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         """
         mask = self._mask_of(name)
         burn_in = self._samples.burn_in
-        return mask if burn_in is None else burn_in.learns(name, mask, self._samples.records)
+        return mask if burn_in is None else burn_in.learns(name, mask, self._samples.resolutions)
 
     def _mask_of(self, name: str) -> torch.Tensor:
         try:
@@ -227,24 +227,24 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def num_samples(self) -> int:
-        return self._samples.records.size(0)  # `len` of a tensor takes ten times as long
+        return self._samples.resolutions.size(0)  # `len` of a tensor takes ten times as long
 
     @property
     def device(self) -> torch.device:
         return (
             next(iter(self._tensors.values())).device
             if self._tensors
-            else self._samples.records.device
+            else self._samples.resolutions.device
         )
 
     @property
     def reported(self) -> torch.Tensor:
         """Resolutions for priority updates, with node and slot as their slots. [B, 8]."""
         if self._host_origin is None:
-            return self.host_records
-        records = self.host_records.clone()
-        records[:, Resolution.SLOT] = self._host_origin.to(records.device)
-        return records
+            return self.host_resolutions
+        resolutions = self.host_resolutions.clone()
+        resolutions[:, Resolution.SLOT] = self._host_origin.to(resolutions.device)
+        return resolutions
 
     @property
     def valid(self) -> torch.Tensor:
@@ -259,24 +259,24 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def trajectory_id(self) -> torch.Tensor:
         """Trajectory of each sample. [B], int64."""
-        return self._samples.records[:, Resolution.ID]
+        return self._samples.resolutions[:, Resolution.ID]
 
     @property
     def handle(self) -> torch.Tensor:
         """Shard, slot and generation of each sample's trajectory. [B, 3], int64."""
-        slot = _slots(self._samples.origin, self._samples.records)
-        generation = self._samples.records[:, Resolution.GENERATION]
+        slot = _slots(self._samples.origin, self._samples.resolutions)
+        generation = self._samples.resolutions[:, Resolution.GENERATION]
         return torch.stack([slot >> 32, slot & 0xFFFFFFFF, generation], dim=1)
 
     @property
     def anchor(self) -> torch.Tensor:
         """Step at which each sample's windows are placed. [B], int64."""
-        return self._samples.records[:, Resolution.ANCHOR]
+        return self._samples.resolutions[:, Resolution.ANCHOR]
 
     @property
     def sample_number(self) -> torch.Tensor:
         """Sample number in its stream: the same for every number of ranks. [B], int64."""
-        return self._samples.records[:, Resolution.SAMPLE_NUMBER]
+        return self._samples.resolutions[:, Resolution.SAMPLE_NUMBER]
 
     @property
     def sample_index(self) -> torch.Tensor:
@@ -287,19 +287,21 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         if known.index is not None:
             return known.index
         end = known.first_index + self.num_samples * known.index_step
-        return torch.arange(known.first_index, end, known.index_step, device=known.records.device)
+        return torch.arange(
+            known.first_index, end, known.index_step, device=known.resolutions.device
+        )
 
     @property
     def num_steps(self) -> torch.Tensor:
         """Length of each sample's trajectory. [B], int64."""
-        return self._samples.records[:, Resolution.NUM_STEPS]
+        return self._samples.resolutions[:, Resolution.NUM_STEPS]
 
     @property
     def probability(self) -> torch.Tensor:
         """Probability of each sample's item in one draw: mass / total mass. [B], float64."""
         if self._samples.probability is not None:
             return self._samples.probability
-        masses = self._samples.records[:, Resolution.MASS].double()
+        masses = self._samples.resolutions[:, Resolution.MASS].double()
         if self._samples.step_items:
             masses = torch.ones_like(masses)
         # By a tensor: on a GPU torch multiplies by a number's reciprocal, which changes the last
@@ -309,7 +311,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def source(self) -> torch.Tensor:
         """Table of each sample: its index in `sampler.shares` of a mixture, else 0. [B], int64."""
-        return _sources(self._samples.source, self._samples.records)
+        return _sources(self._samples.source, self._samples.resolutions)
 
     @property
     def is_weight(self) -> torch.Tensor:
@@ -338,8 +340,10 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         if opaque is not None:
             places = take(torch.arange(self.num_samples)).tolist()
             samples.opaque = {name: [values[i] for i in places] for name, values in opaque.items()}
-        same = self.host_records is self._samples.records
-        batch.host_records = (samples.records if same else take(self.host_records)).contiguous()
+        same = self.host_resolutions is self._samples.resolutions
+        batch.host_resolutions = (
+            samples.resolutions if same else take(self.host_resolutions)
+        ).contiguous()
         batch._host_origin = None if self._host_origin is None else take(self._host_origin)
         batch.host_source = None if self.host_source is None else take(self.host_source)
         return batch
@@ -367,7 +371,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         count = self.num_samples
         if count == 0:
             return
-        first = int(self.host_records[0, Resolution.SAMPLE_NUMBER]) & 0xFFFFFFFF
+        first = int(self.host_resolutions[0, Resolution.SAMPLE_NUMBER]) & 0xFFFFFFFF
         places = np.arange(count, dtype=np.uint64) | np.uint64(first << 32)
         for epoch in range(epochs):
             words = philox(seed, places, epoch, np.array([[RandomPurpose.PERMUTATION]], np.uint64))
@@ -406,7 +410,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
         names = first._samples.opaque
         samples = BatchSamples(
-            records=cat([b._samples.records for b in batches]),
+            resolutions=cat([b._samples.resolutions for b in batches]),
             valid=torch.cat([b.valid for b in batches]),
             step_items=False,
             total=0,
@@ -416,7 +420,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
             probability=torch.cat([b.probability for b in batches]),
             goal_step=optional("goal_step", lambda b: b.goal_step),
             burn_in=first._samples.burn_in,
-            origin=optional("origin", lambda b: _slots(b._samples.origin, b._samples.records)),
+            origin=optional("origin", lambda b: _slots(b._samples.origin, b._samples.resolutions)),
             opaque=None
             if names is None
             else {n: [v for b in batches for v in b.opaque(n)] for n in names},
@@ -425,9 +429,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         tensors = {name: torch.cat([b._tensors[name] for b in batches]) for name in first._tensors}
         mask = {name: cat([b.mask[name] for b in batches]) for name in first.mask}
         made = Batch(tensors, mask, samples)
-        made.host_records = cat([b.host_records for b in batches])
-        made._host_origin = optional("origin", lambda b: _slots(b._host_origin, b.host_records))
-        made.host_source = optional("source", lambda b: _sources(b.host_source, b.host_records))
+        made.host_resolutions = cat([b.host_resolutions for b in batches])
+        made._host_origin = optional("origin", lambda b: _slots(b._host_origin, b.host_resolutions))
+        made.host_source = optional("source", lambda b: _sources(b.host_source, b.host_resolutions))
         return made
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -441,7 +445,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         done = {tensor: function(tensor) for tensor in dict.fromkeys(values)}  # by identity
         batch = _unflatten([done[tensor] for tensor in values], context)
         batch._samples.opaque = self._samples.opaque
-        batch.host_records = self.host_records
+        batch.host_resolutions = self.host_resolutions
         batch._host_origin = self._host_origin
         batch.host_source = self.host_source
         # A lifetime is another object for each batch: reading it would guard the compiled code on
@@ -659,14 +663,14 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
     return torch.where(index < 0, index + num_samples, index)
 
 
-def _slots(origin: torch.Tensor | None, records: torch.Tensor) -> torch.Tensor:
+def _slots(origin: torch.Tensor | None, resolutions: torch.Tensor) -> torch.Tensor:
     """Return node << 32 | slot of each sample. [B], int64."""
-    return records[:, Resolution.SLOT] if origin is None else origin
+    return resolutions[:, Resolution.SLOT] if origin is None else origin
 
 
-def _sources(source: torch.Tensor | None, records: torch.Tensor) -> torch.Tensor:
+def _sources(source: torch.Tensor | None, resolutions: torch.Tensor) -> torch.Tensor:
     """Return the index of each sample's table. [B], int64."""
-    return torch.zeros_like(records[:, 0]) if source is None else source
+    return torch.zeros_like(resolutions[:, 0]) if source is None else source
 
 
 def _alike(batches: Sequence[Batch]) -> list[Batch]:

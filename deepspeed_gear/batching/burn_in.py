@@ -38,7 +38,7 @@ class BurnIn:
         windows = {field.name: field for field in needed if field.length is not None}
         return cls(first_step(fields) + steps, windows)
 
-    def learns(self, name: str, mask: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+    def learns(self, name: str, mask: torch.Tensor, resolutions: torch.Tensor) -> torch.Tensor:
         """Return which steps of a field learn: the real ones after the burn-in.
 
         It is of the shape of its mask, [B, T] or [B], bool; the mask itself for a field without a
@@ -52,10 +52,10 @@ class BurnIn:
         if field.align == "in_place":
             return mask & (places >= self.begin - offset)
         assert field.length is not None
-        rows = records[:, Resolution.NUM_STEPS] + int(
+        rows = resolutions[:, Resolution.NUM_STEPS] + int(
             field.column is not None and field.column.rows == "T+1"
         )
         align = Align.LEFT if field.align == "left" else Align.RIGHT
-        span = bounds(offset, field.length, align, records[:, Resolution.ANCHOR], rows)
-        steps = (span.begin - span.place - records[:, Resolution.ANCHOR])[:, None] + places
+        span = bounds(offset, field.length, align, resolutions[:, Resolution.ANCHOR], rows)
+        steps = (span.begin - span.place - resolutions[:, Resolution.ANCHOR])[:, None] + places
         return mask & (steps >= self.begin)

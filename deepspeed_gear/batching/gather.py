@@ -135,9 +135,9 @@ class FieldRows:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def of_trajectories(self, records: torch.Tensor) -> torch.Tensor:
-        """Return a per-trajectory field of records, [S, 8], int64. [S, *shape]."""
-        values = self.column[records[:, Resolution.SLOT]]
+    def of_trajectories(self, resolutions: torch.Tensor) -> torch.Tensor:
+        """Return a per-trajectory field of resolutions, [S, 8], int64. [S, *shape]."""
+        values = self.column[resolutions[:, Resolution.SLOT]]
         numbers = (self.shift, self.gain) if len(self.gain) else ()
         flat = values.reshape(values.size(0), self.elements)
         return convert(flat, self.dtype, *numbers).view(values.shape)
@@ -168,7 +168,7 @@ class FieldGroup:
         ops: Ops,
         buffers: Buffers,
         counters: torch.Tensor,
-        records: torch.Tensor,
+        resolutions: torch.Tensor,
         steps: torch.Tensor | None,
         threads: int,
         order: torch.Tensor | None = None,
@@ -181,7 +181,7 @@ class FieldGroup:
         outs = [buffers.outs[i] for i in self.which]
         masks = [buffers.masks[i] for i in self.masks]
         converted = self.columns, self.shifts, self.gains
-        given = records, steps, self.spec, self.pads, threads
+        given = resolutions, steps, self.spec, self.pads, threads
         ops.gather_(outs, masks, counters, *converted, *given, order)
 
 
@@ -213,18 +213,18 @@ class CompressedFields:
         }
 
     def decode(
-        self, records: torch.Tensor, steps: torch.Tensor | None
+        self, resolutions: torch.Tensor, steps: torch.Tensor | None
     ) -> list[tuple[FieldGroup, torch.Tensor]]:
-        """Decode the rows of a batch; return groups, and the records that they are
+        """Decode the rows of a batch; return groups, and the resolutions that they are
         gathered with.
         """
-        first = records[:, Resolution.FIRST_ROW, None]
-        is_sample = ~is_no_sample(records)[:, None]
+        first = resolutions[:, Resolution.FIRST_ROW, None]
+        is_sample = ~is_no_sample(resolutions)[:, None]
         windows = []
         read = []
         given = []
         for window, group in self._groups.items():
-            step, real = rows_of(window, records, steps)
+            step, real = rows_of(window, resolutions, steps)
             windows.append(
                 (group, step[:, :1])
             )  # the first row of the window that is read, if one is
@@ -233,7 +233,7 @@ class CompressedFields:
         self._stored.decode(rows.numpy(), self._bytes)
         for group, begin in windows:
             moved = (
-                records.clone()
+                resolutions.clone()
             )  # of rows [5, 6, 7, 20, 21] a window that begins at row 20 is at place 3
             moved[:, Resolution.FIRST_ROW] = (
                 torch.searchsorted(rows, first + begin) - begin
@@ -303,9 +303,9 @@ class NStepReturns:
         powers = list(accumulate(repeat(config.gamma, config.n), operator.mul, initial=1.0))
         self._powers = torch.tensor(powers, dtype=torch.float64, device=device)
 
-    def fill(self, ops: Ops, outs: list[torch.Tensor], records: torch.Tensor) -> torch.Tensor:
+    def fill(self, ops: Ops, outs: list[torch.Tensor], resolutions: torch.Tensor) -> torch.Tensor:
         """Overwrite the n-step tensors of a batch; return the numbers of steps. [B], int64."""
-        ops.n_step_(*outs, *self._columns, self._powers, records, self._n)
+        ops.n_step_(*outs, *self._columns, self._powers, resolutions, self._n)
         return outs[2]
 
 
@@ -377,7 +377,7 @@ class Gatherer:
             )  # a relabelled goal is always real
             if field.is_input:  # they may be gathered elsewhere than others
                 own = "\0"
-            part = field.collected_length
+            part = field.gathered_length
             place = field.first, field.length, field.align, field.follows, field.part_first, part
             mask = windows.setdefault((rows.source, *place, own), len(windows))
             is_new = mask == len(self._mask_lengths)
@@ -511,7 +511,7 @@ class Gatherer:
                 own = known[field.name]
                 real = masks[self._mask_of[field.name]]
             else:  # windows are estimated whole, also where a rank has a part of them
-                part = slice(field.part_first, field.part_first + (field.collected_length or 1))
+                part = slice(field.part_first, field.part_first + (field.gathered_length or 1))
                 whole = (
                     estimates[ESTIMATED.index(str(field.derived))],
                     masks[self._mask_of[_REWARD]],
@@ -524,18 +524,18 @@ class Gatherer:
         return Buffers(outs, masks, n_step, estimates, tensors, mask, every)
 
     def gather(
-        self, records: torch.Tensor, goal_step: torch.Tensor | None = None
+        self, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather the samples that records describe into the next batch of the ring: fields and
+        """Gather the samples that resolutions describe into the next batch of the ring: fields and
         masks by name.
 
         Args:
-            records: Resolutions. [B, 8], int64, contiguous.
+            resolutions: Resolutions. [B, 8], int64, contiguous.
             goal_step: Rows of the achieved goals of relabelled samples. [B], int64.
         Cost: every real row is read once and written once; no allocation.
         """
         buffers = self._next()
-        self.fill(buffers, records, goal_step)
+        self.fill(buffers, resolutions, goal_step)
         return dict(buffers.tensors), dict(buffers.mask)
 
     def gather_from(
@@ -544,17 +544,17 @@ class Gatherer:
         """Gather samples of tables into one batch of this gatherer's ring, in the order of the
         parts.
 
-        These are gatherers of equal fields, each with the records of its table ([n, 8], B together)
-        and their goals, as in `gather`.
+        These are gatherers of equal fields, each with the resolutions of its table ([n, 8], B
+        together) and their goals, as in `gather`.
         """
         buffers = self._next()
         first = 0
         if buffers.addresses:  # they fill whole batches only
             note_overwritten(buffers.all)
-        for gatherer, records, goal_step in parts:
-            end = first + len(records)
+        for gatherer, resolutions, goal_step in parts:
+            end = first + len(resolutions)
             if end > first:
-                gatherer.fill(buffers.part(first, end), records, goal_step)
+                gatherer.fill(buffers.part(first, end), resolutions, goal_step)
             first = end
         return dict(buffers.tensors), dict(buffers.mask)
 
@@ -576,24 +576,24 @@ class Gatherer:
         self._latest.lifetime.bind(batch)
 
     def fill(
-        self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None
+        self, buffers: Buffers, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> None:
-        """Gather the samples that records describe into a batch of the ring: only the ops."""
+        """Gather the samples that resolutions describe into a batch of the ring: only the ops."""
         n_step = self._n_step_here
-        steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, records)
+        steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, resolutions)
         if buffers.addresses:
-            self._gather_into(buffers.addresses[0], records, steps)
+            self._gather_into(buffers.addresses[0], resolutions, steps)
         else:
-            self._here.run(self._ops, buffers, self.counters, records, steps, self._threads)
+            self._here.run(self._ops, buffers, self.counters, resolutions, steps, self._threads)
         for fields in self._compressed:
-            for group, moved in fields.decode(records, steps):
+            for group, moved in fields.decode(resolutions, steps):
                 group.run(self._ops, buffers, self.counters, moved, steps, self._threads)
         if self._goals is not None and goal_step is not None:
             if buffers.addresses:
-                self._gather_into(buffers.addresses[1], records, goal_step)
+                self._gather_into(buffers.addresses[1], resolutions, goal_step)
             else:
                 self._goals.run(
-                    self._ops, buffers, self.counters, records, goal_step, self._threads
+                    self._ops, buffers, self.counters, resolutions, goal_step, self._threads
                 )
         if self._estimates_here:
             self._estimate(self._ops, buffers)
@@ -656,7 +656,7 @@ def affine(
         )
     elements = int(np.prod(shape, dtype=np.int64))
     repeats = (
-        max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
+        max(1, min(field.gathered_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
     )
 
     def tiled(values: np.ndarray) -> torch.Tensor:
@@ -711,7 +711,7 @@ class PackGatherer:
     def gather(
         self,
         outs: Mapping[str, torch.Tensor],
-        records: torch.Tensor,
+        resolutions: torch.Tensor,
         places: torch.Tensor,
         first: int,
     ) -> None:
@@ -719,18 +719,18 @@ class PackGatherer:
 
         Args:
             outs: Of every per-step field. [1, rows, *shape].
-            records: Resolutions of this table's trajectories in the pack. [S, 8], int64,
+            resolutions: Resolutions of this table's trajectories in the pack. [S, 8], int64,
                 contiguous.
             places: Where each begins in the pack. [S], int64.
         Cost: every row is read once and written once.
         """
-        if not self.fields or not records.size(0):
+        if not self.fields or not resolutions.size(0):
             return
         group = self._group
         into = [outs[field.name] for field in self.fields]
         converted = group.columns, group.shifts, group.gains
         self._ops.pack_(
-            into, *converted, records, places, group.spec, group.pads, first, into[0].size(1)
+            into, *converted, resolutions, places, group.spec, group.pads, first, into[0].size(1)
         )
 
 
@@ -749,16 +749,16 @@ class SharedRows(NamedTuple):
         return SharedRows(self.steps[which], self.first_row[which])
 
     def runs(
-        self, records: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
+        self, resolutions: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the records of all runs of rows, [m, 8], and where each begins, [m], of
+        """Return the resolutions of all runs of rows, [m, 8], and where each begins, [m], of
         trajectories with NUM_STEPS places, [n, 8], at `places`, [n], whose first row is that of
         their own rows.
 
         The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place
         that the own run writes after it: so a place at its end reads the step after its own.
         """
-        own = records.numpy().copy()
+        own = resolutions.numpy().copy()
         at = places.numpy()
         front = np.flatnonzero(self.steps > skipped)
         # places of the prompt
@@ -780,7 +780,7 @@ class SharedRows(NamedTuple):
 def steps_of(
     ops: Ops,
     column: torch.Tensor,
-    records: torch.Tensor,
+    resolutions: torch.Tensor,
     offset: int,
     rows: str,
     dtype: torch.dtype,
@@ -792,29 +792,29 @@ def steps_of(
     A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or
     "T+1".
     """
-    lengths = records[:, Resolution.NUM_STEPS]
+    lengths = resolutions[:, Resolution.NUM_STEPS]
     out = torch.empty(int(lengths.sum()), dtype=dtype)
     places = torch.cumsum(lengths, 0) - lengths
     none = torch.empty(0)
     if shared is not None:
-        records, places = shared.runs(records, places, np.zeros(len(records), np.int64))
+        resolutions, places = shared.runs(resolutions, places, np.zeros(len(resolutions), np.int64))
     spec = lower([GatherSpec(SOURCES[rows], offset)])
     if out.numel():
-        ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())
+        ops.pack_([out], [column], [none], [none], resolutions, places, spec, [0.0], 0, out.numel())
     return out.numpy()
 
 
-def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:
-    """Return the values of an opaque column of the trajectories that records describe: bytes, or
-    JSON values.
+def read_opaque(table: Table, column: Column, resolutions: torch.Tensor) -> list[Any]:
+    """Return the values of an opaque column of the trajectories that resolutions describe: bytes,
+    or JSON values.
 
-    The selection of the records must be pinned: call it where the samples' rows are gathered. Rows
-    of other nodes must have arrived, as they do where a field of the config names the column.
+    The selection of the resolutions must be pinned: call it where the samples' rows are gathered.
+    Rows of other nodes must have arrived, as they do where a field of the config names the column.
 
     Args:
-        records: Resolutions. [n, 8], int64, in host memory.
+        resolutions: Resolutions. [n, 8], int64, in host memory.
     Cost: a copy and, of JSON, a parse for each record, in Python.
     """
     rows = table.gather_source(column.name).numpy()
     name = f"table {table.spec.name}: column {column.name}"
-    return [decode(rows[slot], column, name) for slot in records[:, Resolution.SLOT].tolist()]
+    return [decode(rows[slot], column, name) for slot in resolutions[:, Resolution.SLOT].tolist()]

@@ -49,17 +49,17 @@ class HindsightRelabelling:
                 self._reward = imported(config.reward, "gear.hindsight.reward")
         self.has_reward = self._reward is not None  # the program computes rewards
 
-    def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
+    def draw(self, random_key: int, resolutions: torch.Tensor) -> torch.Tensor | None:
         """Return the rows of the achieved goals that samples get, -1 for their own goal. [B],
         int64.
         """
         if self._config is None:
             return None
-        goal_step = torch.empty(records.size(0), dtype=torch.int64)
+        goal_step = torch.empty(resolutions.size(0), dtype=torch.int64)
         fraction = int(self._config.fraction * ONE_Q62)  # exact: a power of two
         strategy = STRATEGIES[self._config.strategy]
         self._draw_goals(
-            goal_step, records, self._seed, stream_key, strategy, fraction, self._final_row
+            goal_step, resolutions, self._seed, random_key, strategy, fraction, self._final_row
         )
         return goal_step
 

@@ -17,7 +17,7 @@ from deepspeed_gear.batching.loss_weights import GradientDivisor, StepLoss
 from deepspeed_gear.batching.pack_media import MediaReader, PackMedia
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
 from deepspeed_gear.batching.packing_plan import Prefixes
-from deepspeed_gear.batching.rollout_records import RolloutRecords, TableRecords
+from deepspeed_gear.batching.rollout_trajectories import RolloutTrajectories, TableTrajectories
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
@@ -88,19 +88,19 @@ class PackShape:
         return np.asarray(places % self.lengths.max(initial=1))
 
     def runs(
-        self, records: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
+        self, resolutions: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return resolutions of the runs of rows that have places in the pack, [m, 8], and where
         each begins, [m], from those of trajectories, [n, 8].
         """
         places = torch.from_numpy(self.starts[which])
         if self.prefixes is None and shared is None:
-            return records, places
-        skipped = np.zeros(len(records), np.int64)
+            return resolutions, places
+        skipped = np.zeros(len(resolutions), np.int64)
         if self.prefixes is not None:
-            skipped, records = self.prefixes.steps[which], records.clone()
-            records[:, Resolution.NUM_STEPS] -= torch.from_numpy(skipped)
-        return (shared or SharedRows.none(len(records))).runs(records, places, skipped)
+            skipped, resolutions = self.prefixes.steps[which], resolutions.clone()
+            resolutions[:, Resolution.NUM_STEPS] -= torch.from_numpy(skipped)
+        return (shared or SharedRows.none(len(resolutions))).runs(resolutions, places, skipped)
 
 
 class PlannedStep(Protocol):
@@ -195,9 +195,9 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class PackSources:
-    """The trajectories of a micro batch in its rollout batch, whose records are read on demand."""
+    """The trajectories of a micro batch in its rollout batch; resolutions are read on demand."""
 
-    records: RolloutRecords  # of the whole rollout batch
+    trajectories: RolloutTrajectories  # of the whole rollout batch
     index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
     at: Any  # `index`, or a slice of as many
     number: int = 0  # of the pack among those of this rank
@@ -277,11 +277,11 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def reported(
         self,
     ) -> torch.Tensor:  # resolutions of its trajectories. [S, 8], int64, in host memory
-        return torch.from_numpy(self.sources.records.resolutions.numpy()[self.sources.at])
+        return torch.from_numpy(self.sources.trajectories.resolutions.numpy()[self.sources.at])
 
     @property
     def host_source(self) -> torch.Tensor:  # the table of each. [S], int64, in host memory
-        return torch.from_numpy(self.sources.records.source[self.sources.at])
+        return torch.from_numpy(self.sources.trajectories.source[self.sources.at])
 
     @cached_property
     def trajectory_id(self) -> torch.Tensor:
@@ -291,12 +291,14 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @cached_property
     def group(self) -> torch.Tensor:
         """The item of each trajectory: those of one group have one number. [S], int64."""
-        return torch.from_numpy(self.sources.records.item[self.sources.at]).to(self._device)
+        return torch.from_numpy(self.sources.trajectories.item[self.sources.at]).to(self._device)
 
     @cached_property
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
-        return torch.from_numpy(self.sources.records.is_weight[self.sources.at]).to(self._device)
+        return torch.from_numpy(self.sources.trajectories.is_weight[self.sources.at]).to(
+            self._device
+        )
 
     def opaque(self, name: str) -> list[Any]:
         """Return the opaque values of its trajectories, such as byte strings.
@@ -559,10 +561,12 @@ def pack_of_tokens(
     """
     count = len(shape.lengths)
     index = np.arange(count)
-    records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
-    records[:, Resolution.NUM_STEPS] = torch.from_numpy(shape.lengths)
+    resolutions = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
+    resolutions[:, Resolution.NUM_STEPS] = torch.from_numpy(shape.lengths)
     none = torch.zeros(count, dtype=torch.int64)
-    known = RolloutRecords.of([TableRecords(records, none.float(), none, none.bool())])
+    known = RolloutTrajectories.of(
+        [TableTrajectories(resolutions, none.float(), none, none.bool())]
+    )
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     step = _Untrained(StepLoss(0, np.zeros(count)))
     return MicroBatch(

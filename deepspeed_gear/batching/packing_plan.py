@@ -86,9 +86,9 @@ class Prefixes(NamedTuple):
 class PackingPlan:
     """Packs of whole trajectories, as many for every rank; micro steps by falling cost."""
 
-    num_micro: int  #: K: micro batches of every rank
+    num_micro_steps: int  #: K: micro steps, in each of which every rank has a pack
     width: int  #: ranks that it was made for
-    micro: np.ndarray  #: micro step of each trajectory, in [0, K). [n], int64
+    micro_step: np.ndarray  #: micro step of each trajectory, in [0, K). [n], int64
     rank: np.ndarray  #: rank of each trajectory, in [0, width). [n], int64
 
     def packs(self, rank: int) -> list[np.ndarray]:
@@ -96,9 +96,9 @@ class PackingPlan:
         [n], int64.
         """
         own = np.nonzero(self.rank == rank)[0]
-        micro = self.micro[own]
-        ends = np.cumsum(np.bincount(micro, minlength=self.num_micro)).tolist()
-        ordered = own[np.argsort(micro, kind="stable")]
+        step = self.micro_step[own]
+        ends = np.cumsum(np.bincount(step, minlength=self.num_micro_steps)).tolist()
+        ordered = own[np.argsort(step, kind="stable")]
         return [ordered[first:end] for first, end in pairwise([0, *ends])]
 
 
@@ -146,8 +146,8 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     found = np.empty(len(steps), np.int64), np.empty(len(steps), np.int64), np.empty(1, np.int64)
     budgets = (budget.room, budget.linear, budget.quadratic, width, budget.trajectories)
     ops.plan_packs_(*map(torch.from_numpy, found), lengths.contiguous(), *budgets)
-    micro, rank, num_micro = found
-    return PackingPlan(int(num_micro[0]), width, micro, rank)
+    micro_step, rank, num_micro_steps = found
+    return PackingPlan(int(num_micro_steps[0]), width, micro_step, rank)
 
 
 class PlannedPacks:
@@ -178,18 +178,18 @@ class PlannedPacks:
             bundle = np.unique(prefixes.leader, return_inverse=True)[1].reshape(-1)
             sizes = np.bincount(bundle, places).astype(np.int64)  # exact: below 2^53
             plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
-            plan = replace(plan, micro=plan.micro[bundle], rank=plan.rank[bundle])
+            plan = replace(plan, micro_step=plan.micro_step[bundle], rank=plan.rank[bundle])
         self.plan = plan
         #: Packs of a replica in each micro step: with a plan for more ranks it trains several in
         #: turn.
         self.per_rank = width // replicas
-        size = plan.num_micro * width
-        shape = (plan.num_micro, width)
+        size = plan.num_micro_steps * width
+        shape = (plan.num_micro_steps, width)
         # For a width of 2, micro steps [0, 1] and ranks [1, 0] are the packs [1, 2].
-        bins = plan.micro * width + plan.rank
+        bins = plan.micro_step * width + plan.rank
         costs = np.bincount(bins, linear * places + quadratic * squares, size)
         #: [K, replicas, per_rank], float64.
-        self.costs = costs.reshape(plan.num_micro, replicas, self.per_rank)
+        self.costs = costs.reshape(plan.num_micro_steps, replicas, self.per_rank)
         tokens_of = np.bincount(bins, places, size).astype(np.int64)  # exact: below 2^53
         #: N of a pack without trajectories.
         self._least = budget.tokens if pack.pad.to == "budget" else budget.multiple
@@ -208,10 +208,10 @@ class PlannedPacks:
         another one. With packs padded to the step, they are as long as there.
         """
         most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
-        missing = len(most) - self.plan.num_micro
-        num_micro = len(most)
+        missing = len(most) - self.plan.num_micro_steps
+        num_micro_steps = len(most)
         if missing:
-            self.plan = replace(self.plan, num_micro=num_micro)
+            self.plan = replace(self.plan, num_micro_steps=num_micro_steps)
             self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
         if pack.pad.to == "step":
             self.rows = np.broadcast_to(most[:, None], self.rows.shape)
@@ -221,10 +221,10 @@ class PlannedPacks:
         order.
         """
         plan = self.plan
-        packs = plan.rank * plan.num_micro + plan.micro
-        least = np.min_scalar_type(plan.width * plan.num_micro)  # of 16 bits: sorted by radix
+        packs = plan.rank * plan.num_micro_steps + plan.micro_step
+        least = np.min_scalar_type(plan.width * plan.num_micro_steps)  # of 16 bits: sorted by radix
         order = np.argsort(packs.astype(least), kind="stable")
-        self.plan = replace(plan, micro=plan.micro[order], rank=plan.rank[order])
+        self.plan = replace(plan, micro_step=plan.micro_step[order], rank=plan.rank[order])
         return order
 
     @property

@@ -1,4 +1,4 @@
-"""A user's transform of batches, and the random keys that it gets."""
+"""A user's transform of batches, and the random words that it gets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import RandomPurpose
 
-#: A program's function that changes a batch: (batch, random key per sample [B] int64) -> batch.
+#: A program's function that changes a batch: (batch, random word per sample [B] int64) -> batch.
 Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
-def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:
-    """Return a random key per sample for a user's transform, the same on any number of ranks.
+def transform_words(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:
+    """Return a random word per sample for a user's transform, the same on any number of ranks.
 
     Args:
         seed: The run's seed.

@@ -46,7 +46,9 @@ def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
     """Return the position after the selections of a global batch, from their heads."""
     words = Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE
     return {
-        table: dict(zip(WORDS, (head[Head.KEY] + 1, *(head[word] for word in words)), strict=True))
+        table: dict(
+            zip(WORDS, (head[Head.NUMBER] + 1, *(head[word] for word in words)), strict=True)
+        )
         for table, head in zip(tables, heads, strict=True)
     }
 

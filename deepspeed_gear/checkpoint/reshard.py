@@ -238,14 +238,14 @@ def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Conten
 
     Each shard has saved the samples of its own trajectories; the others are UNKNOWN there.
     """
-    orders = [np.argsort(content["heads"][:, Head.KEY]) for content in contents]
+    orders = [np.argsort(content["heads"][:, Head.NUMBER]) for content in contents]
     contents = [
         {name: content[name][order] for name in SELECTION_NAMES if name in content}
         for content, order in zip(contents, orders, strict=True)
     ]
     first, *others = contents
-    keys = first["heads"][:, Head.KEY]
-    if not all(np.array_equal(content["heads"][:, Head.KEY], keys) for content in others):
+    numbers = first["heads"][:, Head.NUMBER]
+    if not all(np.array_equal(content["heads"][:, Head.NUMBER], numbers) for content in others):
         return {name: array[:0] for name, array in first.items()}
     ring = np.zeros_like(first["ring"])
     drawn = np.arange(ring.shape[1]) < first["heads"][:, Head.COUNT, None]

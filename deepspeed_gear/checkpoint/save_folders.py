@@ -38,7 +38,7 @@ from deepspeed_gear.context import LOG
 from deepspeed_gear.data.dataset_files import payload_digest
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, undo_on_error
-from deepspeed_gear.file_system import exchange_names, sync
+from deepspeed_gear.file_system import swap_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store import writer_options
 from deepspeed_gear.store.shared_memory import try_lock
@@ -155,7 +155,7 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
             if kept_at in (partial, older):
                 os.rename(kept_at, old)
         elif not old.exists() and manifests_in(partial):
-            # `publish` was interrupted between the exchange of names and the rename to `.old`.
+            # `publish` was interrupted between the swap of names and the rename to `.old`.
             os.rename(partial, old)
         else:
             _remove(partial)
@@ -200,7 +200,7 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
             if old.exists():
                 _remove(older)
                 os.rename(old, older)
-            if exchange_names(partial, final):
+            if swap_names(partial, final):
                 os.rename(partial, old)
             else:  # the file system cannot exchange names: `find` looks at all of them
                 os.rename(final, old)
@@ -231,7 +231,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_save(
-    exchange: ControlPlane,
+    control_plane: ControlPlane,
     folder: Path,
     tables: Sequence[str],
     kept: State | None,
@@ -242,7 +242,7 @@ def write_save(
     """Write a save: the tables, then the state that names it. Collective.
 
     Args:
-        exchange: The control plane of the ranks.
+        control_plane: The control plane of the ranks.
         folder: Folder of saves, which all nodes share.
         tables: Names of the tables.
         kept: As `begin`.
@@ -256,8 +256,8 @@ def write_save(
         CheckpointError, PeerError: A file cannot be written, on this rank or on another one.
     """
 
-    def agree(action: Callable[[], T]) -> T:
-        return exchange.agree("saving the tables", writing(folder)(action))
+    def attempt(action: Callable[[], T]) -> T:
+        return control_plane.attempt("saving the tables", writing(folder)(action))
 
     def begin_save() -> None:
         if is_first:
@@ -270,15 +270,15 @@ def write_save(
         publish(folder, tables)
         _token_of(folder, save_id).unlink(missing_ok=True)
 
-    save_id: str = exchange.broadcast(secrets.token_hex(16))
-    agree(begin_save)
+    save_id: str = control_plane.broadcast(secrets.token_hex(16))
+    attempt(begin_save)
     manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
-    for written in exchange.gather(agree(lambda: write(save_id))):
+    for written in control_plane.all_gather(attempt(lambda: write(save_id))):
         for name, files in written.items():
             manifests[name].update(files)
-    agree(lambda: publish_save() if is_first else None)
+    attempt(lambda: publish_save() if is_first else None)
     state = state_of({"id": save_id, "tables": manifests})
-    agree(lambda: write_position(folder, state) if is_first else None)
+    attempt(lambda: write_position(folder, state) if is_first else None)
     return state
 
 

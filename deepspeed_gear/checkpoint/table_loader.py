@@ -73,7 +73,7 @@ class TableLoader:
         """Gather a value from the leader of each node's shards, in their order. Collective."""
         placement = self._plan.placement
         nodes = self._plan.topology.nodes
-        of_ranks = self._plan.exchange.gather(mine if self._plan.leads_shard else None)
+        of_ranks = self._plan.control_plane.all_gather(mine if self._plan.leads_shard else None)
         by_node = {nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
         return [by_node[node] for node in placement.order]
 
@@ -223,22 +223,24 @@ class TableLoader:
         if not stream.state.keeps_selections(part):
             return
         owners = reshard.owners_of(whole, self._divisions[name])
-        for at in np.argsort(part["heads"][:, Head.KEY]).tolist():
-            key, count, after = part["heads"][at, [Head.KEY, Head.COUNT, Head.SAMPLES]].tolist()
+        for at in np.argsort(part["heads"][:, Head.NUMBER]).tolist():
+            number, count, after = part["heads"][
+                at, [Head.NUMBER, Head.COUNT, Head.SAMPLES]
+            ].tolist()
             own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
-            records = part["ring"][at, own]
-            records[:, Resolution.SLOT] = self._placed[name][records[:, Resolution.SLOT]]
-            records[:, Resolution.FIRST_ROW] = stream.table.slots[
-                records[:, Resolution.SLOT], Slot.FIRST_ROW
+            resolutions = part["ring"][at, own]
+            resolutions[:, Resolution.SLOT] = self._placed[name][resolutions[:, Resolution.SLOT]]
+            resolutions[:, Resolution.FIRST_ROW] = stream.table.slots[
+                resolutions[:, Resolution.SLOT], Slot.FIRST_ROW
             ]
-            entry = key % stream.spec.depth
-            records_of = torch.from_numpy(records)
-            selector.deliver(key, entry, after - count, owners[at, :count], own, records_of)
+            entry = number % stream.spec.depth
+            tensor = torch.from_numpy(resolutions)
+            selector.deliver(number, entry, after - count, owners[at, :count], own, tensor)
         with stream.table.lock:
             stream.state.keep_selections(part)
 
     def announce(self) -> None:
-        """Exchange which node holds each loaded trajectory, for all ranks. Collective."""
+        """Share which node holds each loaded trajectory, for all ranks. Collective."""
         placement = self._plan.placement
         mine = {}
         for name, table in self._tables.items():

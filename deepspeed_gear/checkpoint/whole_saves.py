@@ -15,13 +15,13 @@ from deepspeed_gear.errors import CheckpointError, GearError, LostNodeError
 T = TypeVar("T")
 
 
-def name_others(exchange: ControlPlane, load: Callable[[], T], others: Callable[[], str]) -> T:
+def name_others(control_plane: ControlPlane, load: Callable[[], T], others: Callable[[], str]) -> T:
     """Call `load`; if a file is missing or damaged, name other saves in every rank's error.
 
     Collective, as `load` is.
 
     Args:
-        exchange: The control plane of the ranks.
+        control_plane: The control plane of the ranks.
         load: Loads a save.
         others: Describes the saves that can be loaded instead; called on rank 0.
     """
@@ -30,12 +30,12 @@ def name_others(exchange: ControlPlane, load: Callable[[], T], others: Callable[
     except LostNodeError:
         raise
     except Exception as error:  # of any type: `load` raises on all ranks, so all come here
-        is_damaged = any(exchange.gather(ANOTHER in str(error)))
+        is_damaged = any(control_plane.all_gather(ANOTHER in str(error)))
         named = ""
-        if is_damaged and exchange.rank == 0:
+        if is_damaged and control_plane.rank == 0:
             with contextlib.suppress(OSError):  # the folder has vanished meanwhile
                 named = others()
-        named = exchange.broadcast(named)
+        named = control_plane.broadcast(named)
         if not named or not isinstance(error, GearError):
             raise
         kind, parts = error.__reduce__()

@@ -1,7 +1,8 @@
 """`gear preview`: show what the ranks of a run get: fields, shapes, bytes and padding; the rows
 that travel between nodes; and the digests of the first global batches, which a run with
-gear.verify_every writes to its log. Ranks and nodes that are equal share a line. Of packed batches:
-sizes of batches, packs and tables, and with lengths their packs. One process, no GPU.
+gear.verify_every writes to its log; and the steps by which a replay is made. Ranks and nodes that
+are equal share a line. Of packed batches: sizes of batches, packs and tables, and with lengths
+their packs. One process, no GPU.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     micro, accumulation = batch_sizes(config, sizes, worlds["data"])
     drawn = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
-    lines = [str(drawn.info), "", *_groups_of_ranks(drawn), *_groups_of_nodes(drawn)]
+    lines = [str(drawn.info), *_steps(drawn), "", *_groups_of_ranks(drawn)]
+    lines += _groups_of_nodes(drawn)
     for number, digest in enumerate(drawn.digests):
         lines.append(f"global batch {number}: digest {digest % (1 << 64):016x}")
     print(json.dumps(as_json(drawn), indent=1) if args.json else "\n".join(lines))
@@ -96,10 +98,17 @@ def as_json(found: Preview) -> dict[str, Any]:
         "global_batch": found.info.global_batch,
         "micro": found.info.micro,
         "accumulation": found.info.accumulation,
+        "steps": found.steps,
         "ranks": ranks,
         "traffic": found.traffic.tolist(),
         "digests": [f"{digest % (1 << 64):016x}" for digest in found.digests],
     }
+
+
+def _steps(found: Preview) -> list[str]:
+    """Return the line of the steps by which a replay is made."""
+    line = f"made in {len(found.steps)} steps: {' -> '.join(found.steps)}"
+    return textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
 
 
 def _groups_of_ranks(found: Preview) -> list[str]:

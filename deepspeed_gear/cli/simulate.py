@@ -132,7 +132,9 @@ def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
                 "size": table.group.size,
                 "seed": config.seed,
             }
-            return PromptSpec(name, "", num_prompts=1 << 40, key=0, **options), table.group.size
+            return PromptSpec(
+                name, "", num_prompts=1 << 40, random_key=0, **options
+            ), table.group.size
     raise ConfigError(
         "gear.tables", "must have a table with prompts", None, "give its prompts.data"
     )
@@ -184,7 +186,7 @@ class Scene:
 
     @property
     def num_selected(self) -> int:
-        return int(self.position[Head.KEY])
+        return int(self.position[Head.NUMBER])
 
     def commit(self, lease: LeaseRecord) -> None:
         """Commit the group of a lease, unless that has ended."""
@@ -210,7 +212,7 @@ class Scene:
         chosen = self.ledger.in_order(held)[: spec.groups]
         if len(chosen) < spec.groups:
             return []
-        self.position[Head.KEY] += 1
+        self.position[Head.NUMBER] += 1
         self.ledger.leave(self.numbers[chosen], Left.DRAWN)
         self.slots[chosen, Slot.STATE] = SlotState.FREE
         numbers: list[int] = self.numbers[chosen].tolist()

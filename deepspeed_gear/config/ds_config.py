@@ -60,7 +60,7 @@ def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) ->
     """Return the samples of a micro batch, and the micro batches of a rank in a global batch.
 
     `given` are those of `SIZES` that a ds_config around the section has; without any, its own
-    options count. ConfigError where they do not agree for the replicas.
+    options count. ConfigError where their product is not right for the replicas.
     """
     names = SIZES
     if not given:

@@ -79,7 +79,7 @@ class ResolvedField:
         return -1 if self.column is not None and self.column.is_next_observation else 0
 
     @property
-    def collected_length(self) -> int | None:
+    def gathered_length(self) -> int | None:
         """Steps of the window that are gathered; None for no time axis."""
         return self.length if self.part_length is None else self.part_length
 

@@ -32,13 +32,13 @@ class GearConfig(GearOptions):
     """The `gear` section of ds_config.json."""
 
     @model_validator(mode="after")
-    def _options_agree(self) -> GearConfig:
+    def _check_options(self) -> GearConfig:
         check_options(self)
         return self
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what all ranks of a run must agree on, hex."""
+        """SHA-256 of what must be the same on all ranks of a run, hex."""
         return _sha256(shared_options(self))
 
     @property
@@ -50,7 +50,7 @@ class GearConfig(GearOptions):
 
 
 def shared_options(config: GearOptions) -> dict[str, Any]:
-    """Return the options that all ranks must agree on.
+    """Return the options that must be the same on all ranks.
 
     Where the data lie and how they are loaded is left out: each node may have its own copy, and the
     data set's fingerprint shows whether the copies are the same.

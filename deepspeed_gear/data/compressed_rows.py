@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_files import COMPRESSED, REMAKE, ArrayFile, FileRecord, column_file
+from deepspeed_gear.data.dataset_files import COMPRESSED, REMAKE, ArrayFile, FileEntry, column_file
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -152,8 +152,8 @@ class CompressedRows:
         raise DataError(self._name, rule, f"all {len(self)} rows", remedy)
 
 
-def compress(folder: Path, column: Column) -> dict[str, FileRecord]:
-    """Replace a column's file in a folder by those of its frames; return their records by name.
+def compress(folder: Path, column: Column) -> dict[str, FileEntry]:
+    """Replace a column's file in a folder by those of its frames; return their entries by name.
 
     The dictionary is trained on rows of equal distance; too few rows make none. The same rows make
     the same bytes. Cost: zstd's at level 3, about 2 us per KiB; memory for a few MiB of rows.

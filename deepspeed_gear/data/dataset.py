@@ -26,7 +26,7 @@ from deepspeed_gear.data.dataset_files import (
     SCHEMA_FILE,
     STATS_FILE,
     DatasetPart,
-    FileRecord,
+    FileEntry,
 )
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.opaque_rows import decode
@@ -80,13 +80,13 @@ class Dataset(MapDataset[dict[str, Any]]):
         """Map a folder whose manifest has been read; use `open`."""
         self.path = path
         self.files = MappedFiles(path)
-        self._records = _check_manifest(path, manifest)
+        self._entries = _check_manifest(path, manifest)
         self.fingerprint: str = manifest["fingerprint"]
         self.split: dict[str, float] = dict(manifest["split"])
         self.source: dict[str, Any] = dict(manifest["source"])
         self.num_rows: int = manifest["num_rows"]
         self.num_steps: int = manifest["num_steps"]
-        self.num_bytes = sum(record.bytes for record in self._records.values())
+        self.num_bytes = sum(entry.bytes for entry in self._entries.values())
         name = str(path / SCHEMA_FILE)
         kinds = (SchemaError, AttributeError)
         with DataError.on(name, "must hold a valid schema", *kinds, remedy=REMAKE):
@@ -175,12 +175,12 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         return _ingest_rows(iterable, dest, schema, options)
 
-    def _record(self, name: str) -> FileRecord:
-        if name not in self._records:
+    def _entry(self, name: str) -> FileEntry:
+        if name not in self._entries:
             raise DataError(
                 str(self.path / SCHEMA_FILE), f"must describe the file {name}", None, REMAKE
             )
-        return self._records[name]
+        return self._entries[name]
 
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """Map an array file after checks of its size, probe and header. Cost: at most
@@ -188,7 +188,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         path = self.path / name
         self.files.record(path)
-        dataset_files.check_file(path, self._record(name))
+        dataset_files.check_file(path, self._entry(name))
         with DataError.on(str(path), "must be a NumPy array", OSError, ValueError, remedy=REMAKE):
             array = np.lib.format.open_memmap(path, mode="r")
         order = "" if array.flags.c_contiguous else " in Fortran order"
@@ -260,7 +260,7 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
         path = self.path / STATS_FILE
-        dataset_files.check_file(path, self._record(STATS_FILE))
+        dataset_files.check_file(path, self._entry(STATS_FILE))
         data = dataset_files.read_json(path)
         if data.get("split") != self.split:
             rule = f"must have been computed for the split {self.split}"
@@ -279,11 +279,11 @@ class Dataset(MapDataset[dict[str, Any]]):
             DataError: A file changed; names it.
         Cost: one pass over all files.
         """
-        for name, record in self._records.items():
+        for name, entry in self._entries.items():
             path = self.path / name
-            dataset_files.check_file(path, record)
+            dataset_files.check_file(path, entry)
             offset = 0 if name == STATS_FILE else np.lib.format.open_memmap(path, mode="r").offset
-            if dataset_files.payload_digest(path, offset) != record.sha256:
+            if dataset_files.payload_digest(path, offset) != entry.sha256:
                 raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
     def row_of(self, i: int) -> int:
@@ -296,7 +296,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         return (
             self._digests.get(column.name)
-            or self._records[dataset_files.column_file(column)].sha256
+            or self._entries[dataset_files.column_file(column)].sha256
         )
 
     def trajectory(self, i: int) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def reopened(path: Path, fingerprint: str) -> Dataset:
     return dataset
 
 
-def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
+def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileEntry]:
     name = str(path / SCHEMA_FILE)
     if "format" not in manifest or "schema" not in manifest:
         raise DataError(
@@ -382,7 +382,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
     if (count := manifest["num_trajectories"]) < 1:
         raise DataError(f"{name}: num_trajectories", "must be at least 1", count, REMAKE)
     return {
-        file: FileRecord.from_json(f"{name}: files.{file}", entry)
+        file: FileEntry.from_json(f"{name}: files.{file}", entry)
         for file, entry in manifest["files"].items()
     }
 

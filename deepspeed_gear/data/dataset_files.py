@@ -32,8 +32,8 @@ _REMAKE_PARTS = "the file is not the one that was written; make the parts again 
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """The record of one file in schema.json."""
+class FileEntry:
+    """The entry of one file in schema.json."""
 
     bytes: int  # of the whole file, header included
     sha256: str  # of the payload: what follows the NumPy header, or the whole of a JSON file
@@ -42,7 +42,7 @@ class FileRecord:
     )
 
     @classmethod
-    def from_json(cls, name: str, entry: Any) -> FileRecord:
+    def from_json(cls, name: str, entry: Any) -> FileEntry:
         rule = "must record bytes, sha256 and probe"
         kinds = (TypeError, KeyError, ValueError)
         with DataError.on(name, rule, *kinds, remedy=REMAKE):
@@ -71,9 +71,7 @@ class DatasetPart:
 
     @classmethod
     def from_json(cls, name: str, entry: Any, num_trajectories: int) -> DatasetPart:
-        """Read the entry of a part that itself holds `num_trajectories`; a DataError if they do not
-        agree.
-        """
+        """Read the entry of a part that holds `num_trajectories`; DataError: it has others."""
         kinds = {f.name: str if f.name == "whole" else int for f in fields(cls) if f.name != "end"}
         if not isinstance(entry, dict) or set(entry) != set(kinds):
             raise DataError(name, f"must record {', '.join(kinds)}", entry, _REMAKE_PARTS)
@@ -158,14 +156,14 @@ class ArrayFile:
             self._file.write(payload)
             self._digest.update(payload)
 
-    def finish(self) -> FileRecord:
+    def finish(self) -> FileEntry:
         """Complete the header, flush to the disk and close."""
         num_rows = (self._file.tell() - self._begin) // self._row_bytes
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
         self._file.close()
         sync(self.path)
-        return FileRecord(
+        return FileEntry(
             self.path.stat().st_size, self._digest.hexdigest(), probe_digest(self.path)
         )
 
@@ -175,13 +173,13 @@ class ArrayFile:
             self._file.close()
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
+def write_json(path: Path, data: Mapping[str, Any]) -> FileEntry:
     # Indented JSON is written by Python and not by C: about 10 s more for images of 172,800 values.
     indent = None if path.name == STATS_FILE else 1
     path.write_text(json.dumps(data, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
     sync(path)
     digest = payload_digest(path, 0)
-    return FileRecord(path.stat().st_size, digest, digest)
+    return FileEntry(path.stat().st_size, digest, digest)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -195,16 +193,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def check_file(path: Path, record: FileRecord) -> None:
+def check_file(path: Path, entry: FileEntry) -> None:
     """Raise DataError unless size and probe of a file are those that were recorded."""
     if not path.is_file():
         raise DataError(str(path), "must exist", None, "a file of the data set is missing")
     size = path.stat().st_size
-    rule = f"must have {record.bytes} bytes"
-    if size != record.bytes:
-        what = "truncated" if size < record.bytes else "not the one that was written"
+    rule = f"must have {entry.bytes} bytes"
+    if size != entry.bytes:
+        what = "truncated" if size < entry.bytes else "not the one that was written"
         raise DataError(str(path), rule, size, f"the file is {what}; copy it again")
-    if probe_digest(path) != record.probe:
+    if probe_digest(path) != entry.probe:
         raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
 
@@ -218,7 +216,7 @@ def fingerprint_of(manifest: Mapping[str, Any]) -> str:
     kept = "format", "schema", "num_trajectories", "num_rows", "part"
     identity = {name: manifest[name] for name in kept if name in manifest}
     files = {
-        name: record["sha256"] for name, record in manifest["files"].items() if name != STATS_FILE
+        name: entry["sha256"] for name, entry in manifest["files"].items() if name != STATS_FILE
     }
     files = {name: digest for name, digest in files.items() if not name.startswith(COMPRESSED)}
     files |= {

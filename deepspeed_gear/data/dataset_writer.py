@@ -29,13 +29,13 @@ from deepspeed_gear.data.dataset_files import (
     STATS_FILE,
     ArrayFile,
     DatasetPart,
-    FileRecord,
+    FileEntry,
 )
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, GearError, SchemaError, undo_on_error
-from deepspeed_gear.file_system import exchange_names, sync
+from deepspeed_gear.file_system import swap_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import SOURCE, Schema
 
@@ -49,11 +49,11 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 class DatasetWriter:
     """Write a data set by streaming: no more than one trajectory is held in memory.
 
-    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in
-    exchange for a DEST that is replaced or appended to. A writer that is killed leaves a
-    DEST.partial that the next one to the same place replaces; one that fails removes it. As a
-    context manager it closes at the end of the block and discards on an exception. Not thread-safe;
-    a lock excludes a second writer.
+    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in place
+    of a DEST that is replaced or appended to. A writer that is killed leaves a DEST.partial that
+    the next one to the same place replaces; one that fails removes it. As a context manager it
+    closes at the end of the block and discards on an exception. Not thread-safe; a lock excludes a
+    second writer.
     """
 
     def __init__(
@@ -280,9 +280,9 @@ class DatasetWriter:
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
         file = ArrayFile(self._made / dataset_files.EXTENTS_FILE, extents.dtype, (2,))
         file.append(extents)
-        records: dict[str, FileRecord] = {dataset_files.EXTENTS_FILE: file.finish()}
+        files: dict[str, FileEntry] = {dataset_files.EXTENTS_FILE: file.finish()}
         for column in self.schema:
-            records[file_of(column)] = self._files[column.name].finish()
+            files[file_of(column)] = self._files[column.name].finish()
         statistics = self._statistics
         if statistics is None:
             columns = {c.name: np.load(self._made / file_of(c), mmap_mode="r") for c in self.schema}
@@ -290,10 +290,10 @@ class DatasetWriter:
             computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
             entries = {name: entry.to_json() for name, entry in computed.items()}
             statistics = {"split": self._split, "columns": entries}
-        digests = {column.name: records.pop(file_of(column)).sha256 for column in self._compress}
+        digests = {column.name: files.pop(file_of(column)).sha256 for column in self._compress}
         for column in self._compress:
-            records |= compressed_rows.compress(self._made, column)
-        records[STATS_FILE] = dataset_files.write_json(self._made / STATS_FILE, statistics)
+            files |= compressed_rows.compress(self._made, column)
+        files[STATS_FILE] = dataset_files.write_json(self._made / STATS_FILE, statistics)
         manifest: dict[str, Any] = {
             "format": dataset_files.FORMAT,
             "num_trajectories": len(lengths),
@@ -302,7 +302,7 @@ class DatasetWriter:
             "split": self._split,
             "source": self._source,
             "schema": self.schema.to_json(),
-            "files": {name: asdict(record) for name, record in records.items()},
+            "files": {name: asdict(entry) for name, entry in files.items()},
             **({} if self._part is None else {"part": self._part.to_json()}),
             **({} if not self._grown_from else {"grown_from": self._grown_from}),
             **({} if not digests else {"compressed": digests}),
@@ -388,13 +388,13 @@ class PartialFolder:
                     entry.unlink()
 
     def publish(self) -> None:
-        """Move what was made to DEST, in exchange for an old one, which `discard` then removes.
+        """Move what was made to DEST, in place of an old one, which `discard` then removes.
 
         A process that is killed leaves the old one or the new one at DEST, also where the machine
-        fails. Only where the file system cannot exchange names of folders is there a moment without
+        fails. Only where the file system cannot swap names of folders is there a moment without
         either: the next writer to DEST then moves the old one back.
         """
-        if not self._dest.is_dir() or not exchange_names(self.made, self._dest):
+        if not self._dest.is_dir() or not swap_names(self.made, self._dest):
             if self._dest.is_dir():
                 self._dest.rename(self._folder / _REPLACED)
             self.made.rename(self._dest)

@@ -106,7 +106,7 @@ def save(
     state = partial(position_of, plan, tables)
     is_first = plan.topology.rank == 0
     return save_folders.write_save(
-        plan.exchange, folder, list(tables), kept, is_first, write, state
+        plan.control_plane, folder, list(tables), kept, is_first, write, state
     )
 
 
@@ -117,7 +117,7 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     On another number the trajectories are dealt anew (`deal`; rank 0 logs what does not fit); of a
     data set's priorities, replica r gets those of saved replica r modulo their number.
     """
-    exchange = plan.exchange
+    control_plane = plan.control_plane
     what = "loading the table on the device"
     replica = plan.topology.place.data_rank
     replicas = plan.info.data_world
@@ -139,10 +139,12 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
                 content[name], left_out[name] = deal(table, saved, replica, replicas)
         return content, left_out
 
-    exchange.agree(what, lambda: position.check(state, plan))
-    save_folders.compare(exchange.gather(state))
-    content, left_out = exchange.agree(what, lambda: save_folders.while_renamed(folder, read))
-    every = exchange.gather(left_out if _leads(plan) else {})
+    control_plane.attempt(what, lambda: position.check(state, plan))
+    save_folders.compare(control_plane.all_gather(state))
+    content, left_out = control_plane.attempt(
+        what, lambda: save_folders.while_renamed(folder, read)
+    )
+    every = control_plane.all_gather(left_out if _leads(plan) else {})
     for name in tables if plan.topology.rank == 0 else ():
         if count := sum(of_rank.get(name, 0) for of_rank in every):
             what = (
@@ -151,7 +153,7 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
             )
             remedy = "raise capacity_steps to keep them"
             LOG.warning(f"gear.tables.{name}: {what} and were left out; {remedy}")
-    exchange.agree(what, lambda: restore(plan, tables, content))
+    control_plane.attempt(what, lambda: restore(plan, tables, content))
     return dict(state)
 
 

@@ -45,17 +45,17 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     if len(mine) == 1:
         return None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    known = plan.exchange.gather((topology.node, gpu))
-    is_staged = gpu is not None and len(set(known)) < len(known)
+    known = plan.control_plane.all_gather((topology.node, gpu))
+    by_host = gpu is not None and len(set(known)) < len(known)
     ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
     source = next(at for rank, at in zip(mine, ranks, strict=True) if topology.places[rank].reports)
-    backend = "gloo" if gpu is None or is_staged else "nccl"
+    backend = "gloo" if gpu is None or by_host else "nccl"
     made = lane(
         tuple(sorted(ranks)), f"replica {topology.place.data_rank}", plan.config.timeout_s, backend
     )
 
     def broadcast(values: Tensor) -> None:
-        there = values.cpu() if is_staged else values
+        there = values.cpu() if by_host else values
         dist.broadcast(there, source, group=made)
         if there is not values:
             values.copy_(there)
@@ -91,8 +91,8 @@ class DeviceLoader:
         )
         self._later = [mixture.buffers(info.micro) for _ in range(info.accumulation - 1)]
         self._ring: Iterator[DeviceBatch] | None = None
-        self.next_micro = 0
-        # Priority updates of some micro batches of a global batch: records and values.
+        self.next_index = 0
+        # Priority updates of some micro batches of a global batch: resolutions and values.
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         later = [tensor for buffers in self._later for tensor in buffers.all]
         counters = [each.gatherer.counters for each in mixture.tables]
@@ -100,15 +100,15 @@ class DeviceLoader:
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def new_batch(self) -> DeviceBatch:
-        micro = self._info.micro
+        size = self._info.micro
         mixture = self._mixture
-        records = torch.zeros_like(self._all[:micro])
+        resolutions = torch.zeros_like(self._all[:size])
         weight = None
         if mixture.is_prioritized:
-            weight = torch.ones(micro, device=mixture.device)
+            weight = torch.ones(size, device=mixture.device)
         facts = mixture.has_step_items, mixture.totals()[0], self._burn_in
         of = mixture if len(mixture.tables) > 1 else None
-        batch = DeviceBatch(mixture.buffers(micro), records, weight, *facts, self._owner, of)
+        batch = DeviceBatch(mixture.buffers(size), resolutions, weight, *facts, self._owner, of)
         for tensor in batch.written:
             torch._dynamo.mark_static_address(tensor)
         return batch
@@ -119,31 +119,31 @@ class DeviceLoader:
             note_overwritten(out.written)
         mixture = self._mixture
         info = self._info
-        micro = self.next_micro
-        if micro == 0:
+        index = self.next_index
+        if index == 0:
             self.apply_updates()
-        first = self._data_rank + micro * info.data_world
-        source = mixture.sources[micro]
+        first = self._data_rank + index * info.data_world
+        source = mixture.sources[index]
         if info.accumulation == 1:
             mixture.select_(
-                out.records, self._all_weights if out.importance is None else out.importance
+                out.resolutions, self._all_weights if out.importance is None else out.importance
             )
-            mixture.fill(out.buffers, out.records, 0)
-            out.place(0, first, info.num_micro, source)
+            mixture.fill(out.buffers, out.resolutions, 0)
+            out.place(0, first, info.num_micro_batches, source)
             return
-        if micro == 0:
+        if index == 0:
             mixture.select_(self._all, self._all_weights)
             for later, buffers in enumerate(self._later, 1):
                 mixture.fill(buffers, self._all[later :: info.accumulation].contiguous(), later)
-        out.place(micro, first, info.num_micro, source)
-        out.records.copy_(self._all[micro :: info.accumulation])
+        out.place(index, first, info.num_micro_batches, source)
+        out.resolutions.copy_(self._all[index :: info.accumulation])
         if out.importance is not None:
-            out.importance.copy_(self._all_weights[micro :: info.accumulation])
-        if micro == 0:
-            mixture.fill(out.buffers, out.records, 0)
+            out.importance.copy_(self._all_weights[index :: info.accumulation])
+        if index == 0:
+            mixture.fill(out.buffers, out.resolutions, 0)
         else:
-            torch._foreach_copy_(out.buffers.all, self._later[micro - 1].all)
-        self.next_micro = (micro + 1) % info.accumulation
+            torch._foreach_copy_(out.buffers.all, self._later[index - 1].all)
+        self.next_index = (index + 1) % info.accumulation
 
     def next(self) -> DeviceBatch:
         """Fill the next batch of a ring of max(2, accumulation) batches."""
@@ -157,7 +157,7 @@ class DeviceLoader:
         """Continue from another state of the table: drop pending micro batches and priority
         updates.
         """
-        self.next_micro = 0
+        self.next_index = 0
         self._waiting.clear()
 
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
@@ -170,10 +170,10 @@ class DeviceLoader:
             )  # those of other ranks may differ in the last bits, or be of other steps
             self._broadcast(values)
         if self._info.accumulation == 1:
-            self._mixture.update_(batch.records, values, [0])
+            self._mixture.update_(batch.resolutions, values, [0])
             return
-        self._waiting[batch.micro] = (batch.records.clone(), values.clone())
-        if batch.micro == self._info.accumulation - 1:
+        self._waiting[batch.micro_index] = (batch.resolutions.clone(), values.clone())
+        if batch.micro_index == self._info.accumulation - 1:
             self._apply()
 
     def apply_updates(self) -> None:
@@ -185,13 +185,13 @@ class DeviceLoader:
 
     def _apply(self) -> None:
         parts = sorted(self._waiting)
-        waiting = [self._waiting[micro] for micro in parts]
+        waiting = [self._waiting[index] for index in parts]
         self._waiting.clear()
-        records = torch.stack([records for records, _ in waiting], 1).reshape(
+        resolutions = torch.stack([resolutions for resolutions, _ in waiting], 1).reshape(
             -1, Resolution.NUM_WORDS
         )
         self._mixture.update_(
-            records, torch.stack([values for _, values in waiting], 1).reshape(-1), parts
+            resolutions, torch.stack([values for _, values in waiting], 1).reshape(-1), parts
         )
 
 
@@ -202,13 +202,13 @@ class DeviceBatch(Batch):
     """
 
     _internal = frozenset(
-        "again buffers importance micro of_pass owner place records written".split()
+        "again buffers importance micro_index of_pass owner place resolutions written".split()
     )
 
     def __init__(
         self,
         buffers: Buffers,
-        records: Tensor,
+        resolutions: Tensor,
         weight: Tensor | None,
         step_items: bool,
         total: Tensor,
@@ -217,26 +217,28 @@ class DeviceBatch(Batch):
         mixture: TableMixture | None = None,
     ) -> None:
         self.buffers = buffers
-        self.micro = 0
+        self.micro_index = 0
         self.owner = owner
         self._mixture = mixture
         #: What the samples resolved to, [B, 8], int64, and their PER weights; None: they are all 1.
-        self.records = records
+        self.resolutions = resolutions
         self.importance = weight
-        self.written = [*buffers.all, records, *([] if weight is None else [weight])]
-        epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
-        valid = records[:, Resolution.ID] >= 0
-        samples = BatchSamples(records, valid, step_items, total, epoch, weight, burn_in=burn_in)
+        self.written = [*buffers.all, resolutions, *([] if weight is None else [weight])]
+        epoch = torch.zeros(len(resolutions), dtype=torch.int64, device=resolutions.device)
+        valid = resolutions[:, Resolution.ID] >= 0
+        samples = BatchSamples(
+            resolutions, valid, step_items, total, epoch, weight, burn_in=burn_in
+        )
         super().__init__(dict(buffers.tensors), dict(buffers.mask), samples)
         self._valid: Tensor | None = None
 
     def place(
-        self, micro: int, first_index: int, index_step: int, source: Tensor | None = None
+        self, micro_index: int, first_index: int, index_step: int, source: Tensor | None = None
     ) -> None:
         """Set the micro batch that it holds, the sample indices in its global batch, and their
         tables.
         """
-        self.micro = micro
+        self.micro_index = micro_index
         self._samples.place(first_index, index_step, source)
 
     def of_pass(self, number: int, size: int) -> None:
@@ -263,7 +265,7 @@ class DeviceBatch(Batch):
         """False where the table had no mass to draw from, or a sample only fills up a pass. [B],
         bool.
 
-        In the training stream it is computed from the records at each access, so that `sample_`
+        In the training stream it is computed from the resolutions at each access, so that `sample_`
         need not write it.
         """
         return self.trajectory_id >= 0 if self._valid is None else self._valid
@@ -274,7 +276,7 @@ class DeviceBatch(Batch):
         found = super().probability
         if self._mixture is not None:
             found = self._mixture.probability(
-                self.records[:, Resolution.MASS].double(), self.source
+                self.resolutions[:, Resolution.MASS].double(), self.source
             )
         return torch.where(self.trajectory_id >= 0, found, 0.0)
 
@@ -308,32 +310,34 @@ class DeviceEvaluation:
         """Begin a pass; return its batches. The last one may hold samples that only fill it: not
         `valid`.
         """
-        records, size = self._resolved(split)
+        resolutions, size = self._resolved(split)
         number = self._begun.get(split, 0)
         self._begun[split] = number + 1
-        return self._pass(self._splits[split], records, size, number)
+        return self._pass(self._splits[split], resolutions, size, number)
 
     def _pass(
-        self, spec: StreamSpec, records: Tensor, size: int, number: int
+        self, spec: StreamSpec, resolutions: Tensor, size: int, number: int
     ) -> Iterator[DeviceBatch]:
-        micro = self._plan.info.micro
+        per_rank = self._plan.info.micro
         place = self._plan.topology.place
         gatherer = self._table.gatherer
-        total = torch.tensor(size, device=records.device)
+        total = torch.tensor(size, device=resolutions.device)
         facts = spec.rule.unit == "step", total, self._burn_in
         ring = [
-            DeviceBatch(gatherer.buffers(micro), torch.zeros_like(records[:micro]), None, *facts)
+            DeviceBatch(
+                gatherer.buffers(per_rank), torch.zeros_like(resolutions[:per_rank]), None, *facts
+            )
             for _ in range(_RING)
         ]
-        for index in range(len(records) // spec.batch):
+        for index in range(len(resolutions) // spec.batch):
             batch = ring[index % _RING]
             first = index * spec.batch
-            batch.records.copy_(
-                records[first : first + spec.batch][place.data_rank :: place.data_world]
+            batch.resolutions.copy_(
+                resolutions[first : first + spec.batch][place.data_rank :: place.data_world]
             )
             batch.of_pass(number, size)
             batch.place(0, place.data_rank, place.data_world)
-            gatherer.fill(batch.buffers, batch.records)
+            gatherer.fill(batch.buffers, batch.resolutions)
             yield batch
 
     def _resolved(self, split: str) -> tuple[Tensor, int]:
@@ -355,11 +359,13 @@ class DeviceEvaluation:
             ops.tree_build_(sums, len(masses))
             size = int(masses.sum())
             count = -(-size // spec.batch) * spec.batch
-            records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
+            resolutions = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
             if count:
                 rule = spec.rule.anchors.as_list()
                 unit = UNIT_CODES[spec.rule.unit]
                 known_items = (table.slots.cpu(), torch.arange(count) % size)
-                ops.resolve_(records, sums, *known_items, rule, unit, spec.seed, spec.key, 0)
-            self._items[split] = records.to(table.device), size
+                ops.resolve_(
+                    resolutions, sums, *known_items, rule, unit, spec.seed, spec.random_key, 0
+                )
+            self._items[split] = resolutions.to(table.device), size
         return self._items[split]

@@ -107,7 +107,7 @@ class DeviceTable:
         self.table = table
         self.betas = WeightExponents(config.item_sampler, table.device)
         self.seed = spec.seed
-        self.key = spec.key
+        self.random_key = spec.random_key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
         # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no
@@ -142,21 +142,19 @@ class DeviceTable:
         # The i-th sample since the beginning has the number i * data_world + data_rank.
         numbers = plan.info.data_world, plan.topology.place.data_rank
         is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
-        self._draw = [spec.seed, spec.key, *numbers, int(is_stratified), normalize]
+        self._draw = [spec.seed, spec.random_key, *numbers, int(is_stratified), normalize]
 
     def mark_filled(self, is_filled: bool = True) -> None:
         """Note that something was added, or whether anything is left."""
         self.is_filled = self.has_data or is_filled
 
-    def select_(self, records: Tensor, weights: Tensor) -> None:
-        """Draw the next global batch into records, [B, 8], int64, and PER weights, [B], float32, or
-        [0].
-        """
+    def select_(self, resolutions: Tensor, weights: Tensor) -> None:
+        """Draw a global batch: resolutions [B, 8], int64, PER weights [B], float32, or [0]."""
         table = self.table
         ops = self.table.ops
         most = self._most
         how = (table.items.anchors, table.shape, self._draw, self._unit)
-        given = (table.state, records, weights, table.slots, table.sums)
+        given = (table.state, resolutions, weights, table.slots, table.sums)
         if self._takes_highest:
             ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
         elif most:
@@ -168,12 +166,12 @@ class DeviceTable:
                 *given, table.minima, table.row_slots, self.betas.next_(table.state), *how
             )
         if most:
-            slots = records[:, Resolution.SLOT]
-            ids = records[:, Resolution.ID]
+            slots = resolutions[:, Resolution.SLOT]
+            ids = resolutions[:, Resolution.ID]
             times = table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
             table.remove_(torch.where(times >= most, ids, Resolution.NO_SAMPLE))
 
-    def update_(self, records: Tensor, values: Tensor) -> None:
+    def update_(self, resolutions: Tensor, values: Tensor) -> None:
         """Set the priorities of samples; of equal items the last wins. [B, 8], int64;
         [B], float32.
         """
@@ -182,7 +180,7 @@ class DeviceTable:
         known = (table.state, table.sums, table.minima, table.priorities, table.slots)
         unit = MassUnit.STEP if items.by_row else MassUnit.TRAJECTORY
         rest = (items.anchors, table.shape, unit, items.alpha, items.most_bits)
-        table.ops.ring_update_(*known, records, values, *rest)
+        table.ops.ring_update_(*known, resolutions, values, *rest)
 
 
 class TableMixture:
@@ -236,26 +234,26 @@ class TableMixture:
             return [values]
         return [values[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
-    def select_(self, records: Tensor, weights: Tensor) -> None:
+    def select_(self, resolutions: Tensor, weights: Tensor) -> None:
         """Draw the next global batch, table by table; arguments as `DeviceTable.select_`."""
-        parts = self._split(records, self._counts), self._split(weights, self._counts)
+        parts = self._split(resolutions, self._counts), self._split(weights, self._counts)
         for each, of_table, own_weights in zip(self.tables, *parts, strict=True):
             each.select_(of_table, own_weights)
 
-    def update_(self, records: Tensor, values: Tensor, parts: Sequence[int]) -> None:
+    def update_(self, resolutions: Tensor, values: Tensor, parts: Sequence[int]) -> None:
         """Set the priorities of some micro batches' samples, in the order of their
         sample numbers.
         """
         sizes = [sum([self.sizes[part][i] for part in parts]) for i in range(len(self.tables))]
-        of_tables = self._split(records, sizes), self._split(values, sizes)
+        of_tables = self._split(resolutions, sizes), self._split(values, sizes)
         for each, of_table, own in zip(self.tables, *of_tables, strict=True):
             if len(own):
                 each.update_(of_table, own)
 
-    def fill(self, buffers: Buffers, records: Tensor, part: int) -> None:
+    def fill(self, buffers: Buffers, resolutions: Tensor, part: int) -> None:
         """Gather the samples of a micro batch into a batch of `buffers`."""
         first = 0
-        for each, own in zip(self.tables, self._split(records, self.sizes[part]), strict=True):
+        for each, own in zip(self.tables, self._split(resolutions, self.sizes[part]), strict=True):
             if len(self.tables) == 1:
                 each.gatherer.fill(buffers, own)
             elif len(own):

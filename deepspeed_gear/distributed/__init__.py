@@ -1,1 +1,1 @@
-"""Where a rank sits, and how ranks agree."""
+"""Where a rank sits, and what ranks do together."""

@@ -3,7 +3,7 @@ together.
 
 A rank that enters a collective which another one never enters hangs. So at each barrier every rank
 publishes its outcome in shared memory and waits for all others before it continues to the model. A
-failed barrier is over for all; the next one tries again. Node leaders exchange the outcome of their
+failed barrier is over for all; the next one tries again. Node leaders compare the outcome of their
 nodes before they release their ranks.
 """
 
@@ -180,7 +180,7 @@ class BatchBarrier:
         with self._channel.parting(timeout_s or self._channel.timeout_s):
             (
                 self._pending
-                or self._channel.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64))
+                or self._channel.begin_all_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64))
             )()
         self._pending = None
 
@@ -219,7 +219,9 @@ class BatchBarrier:
                 if self._words[peer, BarrierWord.FAILED] >= self._count
             ]
             try:
-                self._exchange(self._channel, self._outcome_of(failed[0]) if failed else None)
+                self._compare_outcomes(
+                    self._channel, self._outcome_of(failed[0]) if failed else None
+                )
             except (PeerError, NotReadyError) as error:
                 if not failed:
                     self._publish(error, self._count)
@@ -260,13 +262,11 @@ class BatchBarrier:
         """End the barrier that has failed; on a leader, send the other nodes the error."""
         if self._channel is not None and not isinstance(error, LostNodeError):
             with contextlib.suppress(PeerError, NotReadyError):
-                self._exchange(self._channel, Outcome.of(error))
+                self._compare_outcomes(self._channel, Outcome.of(error))
         self._is_open = False
 
-    def _exchange(self, channel: NodeChannel, failure: Outcome | None) -> None:
-        """Exchange status, and failures and digests if any, with the other leaders; raise their
-        PeerError.
-        """
+    def _compare_outcomes(self, channel: NodeChannel, failure: Outcome | None) -> None:
+        """Compare status, failures and digests with the other leaders; raise their PeerError."""
         digests = self._digests()
         wait = self._pending or self._begin_status(channel, failure is not None)
         self._pending = None
@@ -277,7 +277,7 @@ class BatchBarrier:
         error = channel.first_failure(received[:, BarrierMessage.STATUS], failure)
         every = np.empty((0, 3), np.int64)
         if received[:, BarrierMessage.VERIFIES].any():
-            every, _ = channel.gather_ragged(np.array(digests).reshape(-1, 3))
+            every, _ = channel.all_gather_ragged(np.array(digests).reshape(-1, 3))
         if error is None:
             self._compare_digests(every.tolist())
         elif failure is None:
@@ -287,7 +287,7 @@ class BatchBarrier:
         """Send number, status and whether digests are to be compared; return what waits for the
         others'.
         """
-        return channel.begin_gather(np.array([self._count, failed, bool(self._digests())]))
+        return channel.begin_all_gather(np.array([self._count, failed, bool(self._digests())]))
 
     def _digests(self) -> list[tuple[int, int, int]]:
         """Return rank, replica and digest of this node's ranks that verify this barrier."""

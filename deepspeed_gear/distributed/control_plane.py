@@ -1,6 +1,4 @@
-"""The control plane between ranks: agreement, errors on all ranks, barriers; makes all process
-groups.
-"""
+"""The control plane between ranks: rounds, errors on all, barriers; makes all process groups."""
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ class ControlPlane:
         remedy = "look for the first error in the other ranks' logs"
         return PeerError("a rank", "must answer", text, remedy)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks."""
         group = self._group
         if group is None:
@@ -130,7 +128,7 @@ class ControlPlane:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        return self.gather(value if self.rank == source else None)[source]
+        return self.all_gather(value if self.rank == source else None)[source]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor in host memory over all ranks; the argument may be
@@ -142,9 +140,9 @@ class ControlPlane:
         return tensor
 
     def barrier(self) -> None:
-        self.gather(None)
+        self.all_gather(None)
 
-    def agree(self, what: str, action: Callable[[], T]) -> T:
+    def attempt(self, what: str, action: Callable[[], T]) -> T:
         """Run an action without collectives on every rank; if it fails on one, raise on all.
 
         Raises:
@@ -152,17 +150,17 @@ class ControlPlane:
             NotReadyError: That rank is not ready: the same call may succeed later.
         """
         own: list[T] = []
-        self.collect(what, lambda: own.append(action()))
+        self.all_results(what, lambda: own.append(action()))
         return own[0]
 
-    def collect(self, what: str, action: Callable[[], T]) -> list[T]:
-        """Run an action as `agree`, and return the results of all ranks, in their order."""
+    def all_results(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Run an action as `attempt`, and return the results of all ranks, in their order."""
         try:
             answer: T | Outcome = action()
         except Exception as error:  # of any type: all of them are raised on the other ranks
-            self.gather(Outcome.of(error))
+            self.all_gather(Outcome.of(error))
             raise
-        answers = self.gather(answer)
+        answers = self.all_gather(answer)
         for rank, other in enumerate(answers):
             if isinstance(other, Outcome):
                 raise other.error(f"rank {rank}: {what}")
@@ -172,7 +170,7 @@ class ControlPlane:
         """Raise a PeerError on every rank unless all of them give an equal value; `what` names it
         there.
         """
-        values = self.gather(value)
+        values = self.all_gather(value)
         other = next((rank for rank, one in enumerate(values) if one != values[0]), None)
         if other is not None:
             shown = f"{values[0]} on rank 0, {values[other]} on rank {other}"

@@ -2,7 +2,7 @@
 for them.
 
 Each rank updates a heartbeat word in shared memory; ranks of a node check each other's words and
-locks, and leaders exchange heartbeats through torch.distributed's rendezvous store. Every wait
+locks, and leaders publish heartbeats through torch.distributed's rendezvous store. Every wait
 calls `check`. A rank whose main thread stays in one foreign call (an all-reduce that cannot end) is
 ended with the error in its log: there is no other way to leave such a call.
 """
@@ -108,7 +108,7 @@ class FailureDetector:
     def start(self) -> None:
         """Start the threads that watch for failures, after all ranks have a detector."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
-        targets = [self._watch] if self._store is None else [self._watch, self._exchange_heartbeats]
+        targets = [self._watch] if self._store is None else [self._watch, self._send_heartbeats]
         self._threads = [
             threading.Thread(target=one, name="gear-watch", daemon=True) for one in targets
         ]
@@ -199,7 +199,7 @@ class FailureDetector:
             self._report(f"{self._describe(self._topology.rank)}, which has failed with {text},")
 
     def note(self, failure: LostNodeError) -> bool:
-        """Record an exchange's failure unless a more exact one comes first; False: none, a node has
+        """Record a round's failure unless a more exact one comes first; False: none, a node has
         ended.
         """
         is_some = failure.name == SOME_NODE
@@ -245,9 +245,11 @@ class FailureDetector:
         frame = sys._current_frames().get(self._main.ident or 0)
         return None if frame is None else (id(frame), frame.f_lasti)
 
-    def _exchange_heartbeats(self) -> None:
-        """Exchange heartbeats until this node ends, and publish its end. After the end of rank 0's
-        node it ends too: no barriers follow, and the store may end at any time.
+    def _send_heartbeats(self) -> None:
+        """Publish and read heartbeats until this node ends, and publish its end.
+
+        After the end of rank 0's node it ends too: no barriers follow, and the store may end at any
+        time.
         """
         try:
             while _FIRST not in self._ended and not self._stop.wait(self._beat_s):
@@ -275,24 +277,24 @@ class FailureDetector:
         ]
         first = min(ended_ranks)[::-1] if ended_ranks else None
         problem = self._known_problem()  # read last: a rank that fails reports it before it ends
-        record = {"beat": self._num_beats, "ended": ended, "problem": problem, "left_first": first}
-        self._store.set(f"{self._keys}/{self._topology.node}", json.dumps(record))
+        message = {"beat": self._num_beats, "ended": ended, "problem": problem, "left_first": first}
+        self._store.set(f"{self._keys}/{self._topology.node}", json.dumps(message))
         self._num_beats += 1
 
     def _receive(self) -> None:
         texts = self._store.multi_get([f"{self._keys}/{node}" for node in self._others])
         for node, text in zip(self._others, texts, strict=True):
-            record = json.loads(text)
+            message = json.loads(text)
             now = time.monotonic()
             beat, _ = self._beats.get(node, (-1, now))
-            if record["left_first"] is not None:
-                rank, passed = record["left_first"]
+            if message["left_first"] is not None:
+                rank, passed = message["left_first"]
                 self._ended_first[node] = int(rank), int(passed)
-            self._problem = self._problem or str(record["problem"])
-            if record["ended"]:  # last: a thread that reads it also reads the problem
+            self._problem = self._problem or str(message["problem"])
+            if message["ended"]:  # last: a thread that reads it also reads the problem
                 self._ended.add(node)
-            elif record["beat"] != beat:
-                self._beats[node] = int(record["beat"]), now
+            elif message["beat"] != beat:
+                self._beats[node] = int(message["beat"]), now
 
     def _lost_rank(self) -> str:
         """Describe a rank of this node that is lost; "" if there is none."""

@@ -32,10 +32,10 @@ _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, ea
 
 class NodeChannel:
     """Messages between the nodes that hold a table, in the `order` of their shards. One thread at a
-    time; all nodes call in one order. Exchanges of different purposes never wait for each other.
+    time; all nodes call in one order. Rounds of different purposes never wait for each other.
 
-    Construction is collective over the ranks that exchange. A wait that fails leaves messages that
-    a later exchange could receive: the channel stays broken. Without a detector only the transport
+    Construction is collective over the ranks that send. A wait that fails leaves messages that
+    a later round could receive: the channel stays broken. Without a detector only the transport
     reports failures.
     """
 
@@ -83,26 +83,27 @@ class NodeChannel:
         self._broken: LostNodeError | None = None
         self._detector = detector
         self.bytes_sent = self.bytes_received = 0
-        self.num_exchanges = 0
+        self.num_rounds = 0
         self.last_wait_s = 0.0
         self.left = False  # whether a node has announced that it makes no further selection
 
     def name(self, index: int) -> str:
         return self._topology.describe(self.nodes[index])
 
-    def gather(self, words: np.ndarray) -> np.ndarray:
+    def all_gather(self, words: np.ndarray) -> np.ndarray:
         """Return the same number of words of every node. [n], int64 -> [S, n], int64."""
-        return self.begin_gather(words)()
+        return self.begin_all_gather(words)()
 
-    def begin_gather(self, words: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin `gather`; return the function that waits for it, to be called before the next
-        exchange. A message may stay unanswered for any time, and does not block the end of the
-        process.
+    def begin_all_gather(self, words: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin `all_gather`; return the function that waits for it.
+
+        It must be called before the next round. A message may stay unanswered for any time, and
+        does not block the end of the process.
         """
         wait = self.begin([message_of(words)] * self.count)
         return lambda: np.stack(wait())
 
-    def gather_ragged(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def all_gather_ragged(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of all nodes, and the node of each. [n, words] -> [m, words],
         [m], int64.
         """
@@ -118,7 +119,7 @@ class NodeChannel:
         """
         if not failed.any():
             return None
-        every = self.gather((own or Outcome(0, "")).words(OUTCOME_WORDS))
+        every = self.all_gather((own or Outcome(0, "")).words(OUTCOME_WORDS))
         node = int(np.nonzero(failed)[0][0])
         return Outcome.read(every[node]).error(self.name(node))
 
@@ -128,8 +129,8 @@ class NodeChannel:
 
         A message's first word, set here, is its length, so receivers need not know it. It arrives
         in a buffer posted before, without a handshake; what does not fit follows in a second part,
-        and the next buffer is larger. Sent words must not change before the exchange ends, this
-        node's own are returned to it, and received ones are valid until the next exchange ends. The
+        and the next buffer is larger. Sent words must not change before the round ends, this
+        node's own are returned to it, and received ones are valid until the next round ends. The
         wait raises LostNodeError where a node does not answer in time or its connection has ended.
         """
         if self._broken is not None:
@@ -157,7 +158,7 @@ class NodeChannel:
                 found[node] = self._receive(node, until)
             for node, work in sent:
                 self._wait(node, work, until)
-            self.num_exchanges += 1
+            self.num_rounds += 1
             self.last_wait_s = time.monotonic() - begin
             return found
 
@@ -224,8 +225,9 @@ class NodeChannel:
             self.timeout_s, self._detector = kept
 
     def part(self) -> None:
-        """Report no lost node from now on, as this node ends. Any thread; exchanges under way go
-        on.
+        """Report no lost node from now on, as this node ends.
+
+        Any thread; rounds under way go on.
         """
         self._detector = None
 
@@ -249,7 +251,7 @@ class NodeChannel:
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Break the channel if an error keeps this node from an exchange that the
+        """Break the channel if an error keeps this node from a round that the
         others wait in.
         """
         try:

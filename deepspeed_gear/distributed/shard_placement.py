@@ -55,15 +55,18 @@ class ShardPlacement:
 
 
 def place_tables(
-    exchange: ControlPlane, topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset]
+    control_plane: ControlPlane,
+    topology: Topology,
+    config: GearConfig,
+    datasets: Mapping[str, Dataset],
 ) -> ShardPlacement:
     """Return the placement of all tables' shards. Collective; its errors are raised on
     every rank.
     """
     own = {name: data.part for name, data in datasets.items()} if topology.leads_node else None
-    parts = exchange.gather(own)
+    parts = control_plane.all_gather(own)
     by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}
-    return exchange.agree(
+    return control_plane.attempt(
         "the parts of the tables", lambda: _place(topology, config, datasets, by_node)
     )
 

@@ -133,21 +133,19 @@ class Topology:
         return self.peer == 0
 
     @classmethod
-    def discover(cls, exchange: ControlPlane, place: RankCoordinates) -> Topology:
+    def discover(cls, control_plane: ControlPlane, place: RankCoordinates) -> Topology:
         """Return the topology of all ranks, after `check_grid` of their places. Collective."""
-        answers = exchange.gather((node_identity(), place, socket.gethostname()))
+        answers = control_plane.all_gather((node_identity(), place, socket.gethostname()))
         places = tuple(place for _, place, _ in answers)
         check_grid(places)
         hosts = {node: host for node, _, host in answers}  # in the order of ranks
         numbers = {node: number for number, node in enumerate(hosts)}
         nodes = tuple(numbers[node] for node, _, _ in answers)
-        return cls(exchange.rank, places, nodes, tuple(hosts.values()))
+        return cls(control_plane.rank, places, nodes, tuple(hosts.values()))
 
 
 def check_grid(places: tuple[RankCoordinates, ...]) -> None:
-    """Raise ConfigError, with all ranks' table, unless sizes agree and each place is taken exactly
-    once.
-    """
+    """Raise ConfigError, with all ranks' table, unless each place of a grid is taken once."""
     worlds = places[0].worlds
     is_whole = math.prod(worlds) == len(places) and all(place.worlds == worlds for place in places)
     if is_whole and set(itertools.product(*map(range, worlds))) == {

@@ -80,10 +80,10 @@ def initialize(
         if required is not False:
             deepspeed.init_distributed(dist_init_required=required)
         # A wrong section is refused on all ranks before the model is built.
-        exchange = ControlPlane()
-        section = exchange.agree("the gear section", lambda: _checked_section(config))
+        control_plane = ControlPlane()
+        section = control_plane.attempt("the gear section", lambda: _checked_section(config))
         engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
-        _attach_new(engine, exchange, section, schemas)
+        _attach_new(engine, control_plane, section, schemas)
     return engine, optimizer, engine.gear_iterator(), scheduler
 
 
@@ -226,7 +226,7 @@ class ReplaySetup:
 
 def _attach_new(
     engine: Any,
-    exchange: ControlPlane,
+    control_plane: ControlPlane,
     config: Any,
     schemas: Mapping[str, Schema] | None,
     checkpoint: engine_checkpoint.Checkpoint = None,
@@ -234,12 +234,12 @@ def _attach_new(
     """Make the replay of an engine and attach it; the control plane becomes its own. Collective."""
     deepspeed_compat.check_engine(engine)
     register()
-    setup = exchange.agree("the engine", lambda: _setup_of(engine, config, checkpoint))
-    replay = _make_replay(setup, exchange, schemas)
+    setup = control_plane.attempt("the engine", lambda: _setup_of(engine, config, checkpoint))
+    replay = _make_replay(setup, control_plane, schemas)
     with undo_on_error(replay.close):
         if isinstance(replay, Replay) and setup.config.pack is not None:
             replay.set_model(engine)
-        engine_checkpoint.load_late(engine, replay, checkpoint, exchange)
+        engine_checkpoint.load_late(engine, replay, checkpoint, control_plane)
     _bind(engine, replay, owns=True)
     _own(engine, replay)
 
@@ -261,13 +261,13 @@ def _setup_of(engine: Any, config: Any, checkpoint: engine_checkpoint.Checkpoint
 
 
 def _make_replay(
-    setup: ReplaySetup, exchange: ControlPlane, schemas: Mapping[str, Schema] | None
+    setup: ReplaySetup, control_plane: ControlPlane, schemas: Mapping[str, Schema] | None
 ) -> ReplayBase:
     if setup.config.on_device:
         return DeviceReplay(
             setup.config,
             setup.device,
-            exchange,
+            control_plane,
             schemas,
             info=setup.info,
             place=setup.place,
@@ -275,7 +275,7 @@ def _make_replay(
         )
     return Replay(
         setup.config,
-        exchange,
+        control_plane,
         schemas,
         info=setup.info,
         place=setup.place,

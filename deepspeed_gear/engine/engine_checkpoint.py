@@ -58,8 +58,8 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     Raises:
         CheckpointError: Only some ranks hold the part, the tables are missing, or they do not fit.
     """
-    exchange = replay.exchange
-    holds = exchange.gather(saved is not None)
+    control_plane = replay.control_plane
+    holds = control_plane.all_gather(saved is not None)
     if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
         rule = "must hold the part of a replay on all ranks or on none"
         lacking = [rank for rank, has in enumerate(holds) if not has]
@@ -77,7 +77,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     as_saved = saved_in / TABLES
     places = [in_tag, in_origin, as_saved]
     tables = next((place for place in places if place.is_dir()), None)
-    tables = exchange.broadcast(tables)  # all ranks load the folder that one rank has chosen
+    tables = control_plane.broadcast(tables)  # all ranks load the folder that one rank has chosen
     if tables is None and saved[_HAS_TABLES]:
         rule = (
             f"must hold the replay's tables, which were saved in {as_saved} and are not there "
@@ -88,7 +88,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
         )
         raise CheckpointError(str(in_tag), rule, None, remedy)
     read = partial(replay.load_folder, tables or in_tag, saved[_POSITION])
-    whole_saves.name_others(exchange, read, partial(whole_tags.others_in, folder.parent))
+    whole_saves.name_others(control_plane, read, partial(whole_tags.others_in, folder.parent))
     return True
 
 
@@ -113,7 +113,7 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
 
 
 def load_late(
-    engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange: ControlPlane
+    engine: Any, replay: ReplayBase, checkpoint: Checkpoint, control_plane: ControlPlane
 ) -> None:
     """Load the replay's part of the checkpoint that an engine has already loaded. Collective.
 
@@ -122,22 +122,23 @@ def load_late(
         replay: Its replay.
         checkpoint: The folder that `load_checkpoint` got, or that of the tag. None and False load
             nothing.
-        exchange: The control plane of the ranks.
+        control_plane: The control plane of the ranks.
     Raises:
         ConfigError: Ranks give different checkpoints.
         CheckpointError: It is not the engine's checkpoint, or holds no part of a replay that fits.
     """
-    given = exchange.gather(str(checkpoint))
+    given = control_plane.all_gather(str(checkpoint))
     if len(set(given)) > 1:
         raise ConfigError(
             "checkpoint", "must be the same on all ranks", given, "give one to attach"
         )
     if checkpoint is None or checkpoint is False:
         return
-    read = exchange.agree(
-        "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
+    read = control_plane.attempt(
+        "the checkpoint",
+        lambda: _read(engine, Path(checkpoint)) if control_plane.rank == 0 else None,
     )
-    folder, state = exchange.broadcast(read)
+    folder, state = control_plane.broadcast(read)
     if not load(replay, folder, state):
         remedy = "give attach checkpoint=False to start at the first batch"
         raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)
@@ -174,8 +175,8 @@ def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
 class _CheckpointCalls:
     """The checkpoint calls of an engine with a replay, around those of DeepSpeed.
 
-    Order of a save: the old record of the tag is removed; the replay's part is written, then
-    DeepSpeed's; each node fsyncs its files; one rank records their sizes; `latest` names the tag.
+    Order of a save: the old list of the tag's files is removed; the replay's part is written, then
+    DeepSpeed's; each node fsyncs its files; one rank lists their sizes; `latest` names the tag.
     So `latest` names a whole checkpoint wherever a process is killed.
 
     Attributes:
@@ -196,14 +197,14 @@ class _CheckpointCalls:
         self._loads = inspect.signature(self.engine.load_checkpoint)
 
     def save(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Save the replay's part, then the engine's by its `save_checkpoint`; record the tag."""
+        """Save the replay's part, then the engine's by its `save_checkpoint`; list the files."""
         call = self._saves.bind(*arguments, **options)
         call.apply_defaults()
         given = call.arguments
         save_dir = folder_argument("save_dir", given["save_dir"])
         step = self.engine.global_steps
         tag = f"global_step{step}" if given["tag"] is None else str(given["tag"])
-        whole_tags.begin(self.replay.exchange, save_dir / tag)
+        whole_tags.begin(self.replay.control_plane, save_dir / tag)
         if self.owns:
             state = save(self.replay, save_dir / tag)
             given["client_state"] = {**(given["client_state"] or {}), CLIENT_STATE: state}
@@ -218,7 +219,7 @@ class _CheckpointCalls:
         return result
 
     def commit(self, original: Callable[..., Any]) -> None:
-        """End a save in the background by the engine's call; record the tag."""
+        """End a save in the background by the engine's call; list the files."""
         original()
         if self.pending is not None:
             pending, self.pending = self.pending, None
@@ -226,7 +227,7 @@ class _CheckpointCalls:
 
     def _finish(self, save_dir: Path, tag: str, save_latest: bool) -> None:
         replay = self.replay
-        whole_tags.finish(replay.exchange, save_dir, tag, replay.is_node_leader, save_latest)
+        whole_tags.finish(replay.control_plane, save_dir, tag, replay.is_node_leader, save_latest)
 
     def load(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Check that a tag is whole, load it by the engine's `load_checkpoint`, then the replay."""
@@ -243,7 +244,7 @@ class _CheckpointCalls:
             tag = None if given["tag"] is None else str(given["tag"])
             leads_node = self.replay.is_node_leader
             whole_tags.check(
-                self.replay.exchange, load_dir, tag, leads_node, only_weights, self.engine
+                self.replay.control_plane, load_dir, tag, leads_node, only_weights, self.engine
             )
         path, client_state = original(*arguments, **options)
         if path is None or not self.owns:

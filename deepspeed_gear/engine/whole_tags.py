@@ -1,9 +1,9 @@
-"""Record of a checkpoint's tag, written when all ranks have written their files.
+"""Whole tags: the list of a tag's files is written after all of them, and then `latest` names it.
 
-`latest` names a tag only after its record. DeepSpeed writes `latest` before its last barrier: if a
-rank died in its own save, `latest` would name a checkpoint without that rank's files, and no
-restart could load it. The record has the size of every file of the tag except the replay's, so it
-does not depend on the ZeRO stage or the kind of engine.
+DeepSpeed writes `latest` before its last barrier: if a rank died in its own save, `latest` would
+name a checkpoint without that rank's files, and no restart could load it. The list has the size of
+every file of the tag except the replay's, so it does not depend on the ZeRO stage or the kind of
+engine.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from deepspeed_gear.frameworks import deepspeed_compat
 
 TABLES = "gear"  # the replay's folder in a tag's folder
 LATEST = "latest"
-RECORD = "whole.json"  # in TABLES
+FILE_LIST = "whole.json"  # in TABLES
 _FORMAT = 1
 _OPTIMIZER = "optim_states.pt"  # ending of the names of files without weights
 Sizes = dict[str, int]  # bytes of each file, by its path within the tag's folder
 
 
-def begin(exchange: ControlPlane, folder: Path) -> None:
-    """Remove the record of a tag before the tag is written. Collective."""
+def begin(control_plane: ControlPlane, folder: Path) -> None:
+    """Remove the list of a tag's files before the tag is written. Collective."""
 
     def remove() -> None:
-        if exchange.rank == 0:
+        if control_plane.rank == 0:
             with save_folders.writing(folder):
-                _record_of(folder).unlink(missing_ok=True)
+                _list_of(folder).unlink(missing_ok=True)
 
-    exchange.agree("beginning the checkpoint", remove)
+    control_plane.attempt("beginning the checkpoint", remove)
 
 
 def finish(
-    exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
+    control_plane: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
 ) -> None:
-    """Record a tag as whole after every rank has written its files. Collective.
+    """List the files of a tag after every rank has written its own. Collective.
 
     Args:
-        exchange: The control plane of the ranks.
+        control_plane: The control plane of the ranks.
         save_dir: Folder of tags.
         tag: The tag.
         leads_node: Whether this rank fsyncs the files of its node: True on one rank per node.
@@ -58,24 +58,24 @@ def finish(
         with save_folders.writing(folder):
             return _synced(folder) if leads_node else {}
 
-    of_ranks = exchange.collect("writing the checkpoint", written)
+    of_ranks = control_plane.all_results("writing the checkpoint", written)
 
     def name() -> None:
         with save_folders.writing(save_dir):
-            if exchange.rank == 0:
+            if control_plane.rank == 0:
                 save_folders.make(folder / TABLES)
                 sizes = {
                     path: size for of_rank in of_ranks for path, size in sorted(of_rank.items())
                 }
-                save_folders.write_checked(_record_of(folder), _FORMAT, "files", sizes)
+                save_folders.write_checked(_list_of(folder), _FORMAT, "files", sizes)
                 if save_latest:
                     save_folders.write_atomically(save_dir / LATEST, tag)
 
-    exchange.agree("writing `latest`", name)
+    control_plane.attempt("writing `latest`", name)
 
 
 def check(
-    exchange: ControlPlane,
+    control_plane: ControlPlane,
     load_dir: Path,
     tag: str | None,
     leads_node: bool,
@@ -84,11 +84,11 @@ def check(
 ) -> None:
     """Check that a tag is there and has all its files. Collective.
 
-    A tag without a record, as plain DeepSpeed or an interrupted save leaves it, must have the files
+    A tag without a list, as plain DeepSpeed or an interrupted save leaves it, must have the files
     that the ranks themselves read.
 
     Args:
-        exchange: The control plane of the ranks.
+        control_plane: The control plane of the ranks.
         load_dir: Folder of tags.
         tag: The tag; None: the one that `latest` names.
         leads_node: Whether this rank looks for the files of its node: True on one rank per node.
@@ -100,7 +100,7 @@ def check(
     what = "loading the checkpoint"
 
     def read() -> tuple[str | None, Sizes]:
-        if exchange.rank:
+        if control_plane.rank:
             return None, {}
         named = tag
         if named is None:
@@ -113,25 +113,27 @@ def check(
                 ", which `latest` names" if tag is None else ""
             )
             raise CheckpointError(str(load_dir / named), rule, None, ANOTHER)
-        return named, _recorded(load_dir / named)
+        return named, _listed(load_dir / named)
 
     def look() -> None:
-        named, recorded = exchange.collect(what, read)[0]
+        named, listed = control_plane.all_results(what, read)[0]
         if named is None:
             return
         folder = load_dir / named
-        if not recorded:
-            exchange.agree(what, partial(_check_own, engine, load_dir, named, only_weights))
-        of_ranks = exchange.collect(what, lambda: _sizes(folder) if leads_node and recorded else {})
+        if not listed:
+            control_plane.attempt(what, partial(_check_own, engine, load_dir, named, only_weights))
+        of_ranks = control_plane.all_results(
+            what, lambda: _sizes(folder) if leads_node and listed else {}
+        )
         there = {path: size for of_rank in of_ranks for path, size in of_rank.items()}
-        for path, size in recorded.items():
+        for path, size in listed.items():
             is_read = not (only_weights and path.endswith(_OPTIMIZER))
             if is_read and there.get(path) != size:
                 found = f"{there[path]} bytes" if path in there else "no such file"
-                remedy = f"{ANOTHER}; if it was changed on purpose, remove {_record_of(folder)}"
+                remedy = f"{ANOTHER}; if it was changed on purpose, remove {_list_of(folder)}"
                 raise CheckpointError(str(folder / path), f"must have {size} bytes", found, remedy)
 
-    whole_saves.name_others(exchange, look, partial(others_in, load_dir))
+    whole_saves.name_others(control_plane, look, partial(others_in, load_dir))
 
 
 def _check_own(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> None:
@@ -158,29 +160,29 @@ def newest(load_dir: Path) -> str | None:
 
     Cost: reads the replay's tables of each tag until one is whole.
     """
-    records = [path for path in load_dir.glob(f"*/{TABLES}/{RECORD}") if path.is_file()]
-    for record in sorted(records, key=lambda path: -path.stat().st_mtime_ns):
-        folder = record.parents[1]
+    lists = [path for path in load_dir.glob(f"*/{TABLES}/{FILE_LIST}") if path.is_file()]
+    for file_list in sorted(lists, key=lambda path: -path.stat().st_mtime_ns):
+        folder = file_list.parents[1]
         with contextlib.suppress(CheckpointError, OSError):
             sizes = _sizes(folder)
-            recorded = _recorded(folder)
-            is_there = all(sizes.get(path) == size for path, size in recorded.items())
-            has_tables = (record.parent / save_folders.POSITION).exists()
-            if is_there and (not has_tables or whole_saves.is_whole(record.parent)):
+            listed = _listed(folder)
+            is_there = all(sizes.get(path) == size for path, size in listed.items())
+            has_tables = (file_list.parent / save_folders.POSITION).exists()
+            if is_there and (not has_tables or whole_saves.is_whole(file_list.parent)):
                 return folder.name
     return None
 
 
-def _record_of(folder: Path) -> Path:
-    return folder / TABLES / RECORD
+def _list_of(folder: Path) -> Path:
+    return folder / TABLES / FILE_LIST
 
 
-def _recorded(folder: Path) -> Sizes:
-    """Return the files of a tag's record; empty if it has no record."""
-    if not _record_of(folder).exists():
+def _listed(folder: Path) -> Sizes:
+    """Return the files of a tag's list; empty if it has none."""
+    if not _list_of(folder).exists():
         return {}
-    files = save_folders.read_checked(_record_of(folder), _FORMAT, "files")
-    return {path: save_folders.entry(files, path, int, str(_record_of(folder))) for path in files}
+    files = save_folders.read_checked(_list_of(folder), _FORMAT, "files")
+    return {path: save_folders.entry(files, path, int, str(_list_of(folder))) for path in files}
 
 
 def _sizes(folder: Path) -> Sizes:

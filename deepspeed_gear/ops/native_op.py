@@ -146,20 +146,20 @@ class NativeOp(ABC):
         if found is None:
             return None, "not prebuilt"
         try:
-            record = json.loads((folder / f"{stem}.json").read_text())
+            facts = json.loads((folder / f"{stem}.json").read_text())
         except (OSError, ValueError):
             return None, f"prebuilt, but {stem}.json beside it cannot be read"
-        expected = self.prebuilt_record()
-        odd = [key for key, value in expected.items() if record.get(key) != value]
-        differing = [f"{key} {record.get(key)} instead of {expected[key]}" for key in odd]
+        expected = self.prebuilt_facts()
+        odd = [key for key, value in expected.items() if facts.get(key) != value]
+        differing = [f"{key} {facts.get(key)} instead of {expected[key]}" for key in odd]
         return (None, f"prebuilt for {', '.join(differing)}") if differing else (found, "prebuilt")
 
     def fitting(self) -> tuple[Path | None, str]:
         """Find the op that was built with the wheel, if it fits the devices here; as `prebuilt`."""
         return self.prebuilt()
 
-    def prebuilt_record(self) -> dict[str, str]:
-        """Return the record beside a prebuilt op, which must be equal where it is loaded."""
+    def prebuilt_facts(self) -> dict[str, str]:
+        """Return the facts beside a prebuilt op, which must be equal where it is loaded."""
         versions = {**toolchain.abi(), "torch": toolchain.release(str(torch.__version__))}
         return {**versions, "sources": self.source_digest()}
 
@@ -290,7 +290,7 @@ def require_device() -> None:
             f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}"
         )
         found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}"
-        host = 'set gear.backend to "cpu": the store, selection and collection run in host memory'
+        host = 'set gear.backend to "cpu": the store, selection and gather run in host memory'
         raise BuildError(
             "gear.backend", rule, found, f"{' and '.join(missing.values())}, or {host}"
         )

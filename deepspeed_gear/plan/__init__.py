@@ -1,3 +1,1 @@
-"""The plan of a replay: a config, its schemas, data and topology, resolved and agreed on by all
-ranks.
-"""
+"""The plan of a replay: config, schemas, data and topology, resolved, the same on all ranks."""

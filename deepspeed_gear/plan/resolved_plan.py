@@ -63,15 +63,15 @@ from deepspeed_gear.store.table_spec import TableSpec
 
 @dataclass(frozen=True)
 class ResolvedTable:
-    """A table of a replay, from which its store, its streams and its exchanges are made."""
+    """A table of a replay, from which its store, its streams and its exchange plan are made."""
 
     options: TableConfig
     schema: Schema
     dataset: Dataset | None  # this node's part of its data set; None: it has a capacity
     streams: Mapping[str, StreamSpec]  # by name; empty: it is not sampled
     store: TableSpec | None = None  # of this node; None: the table lies on devices
-    exchange: ExchangePlan | None = (
-        None  # which node needs which of its rows; None: this one exchanges none
+    exchange_plan: ExchangePlan | None = (
+        None  # which node needs which of its rows; None: none moves
     )
     #: Of each stream, where the rows of other nodes arrive in this node's store.
     rooms: Mapping[str, ArrivalRoom] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class ResolvedTable:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The plan of a replay, on which all ranks have agreed before there is a store."""
+    """The plan of a replay, the same on all ranks before there is a store."""
 
-    exchange: ControlPlane
+    control_plane: ControlPlane
     config: GearConfig  # options that need no resolution
     ops: Ops
     topology: Topology
@@ -99,7 +99,7 @@ class Resolved:
     @property
     def group(self) -> Any:
         """The process group whose ranks the topology counts; None for all."""
-        return self.exchange.process_group
+        return self.control_plane.process_group
 
     @property
     def holds_shard(self) -> bool:
@@ -187,7 +187,7 @@ class TableResolver:
             routes = routes_of(topology, placement.order, config, self.fields, table.schema)
             store, rooms = with_arrivals(config, store, routes, streams)
         writing = writing_of(config, store)
-        return replace(table, store=store, exchange=routes, rooms=rooms, writing=writing)
+        return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)
 
 
 def resolve_plan(
@@ -202,47 +202,49 @@ def resolve_plan(
     """Read config and data on every rank, compare and resolve; arguments of `Replay`.
 
     Collective, as its errors are. `on_device`: tables must lie on devices. `process_group` may be a
-    control plane of its ranks, over which a caller has agreed before: the plan continues with it.
+    control plane of its ranks, which a caller has used before: the plan continues with it.
     """
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
-    exchange = (
+    control_plane = (
         process_group if isinstance(process_group, ControlPlane) else ControlPlane(process_group)
     )
-    agree = exchange.agree
+    attempt = control_plane.attempt
 
     # The config and the ranks.
-    options, ds_sizes = _read_config(exchange, config)
-    exchange.allow(options.rollout_timeout_s)
-    agree("the gear section", lambda: _check_placement(options, on_device))
-    ops = agree("loading the ops", lambda: load_backend(options.backend))
-    here = place or RankCoordinates(exchange.rank, exchange.world_size)
-    topology = Topology.discover(exchange, here)
+    options, ds_sizes = _read_config(control_plane, config)
+    control_plane.allow(options.rollout_timeout_s)
+    attempt("the gear section", lambda: _check_placement(options, on_device))
+    ops = attempt("loading the ops", lambda: load_backend(options.backend))
+    here = place or RankCoordinates(control_plane.rank, control_plane.world_size)
+    topology = Topology.discover(control_plane, here)
     if options.pack is not None:
-        agree("the process group", lambda: check_process_group(topology, exchange.process_group))
-    sizes = agree("the batch sizes", lambda: batch_info(options, topology, info, ds_sizes))
-    _compare_node(exchange, topology, options)
+        attempt(
+            "the process group", lambda: check_process_group(topology, control_plane.process_group)
+        )
+    sizes = attempt("the batch sizes", lambda: batch_info(options, topology, info, ds_sizes))
+    _compare_node(control_plane, topology, options)
 
     # The data, and what batches read of them.
-    datasets = open_data(exchange, options)
+    datasets = open_data(control_plane, options)
     longest = {name: dataset.longest for name, dataset in datasets.items()}
-    agree("the data sets", lambda: check_lengths(options, longest))
-    known = agree("the schemas", lambda: schemas_of(options, datasets, schemas))
-    fields = agree("the fields", lambda: fields_of(options, known, datasets))
-    needs = agree("the fields", lambda: needs_of(here, options, fields))
+    attempt("the data sets", lambda: check_lengths(options, longest))
+    known = attempt("the schemas", lambda: schemas_of(options, datasets, schemas))
+    fields = attempt("the fields", lambda: fields_of(options, known, datasets))
+    needs = attempt("the fields", lambda: needs_of(here, options, fields))
 
     # Each table: which part of it a node holds, its streams, its store.
-    placement = place_tables(exchange, topology, options, datasets)
-    agree("the data sets", lambda: check_compressed(options, datasets, placement.spread))
-    weights = _sum_weights(exchange, topology, placement, options, fields, datasets)
+    placement = place_tables(control_plane, topology, options, datasets)
+    attempt("the data sets", lambda: check_compressed(options, datasets, placement.spread))
+    weights = _sum_weights(control_plane, topology, placement, options, fields, datasets)
     resolver = TableResolver(
         options, topology, sizes, datasets, known, fields, placement, weights, on_device
     )
-    streams = agree("the sampler", resolver.streams)
+    streams = attempt("the sampler", resolver.streams)
     mixture = mixture_of(options, sizes)
-    tables = agree("the sizes of the tables", lambda: resolver.tables(streams))
+    tables = attempt("the sizes of the tables", lambda: resolver.tables(streams))
     return Resolved(
-        exchange=exchange,
+        control_plane=control_plane,
         config=options,
         ops=ops,
         topology=topology,
@@ -257,13 +259,13 @@ def resolve_plan(
     )
 
 
-def _read_config(exchange: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
+def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
     """Parse the config on every rank and compare; return it, and batch sizes of the ds_config
     around it.
     """
-    section, sizes = exchange.agree("reading the config", lambda: ds_config.read(given))
-    config = exchange.agree("the gear section", lambda: parse(section))
-    others = exchange.gather((shared_options(config), sizes))
+    section, sizes = control_plane.attempt("reading the config", lambda: ds_config.read(given))
+    config = control_plane.attempt("the gear section", lambda: parse(section))
+    others = control_plane.all_gather((shared_options(config), sizes))
     first, first_sizes = others[0]
     for rank, (other, other_sizes) in enumerate(others):
         found = difference(first, other) if other != first else []
@@ -285,7 +287,7 @@ def _check_placement(config: GearConfig, on_device: bool) -> None:
         )
 
 
-def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
+def _compare_node(control_plane: ControlPlane, topology: Topology, config: GearConfig) -> None:
     """Check that the ranks of a node have the same backend and `load` for their common store.
     Collective.
     """
@@ -294,35 +296,38 @@ def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig
     mine |= {
         f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None
     }
-    for rank, other in enumerate(exchange.gather(mine)):
+    for rank, other in enumerate(control_plane.all_gather(mine)):
         for option, value in mine.items():
             if topology.nodes[rank] == topology.node and other.get(option) != value:
-                given = f"rank {exchange.rank}: {value}, rank {rank}: {other.get(option)}"
+                given = f"rank {control_plane.rank}: {value}, rank {rank}: {other.get(option)}"
                 raise ConfigError(option, "must be the same on all ranks of a node", given)
 
 
-def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
+def open_data(control_plane: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
     """Open and compare the data sets on every rank; nodes may have parts of one whole. Collective.
     DataError: one is missing, broken, or not of the same whole on all ranks.
     """
     tables = config.resolved_tables.items()
-    data = exchange.agree(
+    data = control_plane.attempt(
         "opening the data sets",
         lambda: {name: Dataset.open(t.data.path) for name, t in tables if t.data is not None},
     )
     prints = {name: dataset.whole_fingerprint for name, dataset in data.items()}
-    for rank, other in enumerate(exchange.gather(prints)):
+    for rank, other in enumerate(control_plane.all_gather(prints)):
         for name, fingerprint in prints.items():
             if other[name] != fingerprint:
                 rule = "must be the same data set on all ranks"
-                given = f"rank {exchange.rank}: {fingerprint[:12]}, rank {rank}: {other[name][:12]}"
+                given = (
+                    f"rank {control_plane.rank}: {fingerprint[:12]}, "
+                    f"rank {rank}: {other[name][:12]}"
+                )
                 remedy = "copy it again; nodes may have parts of one whole, of one `gear split`"
                 raise DataError(f"table {name}: {data[name].path}", rule, given, remedy)
     return data
 
 
 def _sum_weights(
-    exchange: ControlPlane,
+    control_plane: ControlPlane,
     topology: Topology,
     placement: ShardPlacement,
     config: GearConfig,
@@ -333,13 +338,15 @@ def _sum_weights(
     Collective.
     """
     sampled = [name for name in config.sampled_tables if name in datasets]
-    own = exchange.agree(
+    own = control_plane.attempt(
         "the weights",
         lambda: {name: weight_total(config, fields, name, datasets[name]) for name in sampled},
     )
     leads_shard = topology.leads_node and topology.node in placement.order
     of_nodes = [
-        weights for weights in exchange.gather(own if leads_shard else None) if weights is not None
+        weights
+        for weights in control_plane.all_gather(own if leads_shard else None)
+        if weights is not None
     ]
     return {
         name: total if datasets[name].part is None else sum(node[name] for node in of_nodes)

@@ -32,7 +32,13 @@ from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.mass_rules import AnchorRule, Condition, MassRule, check_finite, key_of
+from deepspeed_gear.sampling.mass_rules import (
+    AnchorRule,
+    Condition,
+    MassRule,
+    check_finite,
+    random_key_of,
+)
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
@@ -112,7 +118,7 @@ def streams_of(
         name=TRAIN,
         sampler=sampler,
         sampling=sampling,
-        key=key_of(name, TRAIN),
+        random_key=random_key_of(name, TRAIN),
         batch=info.global_batch,
         depth=config.prefetch + SPARE_SELECTIONS,
         count=None if mixture is None else partial(mixture.count, index),
@@ -134,7 +140,7 @@ def streams_of(
             name=part,
             sampler=passes,
             sampling=passes.spec(replace(scope, admitted=of_part)),
-            key=key_of(name, part),
+            random_key=random_key_of(name, part),
             batch=info.micro * info.data_world,
             depth=SPARE_SELECTIONS,
             together=is_spread,
@@ -438,7 +444,7 @@ def prompt_spec_of(
         size=group.max_trajectories,
         **prompts.model_dump(exclude={"data"}),
         seed=config.seed,
-        key=key_of(name, "prompts"),
+        random_key=random_key_of(name, "prompts"),
         num_stores=count,
         store=store,
         members=group.size if config.shared_memory.keep else 0,
@@ -638,7 +644,7 @@ def with_arrivals(
     if config.pack is not None:
         # All streams share the room: it is for one rollout batch, of whole trajectories.
         most_steps = config.pack.room
-        slots = max(spec.most_records for spec in streams)
+        slots = max(spec.most_resolutions for spec in streams)
         most = min(longest or most_steps, most_steps) + exchange_plan.final_row
         if dataset is not None:  # a mapped one copies its own rows, too
             slots = min(slots, dataset.num_trajectories_of_whole)

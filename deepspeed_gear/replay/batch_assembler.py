@@ -15,7 +15,7 @@ from deepspeed_gear.batching.gather import Gatherer, GatherOptions, read_opaque
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
-from deepspeed_gear.batching.transform import Transform, transform_keys
+from deepspeed_gear.batching.transform import Transform, transform_words
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.plan.resolved_plan import Resolved
@@ -115,14 +115,18 @@ class BatchAssembler:
                 gatherer = self._gatherers[stream] = self._gatherer(stream)
             if numbers is not None:
                 columns = stream.table.spec.normalized_columns
-                gatherer.normalize_with(numbers[own.head[Head.KEY] % stream.spec.depth], columns)
+                gatherer.normalize_with(numbers[own.head[Head.NUMBER] % stream.spec.depth], columns)
             parts.append(
-                (gatherer, own.records, self._relabelling.draw(stream.spec.key, own.records))
+                (
+                    gatherer,
+                    own.resolutions,
+                    self._relabelling.draw(stream.spec.random_key, own.resolutions),
+                )
             )
-        gatherer, records, goals = parts[0]
+        gatherer, resolutions, goals = parts[0]
         source = probability = None
         if shares is None:
-            tensors, mask = gatherer.gather(records, goals)
+            tensors, mask = gatherer.gather(resolutions, goals)
         else:
             tensors, mask = gatherer.gather_from(parts)
             own = _joined([own for _, own in taken])
@@ -131,14 +135,16 @@ class BatchAssembler:
                 if goals is None
                 else torch.cat([each for _, _, each in parts if each is not None])
             )
-            source = torch.repeat_interleave(torch.tensor([len(own.records) for _, own in taken]))
+            source = torch.repeat_interleave(
+                torch.tensor([len(own.resolutions) for _, own in taken])
+            )
             of_tables = zip(taken, shares, strict=True)
             probability = torch.cat([_probability(*one) * share for one, share in of_tables])
         samples = BatchSamples(
-            records=own.records,
+            resolutions=own.resolutions,
             valid=self._valid
             if pass_size is None
-            else own.records[:, Resolution.SAMPLE_NUMBER] < pass_size,
+            else own.resolutions[:, Resolution.SAMPLE_NUMBER] < pass_size,
             step_items=shares is None and stream.state.has_unit_masses,
             total=own.head[Head.TOTAL] if shares is None else 0,
             epoch=self._no_epoch if own.epochs is None else own.epochs,
@@ -168,12 +174,12 @@ class BatchAssembler:
     def use(self, transform: Transform | None) -> None:
         self._transform = transform
 
-    def release(self, stream: BatchStream, key: int) -> None:
+    def release(self, stream: BatchStream, number: int) -> None:
         """Release a selection that this rank has gathered, once the device has read its rows."""
         if self.transfer is not None and self._gatherers[stream].reads_in_place:
-            self._releases.hold(self.transfer.lane.record(), stream.release, key)
+            self._releases.hold(self.transfer.lane.record(), stream.release, number)
         else:
-            stream.release(key)
+            stream.release(number)
 
     def close(self) -> None:
         """Wait until the device no longer reads the tables; they are closed after this."""
@@ -189,12 +195,16 @@ class BatchAssembler:
             return batch
         seed = self._config.seed
         number = Resolution.SAMPLE_NUMBER
-        made = [transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
-        keys = torch.cat(made)
-        keys = (
-            keys.to(self._device) if self.transfer is None else self.transfer.lane.bring([keys])[0]
+        made = [
+            transform_words(seed, s.spec.random_key, own.resolutions[:, number]) for s, own in taken
+        ]
+        words = torch.cat(made)
+        words = (
+            words.to(self._device)
+            if self.transfer is None
+            else self.transfer.lane.bring([words])[0]
         )
-        changed = self._transform(batch, keys)
+        changed = self._transform(batch, words)
         if not isinstance(changed, Batch):
             raise ConfigError(
                 "transform", "must return a Batch", type(changed).__name__, "return the batch"
@@ -207,7 +217,9 @@ class BatchAssembler:
         found: dict[str, list[Any]] = {}
         for field in self._needs.opaque:
             assert field.column is not None
-            values = [read_opaque(stream.table, field.column, own.records) for stream, own in taken]
+            values = [
+                read_opaque(stream.table, field.column, own.resolutions) for stream, own in taken
+            ]
             found[field.name] = list(chain.from_iterable(values))
         return found
 
@@ -225,16 +237,16 @@ def _joined(every: Sequence[Selection]) -> Selection:
     """Return the samples of tables one after the other; each has epochs and weights."""
     _, *of_each, _ = zip(*every, strict=True)
     slots = [
-        own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every
+        own.resolutions[:, Resolution.SLOT] if own.origins is None else own.origins for own in every
     ]
     origins = torch.cat(slots) if any(own.origins is not None for own in every) else None
-    records, weights, epochs = map(torch.cat, of_each)
-    return Selection(every[0].head, records, weights, epochs, origins)
+    resolutions, weights, epochs = map(torch.cat, of_each)
+    return Selection(every[0].head, resolutions, weights, epochs, origins)
 
 
 def _probability(stream: BatchStream, own: Selection) -> torch.Tensor:
     """Return the probabilities of samples within their table. [B], float64."""
     total = max(own.head[Head.TOTAL], 1)
     if stream.state.has_unit_masses:
-        return torch.full((len(own.records),), 1 / total, dtype=torch.float64)
-    return own.records[:, Resolution.MASS].double() / total
+        return torch.full((len(own.resolutions),), 1 / total, dtype=torch.float64)
+    return own.resolutions[:, Resolution.MASS].double() / total

@@ -62,7 +62,7 @@ class BatchLoader:
         self._data_rank = plan.topology.place.data_rank
         self._leads = plan.topology.rank == 0
         self._barrier = None if turns == "schedule" else parts.barrier
-        self._every_micro = turns != "global"
+        self._after_each = turns != "global"
         self._check = parts.context.check
         self._transfer = parts.assembler.transfer
         self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
@@ -96,11 +96,11 @@ class BatchLoader:
         begin = time.perf_counter()
         ends = (self._used + 1) % self._info.accumulation == 0
         if self._held is None:
-            self._hold(self._load(self.next_key))
+            self._hold(self._load(self.next_number))
         elif self._is_early:
-            self._request(self.next_key)
+            self._request(self.next_number)
         self._is_early = False
-        if self._barrier is not None and (ends or self._every_micro):
+        if self._barrier is not None and (ends or self._after_each):
             self._barrier.reach(self.take_digest())
             self._barrier.wait()
         made, self._held = self._held, None
@@ -115,7 +115,7 @@ class BatchLoader:
             ):  # reach the next barrier early: its messages overlap with training
                 self._hold(following)
                 self._is_early = True
-                if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
+                if self._after_each or (self._used + 1) % self._info.accumulation == 0:
                     self._barrier.reach(self.take_digest())
                     self._barrier.begin()
         self._metrics.used(made.heads[0][Head.EPOCH], time.perf_counter() - begin)
@@ -124,12 +124,12 @@ class BatchLoader:
         return batch
 
     @property
-    def next_key(self) -> int:
+    def next_number(self) -> int:
         return self._start + self._used // self._info.accumulation
 
-    def _request(self, key: int) -> None:
+    def _request(self, number: int) -> None:
         for stream in self._streams:
-            stream.request(key)
+            stream.request(number)
 
     def take_digest(self) -> int:
         """Return, once, the digest of this rank's part of a global batch that is
@@ -138,8 +138,8 @@ class BatchLoader:
         digest, self._digest = self._digest, NO_DIGEST
         return digest
 
-    def _load(self, key: int) -> PreparedBatch:
-        self._request(key)
+    def _load(self, number: int) -> PreparedBatch:
+        self._request(number)
         try:
             self._parts.late_updates.check()
             if not self._prefetch:
@@ -163,15 +163,15 @@ class BatchLoader:
         self._held = made
         if not self._verify_every:
             return
-        self._seen.update(_ids_and_anchors(made.batch.host_records))
+        self._seen.update(_ids_and_anchors(made.batch.host_resolutions))
         if (self._used + 1) % self._info.accumulation:
             return
         if made.digest is not None:
             self._digest = _as_int64(self._seen.digest()) | 1
-            self._metrics.digest = self.next_key, made.digest
+            self._metrics.digest = self.next_number, made.digest
             if self._leads:
                 LOG.info(
-                    "gear: global batch %d: digest %016x", self.next_key, made.digest % (1 << 64)
+                    "gear: global batch %d: digest %016x", self.next_number, made.digest % (1 << 64)
                 )
         self._seen = hashlib.blake2b(digest_size=8)
 
@@ -194,30 +194,32 @@ class BatchLoader:
         """Gather this rank's micro batch number `index` since the start or the last resume."""
         begin = time.perf_counter()
         info = self._info
-        step, micro = divmod(index, info.accumulation)
-        key = self._start + step
-        part = micro * info.data_world + self._data_rank
+        step, micro_index = divmod(index, info.accumulation)
+        number = self._start + step
+        part = micro_index * info.data_world + self._data_rank
         if self._mixture is None:
             stream = self._streams[0]
             shares = None
-            own = stream.take(key, part, info.num_micro)
+            own = stream.take(number, part, info.num_micro_batches)
             taken = [(stream, own)]
             heads = [own.head]
         else:
-            shares = self._mixture.shares(key)
-            chosen = self._mixture.part(key, part, info.num_micro)
+            shares = self._mixture.shares(number)
+            chosen = self._mixture.part(number, part, info.num_micro_batches)
             parts = zip(self._streams, map(torch.from_numpy, chosen), strict=True)
-            taken = [(s, s.part_of(s.get(key), which, of_mixture=True)) for s, which in parts]
+            taken = [(s, s.part_of(s.get(number), which, of_mixture=True)) for s, which in parts]
             heads = [own.head for _, own in taken]
-        batch = self._assembler.assemble(taken, part, info.num_micro, shares=shares)
+        batch = self._assembler.assemble(taken, part, info.num_micro_batches, shares=shares)
         digest = None
-        if micro == info.accumulation - 1:
-            if self._verify_every and key % self._verify_every == 0:
-                selections = [stream.get(key) for stream in self._streams]
-                seen = [_ids_and_anchors(one.records[: one.head[Head.COUNT]]) for one in selections]
+        if micro_index == info.accumulation - 1:
+            if self._verify_every and number % self._verify_every == 0:
+                selections = [stream.get(number) for stream in self._streams]
+                seen = [
+                    _ids_and_anchors(one.resolutions[: one.head[Head.COUNT]]) for one in selections
+                ]
                 digest = _as_int64(hashlib.blake2b(b"".join(seen), digest_size=8).digest())
             for stream in self._streams:
-                self._assembler.release(stream, key)
+                self._assembler.release(stream, number)
         self._metrics.made(time.perf_counter() - begin)
         return PreparedBatch(batch, heads, digest)
 
@@ -251,7 +253,7 @@ class Evaluation:
             )
         return found
 
-    def _pass(self, stream: BatchStream, number: int) -> Iterator[Batch]:
+    def _pass(self, stream: BatchStream, pass_number: int) -> Iterator[Batch]:
         plan = self._parts.plan
         assembler = self._parts.assembler
         place = plan.topology.place
@@ -260,15 +262,15 @@ class Evaluation:
         lent = LentTensors(max(2, plan.info.accumulation))
         while index < num_batches:
             lent.make_room()
-            key = number << PASS_SHIFT | index
-            selection = stream.get(key)
+            number = pass_number << PASS_SHIFT | index
+            selection = stream.get(number)
             size = int(selection.head[Head.EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
             taken = [
                 (stream, stream.part_of(selection, slice(place.data_rank, None, place.data_world)))
             ]
             batch = assembler.assemble(taken, place.data_rank, place.data_world, pass_size=size)
-            assembler.release(stream, key)
+            assembler.release(stream, number)
             if assembler.transfer is not None:
                 batch = assembler.transfer.hand_over(batch)
             lent.add(batch)
@@ -289,8 +291,8 @@ def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
                 stream.give_up()
 
 
-def _ids_and_anchors(records: torch.Tensor) -> bytes:
-    return records[:, [Resolution.ID, Resolution.ANCHOR]].numpy().tobytes()
+def _ids_and_anchors(resolutions: torch.Tensor) -> bytes:
+    return resolutions[:, [Resolution.ID, Resolution.ANCHOR]].numpy().tobytes()
 
 
 def _as_int64(digest: bytes) -> int:

@@ -19,11 +19,11 @@ from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
-from deepspeed_gear.distributed.sharded_selection import SelectionAgreement, agree_on_quotas
+from deepspeed_gear.distributed.sharded_selection import JointSelector, set_quotas
 from deepspeed_gear.errors import LostNodeError, PeerError, undo_on_error
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
-from deepspeed_gear.replay.node_exchange import NodeExchange
+from deepspeed_gear.replay.node_links import NodeLinks
 from deepspeed_gear.replay.node_stores import open_stores
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
@@ -55,7 +55,7 @@ class ReplayParts:
         self.prefetcher = Prefetcher[Any](
             plan.config.prefetch * plan.info.accumulation
         )  # of micro batches
-        self.exchange = NodeExchange(plan, device)
+        self.links = NodeLinks(plan, device)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
         #: Of each sampled table, by name.
@@ -71,9 +71,9 @@ class ReplayParts:
             #: Its check raises if a rank of any node is lost.
             self.context = self._context(self.detector)
             note_broken = None if self.detector is None else self.detector.note_broken
-            plan.exchange.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
-            relabelling = plan.exchange.agree("the fields", self._relabelling)
-            selectors = self.exchange.selectors(stores.states, relabelling.draw, self.detector)
+            plan.control_plane.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
+            relabelling = plan.control_plane.attempt("the fields", self._relabelling)
+            selectors = self.links.selectors(stores.states, relabelling.draw, self.detector)
             num_items = self._count_items()
             self._make_streams(selectors, num_items)
             #: The training stream of each sampled table.
@@ -81,8 +81,8 @@ class ReplayParts:
             assemble = partial(
                 BatchAssembler, plan, self.train, relabelling, engine_dtype, device, self.releases
             )
-            self.assembler = plan.exchange.agree("the fields", assemble)
-            self._agree_on_quotas()
+            self.assembler = plan.control_plane.attempt("the fields", assemble)
+            self._set_quotas()
         self.leave_inner_stage()
 
     def _relabelling(self) -> HindsightRelabelling:
@@ -99,12 +99,12 @@ class ReplayParts:
         plan = self.plan
         spread = [state for state in self._states if state.table.spec.name in plan.placement.spread]
         own = [state.masses.total for state in spread] if plan.leads_shard else None
-        of_nodes = [totals for totals in plan.exchange.gather(own) if totals is not None]
+        of_nodes = [totals for totals in plan.control_plane.all_gather(own) if totals is not None]
         return {state: sum(totals[at] for totals in of_nodes) for at, state in enumerate(spread)}
 
     def _make_streams(
         self,
-        selectors: Mapping[StreamState, SelectionAgreement],
+        selectors: Mapping[StreamState, JointSelector],
         num_items: Mapping[StreamState, int],
     ) -> None:
         """Make the batch streams of all tables.
@@ -122,15 +122,15 @@ class ReplayParts:
             self.streams[state.table.spec.name][spec.name] = stream
             self.all_streams.append(stream)
 
-    def _agree_on_quotas(self) -> None:
-        """Agree on the quotas of each node's writers. Collective.
+    def _set_quotas(self) -> None:
+        """Set the quotas of each node's writers. Collective.
 
         Numbers of a kept store are leased once a rank asks: it may load before.
         """
         plan = self.plan
         keeps = plan.config.shared_memory.keep
         streams = [stream for stream in self.all_streams if not (keeps and stream.table.ledger)]
-        agree_on_quotas(plan.exchange, plan.leads_shard, streams)
+        set_quotas(plan.control_plane, plan.leads_shard, streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank; its check also releases selections that the device has
@@ -166,7 +166,7 @@ class ReplayParts:
                 stream.leave()
 
     def release(self) -> None:
-        self.exchange.part()
+        self.links.part()
         if self.detector is not None:
             self.detector.part()
         try:
@@ -176,7 +176,7 @@ class ReplayParts:
             for state in self._states:
                 state.stop.set()
             self.prefetcher.end()
-            self.exchange.leave()
+            self.links.leave()
         finally:  # an interrupt may end these waits
             if self.detector is not None:
                 self.detector.end()
@@ -184,7 +184,7 @@ class ReplayParts:
             self.assembler.close()
         for table in self.tables.values():
             table.close()
-        self.plan.exchange.close()
+        self.plan.control_plane.close()
 
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
@@ -193,13 +193,13 @@ def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
     timeout_s = plan.config.timeout_s
     if topology.num_nodes == 1:
         return None
-    name = plan.exchange.broadcast(secrets.token_hex(8))
+    name = plan.control_plane.broadcast(secrets.token_hex(8))
 
     def prepare() -> FailureDetector:
         store = rendezvous(timeout_s) if topology.leads_node else None
         return FailureDetector(table.memory, table.views, topology, store, name, timeout_s)
 
-    detector = plan.exchange.agree("watching the ranks", prepare)
+    detector = plan.control_plane.attempt("watching the ranks", prepare)
     detector.start()
     return detector
 

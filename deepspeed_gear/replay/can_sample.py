@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.context import WaitLog
-from deepspeed_gear.distributed.sharded_selection import agree_on_prompts, may_select
+from deepspeed_gear.distributed.sharded_selection import may_select, share_progress
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -36,75 +36,76 @@ class Readiness:
         self._answers: np.ndarray = self._table.views["questions/answers"]
         self._peer = self._table.memory.peer
 
-    def ask(self, key: int) -> bool:
+    def ask(self, number: int) -> bool:
         """Return whether a global batch could be selected at the first rank's call. Collective."""
         plan = self._parts.plan
-        number = int(self._asked[self._peer])
-        exchange = plan.exchange
+        turn = int(self._asked[self._peer])
+        control_plane = plan.control_plane
         streams = [s for s in self._streams if not s.spec.is_optional]
-        self._wait_for_slowest(number)
+        self._wait_for_slowest(turn)
         if plan.topology.num_nodes == 1:
-            answer = bool(self._first(number, lambda: all(s.can_select(key) for s in streams)))
-            self._asked[self._peer] = number + 1
+            answer = bool(self._first(turn, lambda: all(s.can_select(number) for s in streams)))
+            self._asked[self._peer] = turn + 1
             return answer
-        self._asked[self._peer] = number + 1
-        if plan.leads_shard:  # no rank of this node writes while nodes agree on quotas
-            self._wait_for_slowest(number + len(self._answers))
+        self._asked[self._peer] = turn + 1
+        if plan.leads_shard:  # no rank of this node writes while nodes divide quotas
+            self._wait_for_slowest(turn + len(self._answers))
         found = True
         for stream in streams:
             if stream.state.joint_limiter is not None:
                 prepares = self._parts.prefetcher.is_alive
-                may = may_select(exchange, plan.leads_shard, stream, key, prepares)
+                may = may_select(control_plane, plan.leads_shard, stream, number, prepares)
             else:
-                answers = exchange.collect(
-                    "looking at its node's items", partial(stream.can_select, key)
+                answers = control_plane.all_results(
+                    "looking at its node's items", partial(stream.can_select, number)
                 )
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
         return found
 
-    def missing(self, stream: BatchStream, key: int) -> int:
+    def missing(self, stream: BatchStream, number: int) -> int:
         """Return how many items this rank should add for a global batch: its share, the first ranks
         one more. Collective. Items are counted when all ranks of the node have called.
         """
-        number = int(self._asked[self._peer])
+        turn = int(self._asked[self._peer])
         place = self._parts.plan.topology.place
-        self._wait_for_slowest(number)
-        self._asked[self._peer] = number + 1
-        self._wait_for_slowest(number + len(self._answers))
+        self._wait_for_slowest(turn)
+        self._asked[self._peer] = turn + 1
+        self._wait_for_slowest(turn + len(self._answers))
         if stream.spec.num_shards > 1:
-            exchange = self._parts.plan.exchange
+            control_plane = self._parts.plan.control_plane
             leads = self._parts.plan.leads_shard
-            agree_on_prompts(exchange, leads, stream)
-            held = exchange.collect(
-                "counting the items of its node", lambda: [stream.held_items(key)] if leads else []
+            share_progress(control_plane, leads, stream)
+            held = control_plane.all_results(
+                "counting the items of its node",
+                lambda: [stream.held_items(number)] if leads else [],
             )
-            missing = stream.missing_items(key, [one for of_rank in held for one in of_rank])
+            missing = stream.missing_items(number, [one for of_rank in held for one in of_rank])
         else:
-            here = stream.missing_items(key, [stream.held_items(key)])
-            missing = self._first(number, lambda: here)
+            here = stream.missing_items(number, [stream.held_items(number)])
+            missing = self._first(turn, lambda: here)
         share, rest = divmod(missing, place.data_world)
         return share + int(place.data_rank < rest)
 
-    def _first(self, number: int, answer: Callable[[], int]) -> int:
-        entry = self._answers[number % len(self._answers)]
+    def _first(self, turn: int, answer: Callable[[], int]) -> int:
+        entry = self._answers[turn % len(self._answers)]
         with self._table.lock:
-            if entry[0] == number + 1:
+            if entry[0] == turn + 1:
                 return int(entry[1])
         own = answer()
         with self._table.lock:
-            if entry[0] != number + 1:
-                entry[:] = number + 1, own
+            if entry[0] != turn + 1:
+                entry[:] = turn + 1, own
             return int(entry[1])
 
-    def _wait_for_slowest(self, number: int) -> None:
+    def _wait_for_slowest(self, turn: int) -> None:
         """Wait until all living readers have read the answer that would be overwritten."""
         topology = self._parts.plan.topology
         memory = self._table.memory
         log = WaitLog(_CALLS)
 
         def lagging() -> list[int]:
-            late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()
+            late = np.nonzero(self._asked <= turn - len(self._answers))[0].tolist()
             reads = [topology.places[topology.peers[peer]].reads for peer in late]
             return [
                 peer

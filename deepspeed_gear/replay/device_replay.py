@@ -20,7 +20,7 @@ from deepspeed_gear.batching.priority_reduction import (
     reduce_steps,
     refuse_masks,
 )
-from deepspeed_gear.batching.transform import transform_keys
+from deepspeed_gear.batching.transform import transform_words
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
@@ -93,10 +93,12 @@ class DeviceReplay(ReplayBase):
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         plan = resolve_plan(config, process_group, schemas, info, place, on_device=True)
         self.tables: dict[str, RingTable] = {}
-        with undo_on_error(plan.exchange.close), undo_on_error(self._close_tables):
-            to = plan.exchange.agree("the device", lambda: device_of(device))
+        with undo_on_error(plan.control_plane.close), undo_on_error(self._close_tables):
+            to = plan.control_plane.attempt("the device", lambda: device_of(device))
             super().__init__(plan, to, engine_dtype)
-            plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
+            plan.control_plane.attempt(
+                "the table on the device", lambda: self._build(plan, engine_dtype)
+            )
             self._loader = DeviceLoader(plan, self._mixture, self._burn_in, owner=self)
         self._clamp_warnings = self._new_clamp_warnings()
         # Global batches selected by this replay, less the position of the latest load.
@@ -169,10 +171,10 @@ class DeviceReplay(ReplayBase):
         batch = self._loader.next()
         if self._transform is None:
             return batch
-        numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
+        numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro_index])
         parts = zip(self._mixture.tables, numbers, strict=True)
-        keys = [transform_keys(each.seed, each.key, part) for each, part in parts]
-        return self._transform(batch.again(), torch.cat(keys))
+        words = [transform_words(each.seed, each.random_key, part) for each, part in parts]
+        return self._transform(batch.again(), torch.cat(words))
 
     def add_(
         self,
@@ -551,9 +553,9 @@ class DeviceReplay(ReplayBase):
     def _settle(self) -> None:
         """Apply all waiting priority updates; raise a StoreError within a global batch."""
         self._check_open()
-        if self._loader.next_micro != 0:
+        if self._loader.next_index != 0:
             rule = "must be taken between two global batches"
-            at = f"micro batch {self._loader.next_micro} of {self.batch_info.accumulation}"
+            at = f"micro batch {self._loader.next_index} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
         self._loader.apply_updates()
 
@@ -581,7 +583,7 @@ class DeviceReplay(ReplayBase):
             self._closed = True
             self._folder_locks.release()
             self._close_tables()
-            self._plan.exchange.close()
+            self._plan.control_plane.close()
 
     def _close_tables(self) -> None:
         for table in self.tables.values():

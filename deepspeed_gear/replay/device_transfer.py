@@ -175,11 +175,11 @@ class DeviceTransfer:
             (n for name, n in held.items() if name not in single), default=table.spec.num_rows
         )
         slots = min((n for name, n in held.items() if name in single), default=1)
-        records = made_up_records(table, num_samples, rows, slots)
+        resolutions = made_up_resolutions(table, num_samples, rows, slots)
         try:
             gatherer = self.gatherer(table, 2, way)
-            if len(records):
-                gatherer.gather(records)
+            if len(resolutions):
+                gatherer.gather(resolutions)
                 self.lane.record().synchronize()
         except RuntimeError as error:
             self._refused[way] = str(error)
@@ -235,7 +235,7 @@ class DeviceTransfer:
             registration.close()
 
 
-def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
+def made_up_resolutions(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
     """Return random resolutions within rows and slots of a table, [count, 8]; none if
     no step fits.
     """
@@ -244,10 +244,10 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     steps = min(num_rows - final, MOST_STEPS)
     if steps < 1 or num_slots < 1:
         return torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64)
-    records = np.zeros((count, Resolution.NUM_WORDS), np.int64)
-    records[:, Resolution.FIRST_ROW] = words.integers(0, num_rows - final - steps + 1, count)
-    records[:, Resolution.NUM_STEPS] = steps
-    records[:, Resolution.MASS] = 1
-    records[:, Resolution.ANCHOR] = words.integers(0, steps, count)
-    records[:, Resolution.SLOT] = words.integers(0, num_slots, count)
-    return torch.from_numpy(records)
+    resolutions = np.zeros((count, Resolution.NUM_WORDS), np.int64)
+    resolutions[:, Resolution.FIRST_ROW] = words.integers(0, num_rows - final - steps + 1, count)
+    resolutions[:, Resolution.NUM_STEPS] = steps
+    resolutions[:, Resolution.MASS] = 1
+    resolutions[:, Resolution.ANCHOR] = words.integers(0, steps, count)
+    resolutions[:, Resolution.SLOT] = words.integers(0, num_slots, count)
+    return torch.from_numpy(resolutions)

@@ -307,7 +307,7 @@ def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
 
 def _effective(batch: Selections) -> float:
     """Return the effective sample size. Source: Kish, "Survey Sampling", 1965, section 8.2."""
-    weights = [stream.weights(selection.head, selection.records) for stream, selection in batch]
+    weights = [stream.weights(selection.head, selection.resolutions) for stream, selection in batch]
     weight = torch.cat(weights).double()
     return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
 
@@ -315,10 +315,10 @@ def _effective(batch: Selections) -> float:
 def _duplicates(batch: Selections) -> float:
     total = different = 0
     for stream, selection in batch:
-        records = selection.records.numpy()
-        items = records[:, Resolution.ID]
+        resolutions = selection.resolutions.numpy()
+        items = resolutions[:, Resolution.ID]
         if stream.spec.rule.unit == "step":
-            items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+            items = resolutions[:, Resolution.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
         total, different = total + len(items), different + len(distinct(items))
     return 1 - different / max(total, 1)
 
@@ -328,7 +328,7 @@ def _ages(stream: BatchStream, selection: Selection) -> np.ndarray:
     counter = int(stream.table.control[Control.NEXT_ID])
     count = spec.own_shard.count if spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids alternate between nodes
-    return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
+    return np.asarray(newest - selection.resolutions.numpy()[:, Resolution.ID])
 
 
 def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any] | None:
@@ -342,7 +342,7 @@ def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any]
     if stream.table.spec.dataset is None:
         # Global batches from the commit of each trajectory that is stored to the one that drew it.
         born = stream.table.slots[:, Slot.BORN]
-        of_each = [one.head[Head.KEY] - born[_slots(stream, one)] for one in selections]
+        of_each = [one.head[Head.NUMBER] - born[_slots(stream, one)] for one in selections]
         since = np.maximum(np.concatenate(of_each), 0)
         found["batches"] = _mean_and_max(since) if len(since) else None
     return found
@@ -363,10 +363,10 @@ def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
     """Return the slots of the samples whose trajectories are still in this node's store. [n],
     int64.
     """
-    records = selection.records.numpy()
-    records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]
-    slots = records[:, Resolution.SLOT]
-    there = stream.table.slots[slots, Slot.GENERATION] == records[:, Resolution.GENERATION]
+    resolutions = selection.resolutions.numpy()
+    resolutions = resolutions[resolutions[:, Resolution.SLOT] < len(stream.table.slots)]
+    slots = resolutions[:, Resolution.SLOT]
+    there = stream.table.slots[slots, Slot.GENERATION] == resolutions[:, Resolution.GENERATION]
     return np.asarray(slots[there])
 
 
@@ -453,23 +453,23 @@ class GroupWarning:
         self._first = groups.counts.copy()
         self._loads = stream.table.control[Control.LOADS]
         # The next global batch, and the counts when it became that.
-        self._key = stream.position[Head.KEY]
-        self._at_key = self._first
+        self._number = stream.position[Head.NUMBER]
+        self._at_number = self._first
         self._next: dict[str, float] = {}  # when each kind may be logged again
 
     def check(self) -> None:
         """Log the warnings that are due. Cost: reads a few words."""
         counts = self._groups.counts.copy()
         spec = self._groups.spec
-        key = self._stream.position[Head.KEY]
+        number = self._stream.position[Head.NUMBER]
         if self._loads != self._stream.table.control[Control.LOADS]:
             self._first = counts
             self._loads = self._stream.table.control[Control.LOADS]
-            self._key = -1
-        if key != self._key:
-            self._key = key
-            self._at_key = counts
-        since = counts - self._at_key  # the latest selection
+            self._number = -1
+        if number != self._number:
+            self._number = number
+            self._at_number = counts
+        since = counts - self._at_number  # the latest selection
         failed = int(since[GroupCount.REJECTED] + since[GroupCount.OVERSIZED])
         if failed >= MOST_REJECTED * self._stream.spec.batch:
             judged = failed + int(since[GroupCount.INSERTED])

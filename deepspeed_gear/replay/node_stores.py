@@ -36,7 +36,7 @@ NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahe
 
 @dataclass(frozen=True)
 class RunStart:
-    """How this job begins its run, as all ranks have agreed on it."""
+    """How this job begins its run, the same on all ranks."""
 
     name: str  # of the run
     run_id: str  # that of the kept stores, or `job_id`
@@ -65,7 +65,7 @@ def open_stores(plan: Resolved) -> NodeStores:
     reaper removes that of a table with writers, later; a store that outlives its job keeps its
     name.
     """
-    start = _agree_on_start(plan)
+    start = _decide_start(plan)
     if plan.topology.leads_node:
         remove_garbage(plan.config.shared_memory.prefix)
     stores = NodeStores(plan, start)
@@ -91,11 +91,11 @@ class NodeStores:
         """
         file = self._file_of(table)
         name = file.spec.name
-        agree = self._plan.exchange.agree
-        agree(f"creating the store of table {name}", partial(self._create, file))
+        attempt = self._plan.control_plane.attempt
+        attempt(f"creating the store of table {name}", partial(self._create, file))
         if file.keeps:  # no node's store is refused
-            agree(f"retiring the groups of table {name}", partial(self._begin_job, file))
-        agree(f"attaching to the store of table {name}", partial(self._attach, file))
+            attempt(f"retiring the groups of table {name}", partial(self._begin_job, file))
+        attempt(f"attaching to the store of table {name}", partial(self._attach, file))
         if self._plan.topology.leads_node and not file.spec.num_writers and not file.keeps:
             self.tables[name].memory.unlink()
 
@@ -220,14 +220,12 @@ class NodeStores:
         return self.states[name].values()
 
 
-def _agree_on_start(plan: Resolved) -> RunStart:
-    """Agree on how this job begins its run: with the stores that an earlier one has
-    kept, if any.
-    """
-    exchange = plan.exchange
+def _decide_start(plan: Resolved) -> RunStart:
+    """Decide for all ranks how this job begins its run: with kept stores or new ones."""
+    control_plane = plan.control_plane
     memory = plan.config.shared_memory
-    name = exchange.agree("naming the run", lambda: new_run_name(memory.run))
-    kept = exchange.collect("the kept store", lambda: _kept_run(plan, name))
+    name = control_plane.attempt("naming the run", lambda: new_run_name(memory.run))
+    kept = control_plane.all_results("the kept store", lambda: _kept_run(plan, name))
     known = sorted({run.id for run in kept if run is not None})
     if len(known) > 1:
         rule = "must be of one run on all nodes"
@@ -235,9 +233,9 @@ def _agree_on_start(plan: Resolved) -> RunStart:
         raise StoreError(f"the kept stores of {memory.prefix}", rule, known, remedy)
     job_id = secrets.token_hex(16)
     run_id = known[0] if known else job_id
-    run_id, job_id, name = exchange.broadcast((run_id, job_id, name))
+    run_id, job_id, name = control_plane.broadcast((run_id, job_id, name))
     return RunStart(
-        name, run_id, job_id, continues=bool(known), has_kept=kept[exchange.rank] is not None
+        name, run_id, job_id, continues=bool(known), has_kept=kept[control_plane.rank] is not None
     )
 
 

@@ -71,7 +71,7 @@ class PackSequence:
         first = place.data_rank * planned.per_rank
         end = (place.data_rank + 1) * planned.per_rank
         of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
-        chosen = [packs[micro] for micro in range(planned.plan.num_micro) for packs in of_ranks]
+        chosen = [packs[step] for step in range(planned.plan.num_micro_steps) for packs in of_ranks]
         #: The replica that trains each of the trajectories. [n], int64.
         self.replica = planned.plan.rank // planned.per_rank
         #: The trajectories of each of this rank's packs.
@@ -88,7 +88,7 @@ class PackSequence:
             shared = None if prefixes is None else prefixes.of(pack)
             part = rows // place.sequence_world
             own = place.sequence_rank * part
-            lengths = columns.records.lengths[at]
+            lengths = columns.trajectories.lengths[at]
             self.shapes.append(PackShape(lengths, rows, own, own + part, shared))
         num_tokens = sum(shape.num_tokens for shape in self.shapes)
         #: Part of this rank's places that hold a step, and tokens that all ranks save by prefixes.
@@ -102,10 +102,10 @@ class PackSequence:
         index = self.index
         options = columns.context.settings.loss
         counts = columns.counts[index]
-        weights = np.zeros(len(columns.records))
+        weights = np.zeros(len(columns.trajectories))
         # A trajectory may be in the batch several times, but each of its samples is another index.
         sequences = columns.sequence[index]
-        items = columns.records.item[index]
+        items = columns.trajectories.item[index]
         weights[index] = loss_weights(options, counts, sequences, items)
         return StepLoss(int(counts.sum()), weights)
 
@@ -118,7 +118,7 @@ def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> Pla
     least.
     """
     settings = columns.context.settings
-    lengths = columns.records.lengths[index]
+    lengths = columns.trajectories.lengths[index]
     pack = settings.pack.model_copy(update={"tokens": tokens or settings.pack.tokens})
     ops = columns.tables[0].table.ops
     planned = partial(PlannedPacks, lengths, pack, settings.place.data_world, ops)
@@ -129,7 +129,9 @@ def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> Pla
     sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
     plans = [planned(prompts.bundled(lengths, size, pack.room)) for size in sizes]
     is_full = pack.pad.to == "budget"  # then all packs cost as much
-    costs = [(is_full * plan.plan.num_micro, plan.costs.max(axis=(1, 2)).sum()) for plan in plans]
+    costs = [
+        (is_full * plan.plan.num_micro_steps, plan.costs.max(axis=(1, 2)).sum()) for plan in plans
+    ]
     return plans[costs.index(min(costs))]
 
 
@@ -154,11 +156,11 @@ class PackReader:
 
         Every rank has passed a batch barrier since it gathered from the rollout batch before.
         """
-        records = self.columns.records
+        trajectories = self.columns.trajectories
         moving: list[tuple[TableRows, Moves]] = []
         for number, rows in enumerate(self.columns.tables):
-            is_own = records.source[packs.index] == number
-            moves = rows.missing(records.row[packs.index[is_own]], packs.replica[is_own])
+            is_own = trajectories.source[packs.index] == number
+            moves = rows.missing(trajectories.row[packs.index[is_own]], packs.replica[is_own])
             if moves is not None:
                 moving.append((rows, moves))
         if not moving:
@@ -221,7 +223,9 @@ class PackReader:
         divisor = self.context.divisor
         by = settings.loss.by
         loss = PackLoss(mask, mask.to(device), shape, index, packs, divisor, settings.ranks, by)
-        sources = PackSources(columns.records, index, at, number, gathered.opaque, media, to_fill)
+        sources = PackSources(
+            columns.trajectories, index, at, number, gathered.opaque, media, to_fill
+        )
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
         self.context.metrics.add(wait_s=time.perf_counter() - begin)
         return micro
@@ -229,31 +233,31 @@ class PackReader:
     def _gather(self, index: np.ndarray, at: Any, shape: PackShape) -> _Gathered:
         """Gather a pack from each of its tables; `at` is `index`, or a slice of as many."""
         tables = self.columns.tables
-        records = self.columns.records
+        trajectories = self.columns.trajectories
         fields = self.context.settings.opaque
         steps = tables[0].gatherer.outputs(shape.end - shape.first, shape.own_tokens)
-        trajectories: dict[str, torch.Tensor] = {}
+        per_trajectory: dict[str, torch.Tensor] = {}
         opaque: dict[str, list[Any]] = {field.name: [None] * len(index) for field in fields}
         for number, rows in enumerate(tables):
             own: Any = slice(None)  # the trajectories of the pack that lie in this table
             rows_at = at
             if len(tables) > 1:
-                own = np.nonzero(records.source[index] == number)[0]
-                rows_at = records.row[index][own]
+                own = np.nonzero(trajectories.source[index] == number)[0]
+                rows_at = trajectories.row[index][own]
             resolutions = torch.from_numpy(rows.rows.numpy()[rows_at])
             shared = None if rows.shared is None else rows.shared.of(rows_at)
             rows.gatherer.gather(steps, *shape.runs(resolutions, own, shared), shape.first)
             for name, field_rows in rows.gatherer.per_trajectory.items():
                 values = field_rows.of_trajectories(resolutions)
-                if name not in trajectories:
-                    trajectories[name] = values.new_zeros(len(index), *values.shape[1:])
-                trajectories[name][own] = values
+                if name not in per_trajectory:
+                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
+                per_trajectory[name][own] = values
             for field in fields:
                 assert field.column is not None
                 read = read_opaque(rows.table, field.column, resolutions)
                 for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
                     opaque[field.name][i] = value
-        return _Gathered(steps, trajectories, opaque)
+        return _Gathered(steps, per_trajectory, opaque)
 
     def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
         """Gather the columns of this rollout batch only, and the loss mask as MASK. [1,
@@ -268,14 +272,14 @@ class PackReader:
         if not len(shape.lengths):
             return outs
         # A column is one buffer, trajectory by trajectory: the first row of each is its start.
-        records = columns.records.resolutions[at].clone()
-        records[:, Resolution.FIRST_ROW] = torch.from_numpy(columns.records.starts[at])
+        resolutions = columns.trajectories.resolutions[at].clone()
+        resolutions[:, Resolution.FIRST_ROW] = torch.from_numpy(columns.trajectories.starts[at])
         none = [torch.empty(0)] * len(outs)
         pads = [0.0] * len(outs)
         into = list(outs.values())
         values = list(buffers.values())
         spec = _STEPS * len(outs)
         ops = columns.tables[0].table.ops
-        runs = shape.runs(records)
+        runs = shape.runs(resolutions)
         ops.pack_(into, values, none, none, *runs, spec, pads, shape.first, rows)
         return outs

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.ingest.source_checks import check_no_pointer
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange import exchange_plan
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -32,6 +34,7 @@ from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
 FIRST_IDS = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,23 @@ class Preview:
     #: Bytes of rows sent from a node (first axis) to another one for the first global batch.
     traffic: np.ndarray  # [nodes, nodes], int64
     digests: list[int]  # of the first global batches; those of `gear.verify_every` in a run
+    steps: list[str]  # of the construction of the replay, in their order
+
+
+class NamedSteps(ControlPlane):
+    """A control plane that keeps the names of the steps that run over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: list[str] = []
+
+    def all_results(self, what: str, action: Callable[[], T]) -> list[T]:
+        self._names.append(what)
+        return super().all_results(what, action)
+
+    def names(self) -> list[str]:
+        """Return the names in the order of the steps; equal neighbours are one."""
+        return [name for name, _ in groupby(self._names)]
 
 
 def preview(
@@ -88,7 +108,10 @@ def preview(
         "gradient_accumulation_steps": 1,
     }
     section = {**config.to_json(), **alone, "prefetch": 0, "verify_every": 1}
-    with Replay({name: value for name, value in section.items() if value is not None}) as replay:
+    given = {name: value for name, value in section.items() if value is not None}
+    control_plane = NamedSteps()
+    with Replay(given, control_plane) as replay:
+        steps = control_plane.names()
         needs = {p: exchange_plan.needs_of(p, replay.config, replay.fields) for p in places}
         digests: list[int] = []
         for number in range(batches):
@@ -98,13 +121,13 @@ def preview(
                 traffic = _traffic(needs, nodes, replay, batch, info)
             assert replay.metrics.digest is not None
             digests.append(replay.metrics.digest[1])
-    return Preview(info, ranks, traffic, digests)
+    return Preview(info, ranks, traffic, digests, steps)
 
 
 def _rank(
     rank: int, node: int, place: RankCoordinates, needs: ReadNeeds, batch: Batch, info: BatchInfo
 ) -> RankPreview:
-    part = slice(place.data_rank, None, info.num_micro)
+    part = slice(place.data_rank, None, info.num_micro_batches)
     shapes = {}
     num_bytes = 0
     real = 0
@@ -159,7 +182,7 @@ def _traffic(
         held[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
     held = np.array(consuming)[np.minimum(held, len(consuming) - 1)]
     sent = np.zeros((num_nodes, num_nodes), np.int64)
-    replica = np.arange(batch.num_samples) % info.num_micro % info.data_world
+    replica = np.arange(batch.num_samples) % info.num_micro_batches % info.data_world
     readers: dict[tuple[int, int], list[ReadNeeds]] = {}  # of each replica on each node
     for place, node in zip(places, nodes, strict=True):
         if place.reads:
@@ -236,7 +259,7 @@ def pack_preview(
         "truncated": int(
             (lengths > most).sum()
         ),  # trajectories of which only the first steps are trained
-        "micro_batches": planned.plan.num_micro * steps,  # K of every rank
+        "micro_batches": planned.plan.num_micro_steps * steps,  # K of every rank
         "bound": -(-tokens // (most * planned.plan.width))
         * steps,  # the least K that any plan could have
         "rows": rows,  # places of all micro batches, padding included

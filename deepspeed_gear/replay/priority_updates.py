@@ -101,9 +101,9 @@ def report(
     if len(parts) > 1:  # nothing has changed if one of the tables raises
         check_priorities(rounded.numpy())
         for part in parts:
-            part.reports.check_room(len(part.records))
+            part.reports.check_room(len(part.resolutions))
     for part in parts:
-        part.reports.add(part.records, rounded if part.which is None else rounded[part.which])
+        part.reports.add(part.resolutions, rounded if part.which is None else rounded[part.which])
 
 
 def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor | None) -> None:
@@ -131,21 +131,22 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
         DataError: The batch is of a pass over a split. Its priorities would make items of the split
             sampled for training.
     """
-    records = batch.reported
-    if not records.is_cpu:
-        records = records.cpu()
-    parts = [UpdatePart(tables[0].reports, records)]
+    resolutions = batch.reported
+    if not resolutions.is_cpu:
+        resolutions = resolutions.cpu()
+    parts = [UpdatePart(tables[0].reports, resolutions)]
     if len(tables) > 1:
         assert batch.host_source is not None
         which = [torch.nonzero(batch.host_source == index)[:, 0] for index in range(len(tables))]
         parts = [
-            UpdatePart(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)
+            UpdatePart(t.reports, resolutions[own], own)
+            for t, own in zip(tables, which, strict=True)
         ]
     for masses, part in zip(tables, parts, strict=True):
         rule = masses.spec.rule
         if not rule.split:
             continue
-        ids = part.records[:, Resolution.ID].numpy()
+        ids = part.resolutions[:, Resolution.ID].numpy()
         if (split_of(ids, rule.split) != rule.split_index).any():
             raise DataError(
                 "batch", "must be from the training stream", None, "nothing was changed"
@@ -255,12 +256,12 @@ class UpdatePart(NamedTuple):
 
     Attributes:
         reports: Priority log of the table.
-        records: Resolutions of the samples. [n, 8], int64, contiguous, in host memory.
+        resolutions: Resolutions of the samples. [n, 8], int64, contiguous, in host memory.
         which: Indices of the samples in the batch; None: all. [n], int64.
     """
 
     reports: PriorityLog
-    records: Tensor
+    resolutions: Tensor
     which: Tensor | None = None
 
 
@@ -322,10 +323,10 @@ class AsyncPriorityUpdates:
             StoreError: A log cannot hold so many updates; nothing has changed.
         """
         for part in parts:
-            part.reports.check_room(len(part.records))
+            part.reports.check_room(len(part.resolutions))
         host, event = self._blocks.fetch(torch.cat([values, faults]))
         for part in parts:
-            part.reports.promise(len(part.records))  # selections wait for these until `_report`
+            part.reports.promise(len(part.resolutions))  # selections wait for these until `_report`
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
             self._thread.start()
@@ -358,7 +359,7 @@ class AsyncPriorityUpdates:
 
     def _report(self, parts: Sequence[UpdatePart], host: Tensor, event: Event) -> None:
         """Append an update after its event: `host` then has its values and the faults."""
-        values = host[: sum(len(part.records) for part in parts)]
+        values = host[: sum(len(part.resolutions) for part in parts)]
         is_good = False
         try:
             event.synchronize()
@@ -374,7 +375,7 @@ class AsyncPriorityUpdates:
         for part in parts:  # also for a failed update: selections wait for it
             own = values if part.which is None else values[part.which]
             try:
-                part.reports.keep(part.records, own if is_good else None)
+                part.reports.keep(part.resolutions, own if is_good else None)
             except Exception as error:
                 self._errors.put(error)
         self._blocks.give_back(host)

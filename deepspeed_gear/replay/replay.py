@@ -555,7 +555,7 @@ class Replay(ReplayBase):
         For simulators in the training ranks: step them while this is False, then sample.
         """
         self._check_reads()
-        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_key)
+        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_number)
         self._warn()
         return answer
 
@@ -588,7 +588,7 @@ class Replay(ReplayBase):
         missing = (
             0
             if self._loader.holds_batch
-            else self._questions.missing(stream, self._loader.next_key)
+            else self._questions.missing(stream, self._loader.next_number)
         )
         self._warn()
         return missing
@@ -741,7 +741,7 @@ class Replay(ReplayBase):
         return {
             **taken,
             **metrics.of_groups(self._sampled),
-            **self._parts.exchange.take_metrics(),
+            **self._parts.links.take_metrics(),
             **metrics.of_last_batch(train),
         }
 

@@ -44,7 +44,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     _internal = frozenset(
         {
             "close_with",
-            "exchange",
+            "control_plane",
             "load_folder",
             "metrics",
             "observe_steps",
@@ -75,7 +75,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         kind = self.config.sampler.kind
         info = self.batch_info
         sizes = f"batches of {info.micro}"
-        if info.num_micro > 1:
+        if info.num_micro_batches > 1:
             sizes += f" of {info.global_batch}"
         if self._closed:
             end = ", closed"
@@ -97,12 +97,12 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         return name
 
     @property
-    def exchange(self) -> ControlPlane:
+    def control_plane(self) -> ControlPlane:
         """The control plane of all ranks, whose waits end when a rank is lost.
 
         After `close`, a control plane without the failure detector.
         """
-        return ControlPlane() if self._closed else self._plan.exchange
+        return ControlPlane() if self._closed else self._plan.control_plane
 
     @property
     def num_replicas(self) -> int:
@@ -121,11 +121,11 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @property
     def transform(self) -> Transform | None:
-        """Function of the program that transforms each batch: (batch, keys [B] int64) -> batch.
+        """Transform of batches: (batch, a random word per sample [B] int64) -> batch.
 
-        Set it before sampling. Each sample has a key, a random word that depends only on seed,
-        stream and sample number: values derived from it are the same for any number of ranks. Keys
-        are on the batch's device. `DeviceReplay.sample_` does not call the function.
+        Set it before sampling. The words depend only on seed, stream and sample number: values
+        derived from them are the same for any number of ranks. They are on the batch's device.
+        `DeviceReplay.sample_` does not call the transform.
         """
         self._check_open()
         return self._transform
@@ -263,7 +263,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         """
         self._check_open()
         at = os.path.realpath(arguments.folder("folder", folder))
-        exchange = self._plan.exchange
+        control_plane = self._plan.control_plane
         leads = self.topology.rank == 0
 
         def lock() -> None:
@@ -272,10 +272,12 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
                     save_folders.make(Path(at))
                     self._folder_locks.acquire(Path(at))
 
-        exchange.agree("locking the folder of the save", lock)
+        control_plane.attempt("locking the folder of the save", lock)
         state = self._save(Path(at), self._last_saves.get(at))
         self._last_saves[at] = state
-        exchange.agree("saving the normalizer", lambda: self.normalizer.save(at) if leads else None)
+        control_plane.attempt(
+            "saving the normalizer", lambda: self.normalizer.save(at) if leads else None
+        )
         return state
 
     def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
@@ -298,7 +300,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         if state is not None:
             arguments.mapping("state", state, "pass a state from save")
         load = partial(self.load_folder, at, state)
-        whole_saves.name_others(self._plan.exchange, load, partial(whole_saves.others_in, at))
+        whole_saves.name_others(self._plan.control_plane, load, partial(whole_saves.others_in, at))
 
     def load_folder(self, folder: Path, state: Mapping[str, Any] | None) -> None:
         """Load a folder's save as `load`, without naming other saves in errors."""
@@ -322,10 +324,10 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     def _from_leader(self, action: Callable[[], T]) -> T:
         """Return the result of rank 0, as other ranks might find another save. Collective."""
-        exchange = self._plan.exchange
+        control_plane = self._plan.control_plane
         leads = self.topology.rank == 0
-        result: T = exchange.broadcast(
-            exchange.agree("loading the state", lambda: action() if leads else None)
+        result: T = control_plane.broadcast(
+            control_plane.attempt("loading the state", lambda: action() if leads else None)
         )
         return result
 

@@ -14,7 +14,7 @@ from deepspeed_gear.checkpoint import position, rollout_file, save_folders, tabl
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.segment_links import SegmentLinks, Written
 from deepspeed_gear.checkpoint.table_loader import TableLoader
-from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
+from deepspeed_gear.distributed.sharded_selection import set_quotas
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
@@ -51,7 +51,9 @@ class ReplayCheckpoint:
             rollout = {**rollout, "columns": columns, "names": sorted(at.columns)}
         if plan.topology.place.pipe_world > 2:  # inner stages read no batches
             known = (where, passes) if plan.topology.place.reads else None
-            where, passes = next(one for one in plan.exchange.gather(known) if one is not None)
+            where, passes = next(
+                one for one in plan.control_plane.all_gather(known) if one is not None
+            )
         return position.state_of(plan, passes, where, save, rollout)
 
     def save(self, folder: Path, kept: State | None) -> dict[str, Any]:
@@ -62,13 +64,15 @@ class ReplayCheckpoint:
         """
         parts = self._parts
         loader = self._loader
-        parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
+        parts.plan.control_plane.attempt("the priority updates", parts.late_updates.drain)
         plan = parts.plan
-        exchange = parts.plan.exchange
+        control_plane = parts.plan.control_plane
         spread = parts.plan.placement.spread
         known = loader.position.at if plan.topology.place.reads else None
         # All additions and updates that the save contains come before this.
-        used = position.batches(next(one for one in exchange.gather(known) if one is not None))
+        used = position.batches(
+            next(one for one in control_plane.all_gather(known) if one is not None)
+        )
         if spread:
             self._pause()
         tables = self._changing()
@@ -103,12 +107,13 @@ class ReplayCheckpoint:
 
         def state(save: State) -> dict[str, Any]:
             return self.state(
-                save, next((one for one in exchange.gather(columns) if one is not None), None)
+                save,
+                next((one for one in control_plane.all_gather(columns) if one is not None), None),
             )
 
         names = list(tables)
         is_first = plan.leads_first_shard
-        made = save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
+        made = save_folders.write_save(control_plane, folder, names, kept, is_first, write, state)
         self._latest = (folder, made)
         self._written = recorded
         return made
@@ -119,9 +124,9 @@ class ReplayCheckpoint:
         """
         parts = self._parts
         loader = self._loader
-        parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
+        parts.plan.control_plane.attempt("the priority updates", parts.late_updates.drain)
         plan = parts.plan
-        exchange = parts.plan.exchange
+        control_plane = parts.plan.control_plane
 
         def check() -> None:
             position.check(state, plan, may_grow=True)
@@ -141,13 +146,13 @@ class ReplayCheckpoint:
                 raise CheckpointError("the gear state", rule, ", ".join(rollout["names"]), remedy)
             return rollout_file.read_rollout(folder, state)
 
-        exchange.agree("loading the state", check)
-        save_folders.compare(exchange.gather(state))
+        control_plane.attempt("loading the state", check)
+        save_folders.compare(control_plane.all_gather(state))
         loading = None
         if folder is not None:
             loading = TableLoader(plan, self._changing(), parts.streams)
-            exchange.agree("loading the tables", partial(loading.read, folder, state))
-        columns = exchange.agree("loading the rollout batch", read_columns)
+            control_plane.attempt("loading the tables", partial(loading.read, folder, state))
+        columns = control_plane.attempt("loading the rollout batch", read_columns)
 
         if parts.barrier is not None:
             parts.barrier.drain()
@@ -164,17 +169,17 @@ class ReplayCheckpoint:
                 with table.lock:
                     words = at[table.spec.name].values() if name == TRAIN else start
                     stream.state.seek(*words, fresh=loading is not None)
-        exchange.barrier()
+        control_plane.barrier()
         if loading is None:  # else after the tables: by their old content no prompt may be leased
-            agree_on_quotas(exchange, plan.leads_shard, parts.train)
+            set_quotas(control_plane, plan.leads_shard, parts.train)
         parts.leave_inner_stage()
         loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
         if loading is not None:
-            exchange.agree("loading the tables", loading.replace)
+            control_plane.attempt("loading the tables", loading.replace)
             if plan.placement.spread:
-                exchange.agree("loading the unused selections", loading.deliver)
+                control_plane.attempt("loading the unused selections", loading.deliver)
                 loading.announce()
-            agree_on_quotas(exchange, plan.leads_shard, parts.train)
+            set_quotas(control_plane, plan.leads_shard, parts.train)
             parts.leave_inner_stage()
         self._passes.begun.clear()
         self._passes.begun.update(passes)
@@ -196,8 +201,8 @@ class ReplayCheckpoint:
         nodes.
         """
         self._parts.stop_prefetching()
-        self._parts.exchange.leave()
-        self._parts.plan.exchange.barrier()
+        self._parts.links.leave()
+        self._parts.plan.control_plane.barrier()
         for stream in self._parts.all_streams:
             if stream.state.failure is not None:
                 stream.state.failure.forget()  # of the abandoned selection

@@ -51,11 +51,11 @@ class Rollout(PublicNames):
         self._consume = consume  # the loader's: releases the rows, and admits the next batch
         self._context = reader.context
         self._columns = reader.columns
-        self._records = reader.columns.records
+        self._trajectories = reader.columns.trajectories
         self._size = reader.context.settings.size
-        self.num_items = self._records.num_items
-        self.num_tokens = self._records.num_tokens
-        self.num_trajectories = len(self._records)
+        self.num_items = self._trajectories.num_items
+        self.num_tokens = self._trajectories.num_tokens
+        self.num_trajectories = len(self._trajectories)
         self._minibatches = min(self._size.minibatches, max(self.num_items, 1))
         self.columns: Mapping[str, torch.Tensor] = self._columns.filled
         self.steps_done = steps_done
@@ -70,23 +70,23 @@ class Rollout(PublicNames):
     @property
     def lengths(self) -> torch.Tensor:
         """Steps of each trajectory. [n], int64."""
-        return torch.from_numpy(self._records.lengths.copy())
+        return torch.from_numpy(self._trajectories.lengths.copy())
 
     @property
     def group(self) -> torch.Tensor:
         """Item of each trajectory; those of one group have the same number. [n], int64."""
-        return torch.from_numpy(self._records.item.copy())
+        return torch.from_numpy(self._trajectories.item.copy())
 
     @property
     def table(self) -> torch.Tensor:
-        """Index of each item's table in `sampler.shares`, 0 without a mixture. [num_items], int64."""
-        _, first = np.unique(self._records.item, return_index=True)
-        return torch.from_numpy(self._records.source[first])
+        """Index of each item's table in a mixture's shares, else 0. [num_items], int64."""
+        _, first = np.unique(self._trajectories.item, return_index=True)
+        return torch.from_numpy(self._trajectories.source[first])
 
     @property
     def trajectory_id(self) -> torch.Tensor:
         """Id of each trajectory. [n], int64."""
-        return self._records.resolutions[:, Resolution.ID].clone()
+        return self._trajectories.resolutions[:, Resolution.ID].clone()
 
     def values(self, name: str) -> torch.Tensor:
         """Return a per-trajectory column of all trajectories of the batch. [n, *shape].
@@ -97,7 +97,7 @@ class Rollout(PublicNames):
             StoreError: The rollout batch has ended.
         """
         self.check_open()
-        self._context.agree_on(READ, (name,), partial(self._columns.check_values, name))
+        self._context.check_same(READ, (name,), partial(self._columns.check_values, name))
         return torch.from_numpy(self._columns.values(name))
 
     def forward(self, *names: str, tokens: int | None = None) -> Iterator[MicroBatch]:
@@ -125,11 +125,11 @@ class Rollout(PublicNames):
         def check() -> None:
             columns.check_names(missing)
             if missing:
-                check_tokens(context.settings.pack, self._records.lengths, tokens)
+                check_tokens(context.settings.pack, self._trajectories.lengths, tokens)
 
         # Rows move between nodes below: after this no rank still reads those of another batch.
         context.agree(check)
-        context.agree_on("rollout.forward: columns and tokens", (missing, tokens))
+        context.check_same("rollout.forward: columns and tokens", (missing, tokens))
         if not missing:
             return
         packs = PackSequence(columns, np.arange(self.num_trajectories), tokens)
@@ -231,14 +231,16 @@ class Rollout(PublicNames):
         def compute() -> np.ndarray:
             values = {column: columns.values(column) for column in named}
             counted = None if count_masked else columns.counts > 0
-            groups = self._records.item if group is None else values[group].astype(np.int64)
+            groups = self._trajectories.item if group is None else values[group].astype(np.int64)
             members = np.arange(len(groups)) if member is None else values[member].astype(np.int64)
             advantages = group_advantages(kind, values[reward], groups, members, counted)
             columns.set_column(name, advantages)
             return advantages
 
         # Reading is collective over nodes, so a wrong name must be raised on all ranks first.
-        self._context.agree_on(READ, (*named, count_masked), partial(columns.check_values, *named))
+        self._context.check_same(
+            READ, (*named, count_masked), partial(columns.check_values, *named)
+        )
         return torch.from_numpy(self._context.agree(compute))
 
     def _estimated(
@@ -259,7 +261,7 @@ class Rollout(PublicNames):
             columns.set_column("value_target", targets)
             return np.asarray(advantages)
 
-        self._context.agree_on(READ, (reward, chosen.model_dump()))
+        self._context.check_same(READ, (reward, chosen.model_dump()))
         return torch.from_numpy(self._context.agree(compute))
 
     def whiten(self, name: str, over: str = "token") -> None:
@@ -280,7 +282,7 @@ class Rollout(PublicNames):
         columns = self._columns
         counted = values[columns.mask]
         if over == "sequence" and self.num_trajectories:
-            sums = np.add.reduceat(np.where(columns.mask, values, 0.0), self._records.starts)
+            sums = np.add.reduceat(np.where(columns.mask, values, 0.0), self._trajectories.starts)
             has = columns.counts > 0
             counted = sums[has] / columns.counts[has]
         if len(counted):
@@ -323,14 +325,14 @@ class Rollout(PublicNames):
         if self._size.shuffle and count:
             turn = self.number * self._size.epochs + epoch
             ops = self._columns.tables[0].table.ops
-            ops.permute_(order, *self._context.settings.keys, turn, 0, count)
+            ops.permute_(order, *self._context.settings.random_keys, turn, 0, count)
         # 7 items in 3 minibatches are [0:2], [2:4] and [4:7]; with "drop" [0:2], [2:4] and [4:6].
         first, end = (count * part // parts for part in (minibatch, minibatch + 1))
         if self._size.partial == "drop":
             first, end = (count // parts * part for part in (minibatch, minibatch + 1))
         chosen = np.zeros(count, bool)
         chosen[order[first:end].numpy()] = True
-        return TrainStep(self, number, np.nonzero(chosen[self._records.item])[0])
+        return TrainStep(self, number, np.nonzero(chosen[self._trajectories.item])[0])
 
     def check_open(self) -> None:
         """Raise a StoreError if the batch has ended."""
@@ -380,7 +382,7 @@ class TrainStep(PublicNames):
         self._context = rollout.reader.context
         self.packs = PackSequence(rollout.reader.columns, index, None)
         self.num_trajectories = len(index)
-        self.num_tokens = int(rollout.reader.columns.records.lengths[index].sum())
+        self.num_tokens = int(rollout.reader.columns.trajectories.lengths[index].sum())
         self.loss_tokens = self.packs.loss.num_tokens
         self.shared_tokens = self.packs.shared_tokens
         self._is_used = False
@@ -482,7 +484,7 @@ class _FilledColumns:
 
     def __init__(self, columns: RolloutColumns, names: Sequence[str]) -> None:
         self._columns = columns
-        self._own = {name: torch.zeros(columns.records.num_tokens) for name in names}
+        self._own = {name: torch.zeros(columns.trajectories.num_tokens) for name in names}
 
     def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
         self._columns.write(self._own[name], micro, micro.flat(name, values))

@@ -14,13 +14,17 @@ import torch
 from deepspeed_gear.batching.gather import PackGatherer, SharedRows, steps_of
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.packing_plan import Prefixes
-from deepspeed_gear.batching.rollout_records import RolloutRecords, TableRecords, item_numbers
+from deepspeed_gear.batching.rollout_trajectories import (
+    RolloutTrajectories,
+    TableTrajectories,
+    item_numbers,
+)
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.node_exchange import SpreadTrajectories
+from deepspeed_gear.replay.node_links import SpreadTrajectories
 from deepspeed_gear.replay.rollout_context import RolloutContext
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.records import SlotRetention
@@ -60,18 +64,19 @@ class TableRows:
         self,
         gatherer: PackGatherer,
         table: Table,
-        records: TableRecords,
+        trajectories: TableTrajectories,
         context: RolloutContext,
         spread: SpreadTrajectories | None = None,
         contributes: bool = True,
     ) -> None:
         self.gatherer = gatherer
         self.table = table
-        self.records = records
+        self.trajectories = trajectories
         self._spread = spread
         self._context = context
-        #: Records by which rows are gathered: rows of other nodes lie where `arrived` has put them.
-        self.rows = torch.from_numpy(records.resolutions.numpy().copy())
+        #: Resolutions by which rows are gathered: rows of other nodes lie where `arrived` has put
+        #: them.
+        self.rows = torch.from_numpy(trajectories.resolutions.numpy().copy())
         # The trajectories whose values this rank contributes. [m], int64.
         self._own = np.arange(len(self.rows))
         #: Those of which this rank makes copies, for its node. [k], int64.
@@ -91,7 +96,7 @@ class TableRows:
             self.shared = SharedRows(shared, np.zeros_like(shared))
             self._locate()
         if spread is not None:
-            origins = records.origins.numpy()
+            origins = trajectories.origins.numpy()
             routes = spread.plan
             shard = table.spec.shard
             assert shard is not None
@@ -106,7 +111,7 @@ class TableRows:
                 routes.index,
                 copies_own=not table.gathers_own_rows,
             )
-        self._slots: np.ndarray = records.resolutions.numpy()[self._own, Resolution.SLOT]
+        self._slots: np.ndarray = trajectories.resolutions.numpy()[self._own, Resolution.SLOT]
 
     def _locate(self) -> None:
         """Find the rows of shared prompts again, after rows have moved."""
@@ -133,7 +138,7 @@ class TableRows:
     def send(self, moves: Moves) -> Callable[[], None] | None:
         """Exchange missing rows with the other nodes; return what adds their media to the store.
 
-        Collective over the node leaders; None: another rank of this node exchanges.
+        Collective over the node leaders; None: another rank of this node sends.
         """
         assert self._spread is not None
         return None if self._spread.exchange is None else self._spread.exchange.send(moves)
@@ -179,14 +184,14 @@ class TableRows:
         """
         self.check_filled(name)
         column = self.table.schema[name]
-        lengths = self.records.resolutions[:, Resolution.NUM_STEPS].numpy()
+        lengths = self.trajectories.resolutions[:, Resolution.NUM_STEPS].numpy()
         dtype = torch.bool if as_flags and column.dtype == "bool" else torch.float64
-        records = self.rows
+        resolutions = self.rows
         if self._spread is not None:  # in `rows` own ones may lie where their copies are
-            records = self.records.resolutions[torch.from_numpy(self._own)]
+            resolutions = self.trajectories.resolutions[torch.from_numpy(self._own)]
         shared = None if self.shared is None else self.shared.of(self._own)
         values = self.table.tensor(name)
-        own = steps_of(self.table.ops, values, records, offset, column.rows, dtype, shared)
+        own = steps_of(self.table.ops, values, resolutions, offset, column.rows, dtype, shared)
         own = own.astype(bool, copy=False) if as_flags else own
         if self._spread is None:
             return own
@@ -209,13 +214,13 @@ class TableRows:
         begins = np.cumsum(rows) - rows  # for rows [2, 3] begins is [0, 2]
         ops = self.table.ops
         given = (0, "T", torch.int64)
-        records = self.records.resolutions[torch.from_numpy(own)]
-        records[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
+        resolutions = self.trajectories.resolutions[torch.from_numpy(own)]
+        resolutions[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
         shared = SharedRows.none(len(own)) if self.shared is None else self.shared.of(own)
         known = [
             self.table.tensor(c.name) for c in self.table.schema if c.role in ("token", "media")
         ]
-        tokens = np.array([steps_of(ops, column, records, *given, shared) for column in known])
+        tokens = np.array([steps_of(ops, column, resolutions, *given, shared) for column in known])
         factors = 2 * (np.arange(tokens.shape[1]) - begins.repeat(rows)) + 1
         sums = np.add.reduceat(tokens.sum(0) * factors * factors, begins)  # of equal tokens equal
         keys = items[own], rows, sums
@@ -223,9 +228,11 @@ class TableRows:
             np.stack(keys, axis=1), axis=0, return_index=True, return_inverse=True
         )
         leader = first[number.reshape(-1)]
-        records[:, Resolution.FIRST_ROW] = records[torch.from_numpy(leader), Resolution.FIRST_ROW]
+        resolutions[:, Resolution.FIRST_ROW] = resolutions[
+            torch.from_numpy(leader), Resolution.FIRST_ROW
+        ]
         shared = shared.of(leader)
-        others = np.array([steps_of(ops, column, records, *given, shared) for column in known])
+        others = np.array([steps_of(ops, column, resolutions, *given, shared) for column in known])
         is_equal = np.logical_and.reduceat((tokens == others).all(0), begins)
         return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
 
@@ -270,7 +277,9 @@ class RolloutColumns:
         self.tables = tables
         self.context = context
         self.access: RowAccess = PinnedRows() if access is None else access
-        self.records = RolloutRecords.of([rows.records for rows in tables], has_neighbours)
+        self.trajectories = RolloutTrajectories.of(
+            [rows.trajectories for rows in tables], has_neighbours
+        )
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.filled: dict[str, torch.Tensor] = {}
 
@@ -282,7 +291,7 @@ class RolloutColumns:
         with self.access.reading(slice(None)) as has_rows:
             mask = self._read_mask()
         if has_rows is not None:  # what was evicted does not count
-            mask = mask & has_rows.repeat(self.records.lengths)
+            mask = mask & has_rows.repeat(self.trajectories.lengths)
         return mask
 
     def _read_mask(self) -> np.ndarray:
@@ -296,18 +305,18 @@ class RolloutColumns:
         if flags is not None:
             own = [rows.steps(flags.name, int(predicts), as_flags=True) for rows in self.tables]
             return own[0] if len(own) == 1 else np.concatenate(own)
-        mask = np.ones(self.records.num_tokens, bool)
+        mask = np.ones(self.trajectories.num_tokens, bool)
         if predicts:
-            mask[self.records.starts + self.records.lengths - 1] = False
+            mask[self.trajectories.starts + self.trajectories.lengths - 1] = False
         return mask
 
     @cached_property
     def counts(self) -> np.ndarray:
         """Loss tokens of each trajectory. [n], int64."""
-        if not len(self.records):
+        if not len(self.trajectories):
             return np.zeros(0, np.int64)
         flags = self.mask.view(np.uint8)
-        return np.add.reduceat(flags, self.records.starts, dtype=np.int32).astype(np.int64)
+        return np.add.reduceat(flags, self.trajectories.starts, dtype=np.int32).astype(np.int64)
 
     @cached_property
     def prompts(self) -> Prefixes | None:
@@ -316,16 +325,20 @@ class RolloutColumns:
         Collective over nodes.
         """
         token = self.context.settings.schema.role("token")
-        if self.context.settings.pack.prefix == "own" or token is None or not len(self.records):
+        if (
+            self.context.settings.pack.prefix == "own"
+            or token is None
+            or not len(self.trajectories)
+        ):
             return None
-        records = self.records
-        actions = np.append(self.mask.nonzero()[0], records.num_tokens)
-        first_action = actions[np.searchsorted(actions, records.starts)]
-        shared = np.minimum(first_action - records.starts, records.lengths - 1)
+        trajectories = self.trajectories
+        actions = np.append(self.mask.nonzero()[0], trajectories.num_tokens)
+        first_action = actions[np.searchsorted(actions, trajectories.starts)]
+        shared = np.minimum(first_action - trajectories.starts, trajectories.lengths - 1)
         leaders = []
         for number, rows in enumerate(self.tables):
-            own = np.nonzero(records.source == number)[0]
-            leaders.append(own[rows.leaders(shared[own] + 1, records.item[own])])
+            own = np.nonzero(trajectories.source == number)[0]
+            leaders.append(own[rows.leaders(shared[own] + 1, trajectories.item[own])])
         return Prefixes(shared, np.concatenate(leaders))
 
     @cached_property
@@ -333,8 +346,8 @@ class RolloutColumns:
         """The sequence of each trajectory for the loss: itself, or its member. [n], int64."""
         member = self.context.settings.member
         if self.context.settings.loss.by == "trajectory" or member is None:
-            return np.arange(len(self.records))
-        pairs = np.stack([self.records.item, self.values(member).astype(np.int64)], axis=1)
+            return np.arange(len(self.trajectories))
+        pairs = np.stack([self.trajectories.item, self.values(member).astype(np.int64)], axis=1)
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
     def check_values(self, *names: str) -> None:
@@ -394,8 +407,8 @@ class RolloutColumns:
             DataError: A late column is absent, or a trajectory that was not terminated has no value
                 after it.
         """
-        records = self.records
-        found = np.zeros((2, records.num_tokens), np.float32)
+        trajectories = self.trajectories
+        found = np.zeros((2, trajectories.num_tokens), np.float32)
         rewards = self._rewards(reward)
         value = self.places(options.value)
         ends = self._ends()
@@ -405,13 +418,13 @@ class RolloutColumns:
         logs = [None if name is None else self.places(name)[actions] for name in names]
         if not len(actions):
             return found
-        owner = np.repeat(np.arange(len(records)), records.lengths)
+        owner = np.repeat(np.arange(len(trajectories)), trajectories.lengths)
         of = owner[actions]
         is_last = np.append(of[1:] != of[:-1], True)
         latest = np.cumsum(self.mask) - 1  # for the mask [0, 1, 0, 1] the actions [-1, 0, 0, 1]
         follows = (latest >= 0) & (of[latest] == owner)
         summed = np.bincount(latest[follows], rewards[follows], len(actions))
-        last = records.starts + records.lengths - 1
+        last = trajectories.starts + trajectories.lengths - 1
         following = np.where(is_last, after[last[of]], np.roll(value[actions], -1))
         given = [summed, value[actions], following, is_last & ends[of], is_last, is_last | True]
         inputs = [None if x is None else torch.from_numpy(x)[None] for x in (*given, *logs)]
@@ -423,23 +436,23 @@ class RolloutColumns:
     def _rewards(self, name: str) -> np.ndarray:
         """Return the reward of each place, of a trajectory at its last one. [num_tokens]."""
         schema = self.context.settings.schema
-        records = self.records
+        trajectories = self.trajectories
         if name in self.filled or name not in schema or schema[name].rows != "1":
             return self.places(name)
-        rewards: np.ndarray = np.zeros(records.num_tokens)
-        rewards[records.starts + records.lengths - 1] = self.values(name)
+        rewards: np.ndarray = np.zeros(trajectories.num_tokens)
+        rewards[trajectories.starts + trajectories.lengths - 1] = self.values(name)
         return rewards
 
     def _ends(self) -> np.ndarray:
         """Return which trajectories end where they end: no value follows. [n], bool."""
-        last = self.records.starts + self.records.lengths - 1
+        last = self.trajectories.starts + self.trajectories.lengths - 1
         ends = np.ones(len(last), bool)  # without flags trajectories are whole
         for role in ("truncated", "terminated"):
             flag = self.context.settings.schema.role(role)
             if flag is not None:
                 flags = [rows.steps(flag.name, 0, as_flags=True) for rows in self.tables]
                 ends = np.concatenate(flags)[last] == (role == "terminated")
-        return np.asarray(ends & ~self.records.is_cut)
+        return np.asarray(ends & ~self.trajectories.is_cut)
 
     def _values_after(
         self, options: AdvantageConfig, value: np.ndarray, ends: np.ndarray
@@ -476,7 +489,7 @@ class RolloutColumns:
         [num_tokens].
         """
         self.check_names([name])
-        lengths = self.records.lengths
+        lengths = self.trajectories.lengths
         per_place = np.repeat(values, lengths) if len(values) == len(lengths) else values
         self.filled[name] = torch.from_numpy(np.ascontiguousarray(per_place, np.float32))
 
@@ -497,7 +510,7 @@ class RolloutColumns:
         begins = np.maximum(
             shape.first - shape.starts, 0
         )  # this rank's first place of each trajectory
-        whole = self.records.starts[micro.index.numpy()]
+        whole = self.trajectories.starts[micro.index.numpy()]
         to = whole + begins if shape.prefixes is None else whole + shape.prefixes.steps
         at = 0
         for start, size in zip(

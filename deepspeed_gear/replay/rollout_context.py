@@ -33,7 +33,7 @@ class PackSettings:
     pack: PackConfig
     loss: LossConfig
     size: RolloutConfig
-    keys: tuple[int, int]  # seed and 32-bit stream key of the shuffled orders
+    random_keys: tuple[int, int]  # seed and random key of the shuffled orders
     place: RankCoordinates
     device: torch.device
     schema: Schema  # of the first table; all have the fields of a pack
@@ -98,10 +98,12 @@ class RolloutContext:
         if self.barrier is not None:
             return self.barrier.agree(action)
         if self.is_spread:  # nodes exchange rows: ranks must not use them before or after
-            return self.control_plane.agree("a rollout batch", action)
+            return self.control_plane.attempt("a rollout batch", action)
         return action()
 
-    def agree_on(self, what: str, value: object, check: Callable[[], None] = lambda: None) -> None:
+    def check_same(
+        self, what: str, value: object, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Where nodes exchange rows, run a check on all ranks, which raise unless they give one
         value.
         """

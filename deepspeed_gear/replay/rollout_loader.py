@@ -17,7 +17,7 @@ import torch
 
 from deepspeed_gear.batching.gather import PackGatherer
 from deepspeed_gear.batching.loss_weights import GradientDivisor
-from deepspeed_gear.batching.rollout_records import TableRecords, item_numbers
+from deepspeed_gear.batching.rollout_trajectories import TableTrajectories, item_numbers
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
 from deepspeed_gear.config import ResolvedField
@@ -31,7 +31,7 @@ from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
 from deepspeed_gear.replay.rollout_context import MASK, PackSettings, RolloutContext
-from deepspeed_gear.sampling.mass_rules import key_of
+from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table import Table
@@ -42,8 +42,8 @@ class SelectedItems:
     its head; and its trajectories in each table, `parts`, those of one item side by side.
     """
 
-    def __init__(self, key: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
-        self.key = key
+    def __init__(self, number: int, heads: list[list[int]], parts: list[TableTrajectories]) -> None:
+        self.number = number
         self.heads = heads
         self.parts = parts
         items = [
@@ -65,13 +65,13 @@ class SelectedItems:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def trajectories(self, first: int, end: int) -> list[TableRecords]:
+    def trajectories(self, first: int, end: int) -> list[TableTrajectories]:
         """Return the trajectories of a range of items, by table."""
         if end - first == len(self):
             return self.parts
         chosen = [torch.from_numpy((at >= first) & (at < end)) for at in self._places]
         return [
-            TableRecords(*(column[own] for column in part))
+            TableTrajectories(*(column[own] for column in part))
             for own, part in zip(chosen, self.parts, strict=True)
         ]
 
@@ -94,7 +94,7 @@ class RolloutLoader:
         self.topology = plan.topology
         self._leads_node = plan.topology.leads_node
         self._leads_first_node = plan.topology.leads_node and plan.topology.node == 0
-        self._spread = parts.exchange.trajectories
+        self._spread = parts.links.trajectories
         self._size = config.rollout_size
         self._is_rollout = config.batch is None
         self._tables = config.sampled_tables
@@ -105,22 +105,24 @@ class RolloutLoader:
             pack=config.pack,
             loss=config.loss,
             size=self._size,
-            keys=(config.seed, key_of(first, "minibatches")),
+            random_keys=(config.seed, random_key_of(first, "minibatches")),
             place=plan.topology.place,
             device=device,
             schema=plan.schemas[first],
             fields=tuple(plan.needs.fields),
             opaque=tuple(plan.needs.opaque),
             member=None if group is None else group.member,
-            ranks=sequence_sum(plan.topology, device, config.timeout_s, plan.group, plan.exchange),
+            ranks=sequence_sum(
+                plan.topology, device, config.timeout_s, plan.group, plan.control_plane
+            ),
         )
         warning = None
-        if plan.exchange.rank == 0:
+        if plan.control_plane.rank == 0:
             mask = settings.schema.role("loss_mask")
             warning = LossWarning(None if mask is None else mask.name, settings.predicts)
         self.context = RolloutContext(
             settings=settings,
-            control_plane=plan.exchange,
+            control_plane=plan.control_plane,
             barrier=parts.barrier,
             is_spread=bool(self._spread),
             divisor=divisor,
@@ -143,8 +145,8 @@ class RolloutLoader:
         # Heads of the last selection of which no item is left; None: `_start` is the position.
         self._ended: list[list[int]] | None = None
         #: The number of the next selection.
-        self.next_key = position.batches(to.at)
-        known = to.rollout or {"number": self.next_key, "first_item": 0}
+        self.next_number = position.batches(to.at)
+        known = to.rollout or {"number": self.next_number, "first_item": 0}
         # The number of the next rollout batch, and its first item in the first one of `_held`.
         self._number: int = known["number"]
         self._first_item: int = known["first_item"]
@@ -179,14 +181,14 @@ class RolloutLoader:
         saved_tokens = known.get("num_tokens")
 
         def check_tokens() -> None:
-            if columns.records.num_tokens != saved_tokens:
+            if columns.trajectories.num_tokens != saved_tokens:
                 rule = f"must have the {saved_tokens} steps with which it was saved"
                 remedy = (
                     "load it with its run's gear.pack: where it truncates, tokens decides "
                     "the lengths"
                 )
                 name = f"rollout batch {self._number}"
-                raise CheckpointError(name, rule, columns.records.num_tokens, remedy)
+                raise CheckpointError(name, rule, columns.trajectories.num_tokens, remedy)
 
         if saved_tokens is not None:
             self.context.agree(check_tokens)
@@ -197,10 +199,12 @@ class RolloutLoader:
         self.context.metrics.used(self._epoch, time.perf_counter() - begin)
         return made
 
-    def _rows(self, records: Sequence[TableRecords]) -> list[TableRows]:
+    def _rows(self, trajectories: Sequence[TableTrajectories]) -> list[TableRows]:
         """Return the rows of a rollout batch in each table."""
         rows = []
-        for gatherer, stream, of_table in zip(self._gatherers, self._streams, records, strict=True):
+        for gatherer, stream, of_table in zip(
+            self._gatherers, self._streams, trajectories, strict=True
+        ):
             table = stream.table
             spread = self._spread.get(stream.table.spec.name)
             # Without a spread each node holds the whole table, and the first one makes all copies.
@@ -217,7 +221,7 @@ class RolloutLoader:
             )
         return self.next().step(0)
 
-    def _take(self) -> list[TableRecords]:
+    def _take(self) -> list[TableTrajectories]:
         """Return the next batch's trajectories by table; a too long item is a batch. Errors take
         none.
         """
@@ -234,7 +238,7 @@ class RolloutLoader:
             if not left:
                 break
         by_table = zip(*taken, strict=True)
-        return [TableRecords(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
+        return [TableTrajectories(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
 
     def _consume(self) -> None:
         """Consume the rollout batch that was taken: rows of which no batch has an item may be
@@ -250,7 +254,7 @@ class RolloutLoader:
         if ended is not None:
             self._ended = ended.heads
             for stream in self._streams:
-                stream.release(ended.key)
+                stream.release(ended.number)
 
     def _next_items(self) -> tuple[int, bool]:
         """Return how many items of those at hand are the next batch's, and whether it
@@ -274,13 +278,13 @@ class RolloutLoader:
         return count, bool(is_full)
 
     def _select(self) -> SelectedItems:
-        key = self.next_key
+        number = self.next_number
         longest = self.context.settings.pack.room
 
         def select() -> list[Selection]:
             for stream in self._streams:
-                stream.request(key)
-            return [stream.get(key) for stream in self._streams]
+                stream.request(number)
+            return [stream.get(number) for stream in self._streams]
 
         try:
             selections = self.context.agree(select)
@@ -290,21 +294,23 @@ class RolloutLoader:
         for stream in self._streams:  # every rank has ended the batch before
             if stream.table.ledger is not None:
                 with stream.table.lock:
-                    stream.table.ledger.note_trained(key)
-        self.next_key += 1
+                    stream.table.ledger.note_trained(number)
+        self.next_number += 1
         heads = [selection.head for selection in selections]
         self._epoch = heads[0][Head.EPOCH]
         parts = []
         for stream, selection, head in zip(self._streams, selections, heads, strict=True):
-            records = selection.records[: head[Head.COUNT]].clone()
+            resolutions = selection.resolutions[: head[Head.COUNT]].clone()
             origins = (
-                records[:, Resolution.SLOT] if selection.origins is None else selection.origins
+                resolutions[:, Resolution.SLOT] if selection.origins is None else selection.origins
             )
-            is_cut = records[:, Resolution.NUM_STEPS] > longest
-            records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
-            weights = stream.weights(head, records)
-            parts.append(TableRecords(records, weights, origins[: len(records)].clone(), is_cut))
-        return SelectedItems(key, heads, parts)
+            is_cut = resolutions[:, Resolution.NUM_STEPS] > longest
+            resolutions[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
+            weights = stream.weights(head, resolutions)
+            parts.append(
+                TableTrajectories(resolutions, weights, origins[: len(resolutions)].clone(), is_cut)
+            )
+        return SelectedItems(number, heads, parts)
 
     @property
     def _under_way(self) -> Rollout | None:

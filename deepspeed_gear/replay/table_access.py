@@ -179,13 +179,13 @@ def copy_items(
 
     Nothing is added unless every item fits. Cost: of an addition for each.
     """
-    records = columns.records
+    trajectories = columns.trajectories
     is_target = np.array([rows.table is target for rows in columns.tables])
-    of_target = np.zeros(records.num_items, bool)
-    of_target[records.item[is_target[records.source]]] = True
+    of_target = np.zeros(trajectories.num_items, bool)
+    of_target[trajectories.item[is_target[trajectories.source]]] = True
     wanted = ~of_target if chosen is None else arguments.array("chosen", chosen)
     if wanted.dtype != bool or wanted.shape != of_target.shape:
-        rule = f"must have shape [{records.num_items}], one bool for each item"
+        rule = f"must have shape [{trajectories.num_items}], one bool for each item"
         raise ShapeError("chosen", rule, f"{wanted.dtype} {list(wanted.shape)}")
     name = target.spec.name
     if (wanted & of_target).any():
@@ -195,7 +195,9 @@ def copy_items(
         )
     given = None if priorities is None else arguments.array("priorities", priorities)
     if given is not None and given.shape != of_target.shape:
-        raise ShapeError("priorities", f"must have shape [{records.num_items}]", list(given.shape))
+        raise ShapeError(
+            "priorities", f"must have shape [{trajectories.num_items}]", list(given.shape)
+        )
     if given is not None:
         with np.errstate(over="ignore"):
             check_priorities(given.astype(np.float32))
@@ -216,10 +218,10 @@ def copy_items(
         own = rows.copied
         table = rows.table
         late = rows.table.schema.late_bits
-        own = own[wanted[records.item[first + own]]]
-        items.extend(records.item[first + own].tolist())
+        own = own[wanted[trajectories.item[first + own]]]
+        items.extend(trajectories.item[first + own].tolist())
         first += len(rows.rows)
-        for record in rows.records.resolutions[own].tolist():
+        for record in rows.trajectories.resolutions[own].tolist():
             slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
             trajectory = values(
                 table, stored := table.rows(slot), _media(table, stored, table.lock)

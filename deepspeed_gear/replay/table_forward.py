@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
 from deepspeed_gear.batching.packing_plan import PlannedPacks
-from deepspeed_gear.batching.rollout_records import TableRecords
+from deepspeed_gear.batching.rollout_trajectories import TableTrajectories
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
@@ -47,13 +47,13 @@ class StoredRows:
         """
         table = self._rows.table
         shared = self._rows.shared
-        records = self._rows.rows.numpy()[at]  # a range, so it is a view
-        slots = table.slots.take(records[:, Resolution.SLOT], axis=0)
+        resolutions = self._rows.rows.numpy()[at]  # a range, so it is a view
+        slots = table.slots.take(resolutions[:, Resolution.SLOT], axis=0)
         has_rows = slots[:, Slot.STATE] == SlotState.COMMITTED  # then it has all of its group
-        has_rows &= slots[:, Slot.ID] == records[:, Resolution.ID]
-        np.multiply(slots[:, Slot.FIRST_ROW], has_rows, out=records[:, Resolution.FIRST_ROW])
+        has_rows &= slots[:, Slot.ID] == resolutions[:, Resolution.ID]
+        np.multiply(slots[:, Slot.FIRST_ROW], has_rows, out=resolutions[:, Resolution.FIRST_ROW])
         if shared is not None:
-            holders = records[:, Resolution.MASS]  # as `absent` has them
+            holders = resolutions[:, Resolution.MASS]  # as `absent` has them
             shared.first_row[at] = table.slots[holders, Slot.FIRST_ROW] * has_rows
         return np.asarray(has_rows)
 
@@ -153,12 +153,14 @@ def forward(
         with table.lock:
             return absent(table, *names)
 
-    lists = context.control_plane.collect("a rollout batch", listed)  # of the leader of each node
-    context.agree_on("forward: table, columns and tokens", (table.spec.name, names, tokens))
+    lists = context.control_plane.all_results(
+        "a rollout batch", listed
+    )  # of the leader of each node
+    context.check_same("forward: table, columns and tokens", (table.spec.name, names, tokens))
     of_all_nodes = np.concatenate([one for one in lists if one is not None])[
         :, Resolution.NUM_STEPS
     ]
-    records = np.asarray(lists[topology.peers[0]])
+    resolutions = np.asarray(lists[topology.peers[0]])
     place = fill_place(table, settings.place, topology)
     # For a plan of 8 ranks and 4 replicas, 3 of them here, the plan is of 6.
     replicas = settings.place.data_world
@@ -170,10 +172,10 @@ def forward(
     @cache
     def planned() -> PlannedPacks:
         check_tokens(settings.pack, of_all_nodes, tokens)
-        return PlannedPacks(records[:, Resolution.NUM_STEPS], pack, place.data_world, table.ops)
+        return PlannedPacks(resolutions[:, Resolution.NUM_STEPS], pack, place.data_world, table.ops)
 
     # Every node makes as many forward passes as the one with the most packs.
-    longest = context.control_plane.collect(
+    longest = context.control_plane.all_results(
         "a rollout batch", lambda: planned().rows.max(axis=1).tolist()
     )
 
@@ -185,9 +187,11 @@ def forward(
 
     def made() -> tuple[PackSequence, PackReader]:
         planned().extend(longest, settings.pack)
-        sorted_records = records[planned().sort()]
-        columns = _stored_columns(table, sorted_records, replace(context, settings=early), loader)
-        return PackSequence(columns, np.arange(len(records)), tokens, planned()), PackReader(
+        sorted_resolutions = resolutions[planned().sort()]
+        columns = _stored_columns(
+            table, sorted_resolutions, replace(context, settings=early), loader
+        )
+        return PackSequence(columns, np.arange(len(resolutions)), tokens, planned()), PackReader(
             columns
         )
 
@@ -198,14 +202,14 @@ def forward(
 
 
 def _stored_columns(
-    table: Table, records: np.ndarray, context: RolloutContext, loader: RolloutLoader
+    table: Table, resolutions: np.ndarray, context: RolloutContext, loader: RolloutLoader
 ) -> RolloutColumns:
-    """Return the columns of trajectories that no selection pins, by their records, [n, 8]."""
-    count = len(records)
-    known = TableRecords(
-        resolutions=torch.from_numpy(records),
+    """Return the columns of trajectories that no selection pins, by their resolutions, [n, 8]."""
+    count = len(resolutions)
+    known = TableTrajectories(
+        resolutions=torch.from_numpy(resolutions),
         weights=torch.ones(count),
-        origins=torch.from_numpy(records[:, Resolution.SLOT].copy()),
+        origins=torch.from_numpy(resolutions[:, Resolution.SLOT].copy()),
         is_cut=torch.zeros(count, dtype=torch.bool),
     )
     rows = TableRows(loader.forward_gatherer(context.settings, table), table, known, context)

@@ -16,7 +16,7 @@ Turns = Literal[
 class BatchInfo:
     """Sizes of a batch, in samples."""
 
-    micro: int  # of one `sample()` on one rank
+    micro: int  # of a micro batch: of one `sample()` on one rank
     accumulation: int  # micro batches of a rank in a global batch
     data_world: int  # replicas
     # Ranks of a replica, by axis.
@@ -27,13 +27,13 @@ class BatchInfo:
     items: int | None = None
 
     @cached_property
-    def num_micro(self) -> int:
+    def num_micro_batches(self) -> int:
         """Micro batches of a global batch, all replicas together."""
         return self.accumulation * self.data_world
 
     @property
     def global_batch(self) -> int:
-        return self.micro * self.num_micro if self.items is None else self.items
+        return self.micro * self.num_micro_batches if self.items is None else self.items
 
     def __str__(self) -> str:
         others = {

@@ -103,7 +103,7 @@ class BatchStream:
         """Sum of all masses over all nodes; in an evaluation pass, the number of its items."""
         return self.masses.total if self._num_items is None else self._num_items
 
-    def take(self, key: int, part: int, num_parts: int) -> Selection:
+    def take(self, number: int, part: int, num_parts: int) -> Selection:
         """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one
         end of it. One native call makes and reads a plain selection; `get`, whose errors it has,
         makes the others.
@@ -111,10 +111,10 @@ class BatchStream:
         if self._native is not None and not (
             self._is_online and time.monotonic() > self._next_cleaning
         ):
-            found = self._native.take(key, part, num_parts)
+            found = self._native.take(number, part, num_parts)
             if found is not None:
                 return found
-        return self.part_of(self.get(key), slice(part, None, num_parts))
+        return self.part_of(self.get(number), slice(part, None, num_parts))
 
     def part_of(
         self, selection: Selection, which: slice | torch.Tensor, of_mixture: bool = False
@@ -122,25 +122,25 @@ class BatchStream:
         """Return copies of samples of a selection; of a mixture with the weights and epochs that
         another table of it may have.
         """
-        records = selection.records[which].clone(memory_format=torch.contiguous_format)
+        resolutions = selection.resolutions[which].clone(memory_format=torch.contiguous_format)
         weighs = self.spec.priorities is not None or of_mixture
         walks = self.spec.sampler.walks or of_mixture
-        weights = self.weights(selection.head, records) if weighs else None
+        weights = self.weights(selection.head, resolutions) if weighs else None
         epochs = selection.epochs[which].clone() if walks and selection.epochs is not None else None
         origins = None if selection.origins is None else selection.origins[which].clone()
-        return Selection(selection.head, records, weights, epochs, origins)
+        return Selection(selection.head, resolutions, weights, epochs, origins)
 
-    def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
+    def weights(self, head: list[int], resolutions: torch.Tensor) -> torch.Tensor:
         """Return the PER weights of resolutions, 1 where the stream has no priorities. [B, 8],
         contiguous.
         """
-        weights = torch.ones(records.size(0))
+        weights = torch.ones(resolutions.size(0))
         if self.spec.priorities is not None and len(weights):
             words = head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
-            self.table.ops.importance_(weights, records, *words)
+            self.table.ops.importance_(weights, resolutions, *words)
         return weights
 
-    def get(self, key: int) -> Selection:
+    def get(self, number: int) -> Selection:
         """Return the selection of a global batch; make it if no process has.
 
         Raises:
@@ -151,70 +151,70 @@ class BatchStream:
         if self.state.limiter is not None:
             self.state.limiter.begin_call()
         try:
-            return self._get(key)
+            return self._get(number)
         finally:
             self._waits[0] = 0
 
-    def _get(self, key: int) -> Selection:
+    def _get(self, number: int) -> Selection:
         state = self.state
-        entry = key % self.spec.depth
+        entry = number % self.spec.depth
         deadline = None
         while state.reports is not None and state.reports.too_early(
-            key
+            number
         ):  # as long as a training step takes
             self._check_going_on()
             time.sleep(_IDLE_S)
         while True:
             with self.table.lock:
-                obstacle = self._obstacle(key, entry)
+                obstacle = self._obstacle(number, entry)
                 if (
                     obstacle is None
                     and not self.spec.together
-                    and self._heads[entry][Head.KEY] != key
+                    and self._heads[entry][Head.NUMBER] != number
                 ):
                     try:
-                        self.selector.select(key, entry)
+                        self.selector.select(number, entry)
                     except NothingToSampleError as empty:
-                        obstacle = self._few_items(key, empty)
-                if self._heads[entry][Head.KEY] == key:
+                        obstacle = self._few_items(number, empty)
+                if self._heads[entry][Head.NUMBER] == number:
                     state.limiter_wait.end()
-                    return self._read(key, entry)
+                    return self._read(number, entry)
             if obstacle is None:
-                self._select_together(key, entry)
+                self._select_together(number, entry)
                 continue
             self._check_going_on()
             if self.follows and state.failure is not None:
-                state.failure.check(key)
+                state.failure.check(number)
             deadline = obstacle(deadline)
 
-    def _obstacle(self, key: int, entry: int) -> Wait | None:
+    def _obstacle(self, number: int, entry: int) -> Wait | None:
         """Return the wait for what keeps this process from selecting; None: nothing does, or it is
         selected. Requires the lock.
         """
         state = self.state
         state.catch_up()
-        held = self._heads[entry][Head.KEY]
-        if held == key:
+        held = self._heads[entry][Head.NUMBER]
+        if held == number:
             return None
-        at = self._words[Head.KEY]
-        skips = key > at and not self.spec.sampler.is_pass
-        if held > key or key < at or skips:
-            name = f"stream {self.spec.name}: global batch {key}"
+        at = self._words[Head.NUMBER]
+        skips = number > at and not self.spec.sampler.is_pass
+        if held > number or number < at or skips:
+            name = f"stream {self.spec.name}: global batch {number}"
             rule = "must be the next one or in the ring"
             remedy = "ranks of a node must request the same batches in the same order"
             raise StoreError(name, f"{rule} of selections", f"the stream is at {at}", remedy)
-        late = self.readers.lagging(held + 1)  # none for an empty entry, whose key is -1
-        slow = [] if state.reports is None else state.reports.late(key)
-        self.prepare(key)
+        late = self.readers.lagging(held + 1)  # none for an empty entry, whose number is -1
+        slow = [] if state.reports is None else state.reports.late(number)
+        self.prepare(number)
         limits_here = state.is_limited and state.joint_limiter is None and not self.spec.is_optional
         limiter = state.limiter if limits_here and not late else None
-        if limiter is not None and not limiter.is_open(self.spec.num_samples(key), exact=False):
-            return self._few_items(key)
+        if limiter is not None and not limiter.is_open(self.spec.num_samples(number), exact=False):
+            return self._few_items(number)
         waits = late or slow or self.follows
-        return partial(self._wait_for_ranks, key, late, slow, held) if waits else None
+        return partial(self._wait_for_ranks, number, late, slow, held) if waits else None
 
     def _wait_for_ranks(
-        self, key: int, late: list[int], slow: list[int], held: int, deadline: float | None
+        self, number: int, late: list[int], slow: list[int], held: int, deadline: float | None
     ) -> float | None:
         """Wait for local ranks that still read the selection `held` in the ring entry (`late`), or
         whose priorities are not complete (`slow`); for none: the leader of this node has yet to
@@ -223,14 +223,14 @@ class BatchStream:
         if (
             self.follows and self._words[Position.LIMITED]
         ):  # the leader of this node waits for items
-            if not self._is_ahead(key):
+            if not self._is_ahead(number):
                 self._waits[0] += 1
                 self.state.limiter_wait.wait()
             deadline = None
         elif deadline is None:
             self.readers.wait_awake(held + 1)
             if self.state.reports is not None:
-                self.state.reports.wait_awake(key)
+                self.state.reports.wait_awake(number)
             # A leader that waits for another node as long names that node first.
             return time.monotonic() + self._timeout_s * (_LEADER_FIRST if self.follows else 1)
         elif time.monotonic() > deadline and {*late, *slow} != {
@@ -238,32 +238,32 @@ class BatchStream:
         }:  # else its own device is late
             if late:
                 rule = f"find room in the ring of {self.spec.depth} selections"
-                raise self.readers.error(key, late, rule, "still needs an older one")
+                raise self.readers.error(number, late, rule, "still needs an older one")
             if slow or not self.follows:
                 missing = "has not requested the batch after them"
-                raise self.readers.error(key, slow, "have the priorities of all ranks", missing)
+                raise self.readers.error(number, slow, "have the priorities of all ranks", missing)
             rule = "be selected by the leader of this node"
-            raise self.readers.error(key, [0], rule, "has not done it")
+            raise self.readers.error(number, [0], rule, "has not done it")
         time.sleep(_POLL_S)
         return deadline
 
-    def request(self, key: int) -> None:
+    def request(self, number: int) -> None:
         """Record that the program waits for a global batch; a prefetch thread may `get`
         later ones.
         """
-        self.state.ask(key)
-        self._requested = key
+        self.state.ask(number)
+        self._requested = number
 
     def withdraw(self) -> None:
         """Take back this process's request of a batch that is not ready; it is requested again
         later.
         """
         reports = self.state.reports
-        key = self._requested
-        if reports is not None and key is not None:
+        number = self._requested
+        if reports is not None and number is not None:
             # It may be made by now, or another process makes it with other nodes.
             reports.withdraw(
-                lambda: self._words[Head.KEY] > key or bool(self._control[Control.SELECTING])
+                lambda: self._words[Head.NUMBER] > number or bool(self._control[Control.SELECTING])
             )
 
     def give_up(self) -> None:
@@ -273,34 +273,34 @@ class BatchStream:
         if self.state.reports is not None:
             self.state.reports.give_up()
 
-    def release(self, key: int) -> None:
-        """Mark all selections up to `key` as released by this process."""
-        self._released[self._peer] = key + 1
+    def release(self, number: int) -> None:
+        """Mark all selections up to `number` as released by this process."""
+        self._released[self._peer] = number + 1
 
     def leave(self) -> None:
         """Mark this process as no reader, so that no process waits for it; until `seek`."""
         self.state.consumed[self._peer] = NEVER_LATE
         self.state.ask(NEVER_LATE)
 
-    def can_select(self, key: int) -> bool:
+    def can_select(self, number: int) -> bool:
         """Return whether a global batch is selected, or could be now from this store."""
         limiter = self.state.limiter
         with self.table.lock:
             self.state.catch_up()
-            if self.prepare(key) or self.spec.is_optional:
+            if self.prepare(number) or self.spec.is_optional:
                 return True
             if limiter is None:
                 return self.masses.will_have_mass()
-            return limiter.is_open(self.spec.num_samples(key))
+            return limiter.is_open(self.spec.num_samples(number))
 
-    def held_items(self, key: int) -> ItemsHeld | None:
+    def held_items(self, number: int) -> ItemsHeld | None:
         """Return what this store holds for a global batch; None: it needs no more."""
         limiter = self.state.limiter
         with self.table.lock:
             self.state.catch_up()
-            return None if self.prepare(key) or limiter is None else limiter.held()
+            return None if self.prepare(number) or limiter is None else limiter.held()
 
-    def missing_items(self, key: int, held: Sequence[ItemsHeld | None]) -> int:
+    def missing_items(self, number: int, held: Sequence[ItemsHeld | None]) -> int:
         """Return how many items must be added for a global batch, given `held_items` of
         each store.
         """
@@ -308,13 +308,13 @@ class BatchStream:
         known = [one for one in held if one is not None]
         if limiter is None or len(known) < len(held):
             return 0
-        return limiter.missing(self.spec.num_samples(key), known)
+        return limiter.missing(self.spec.num_samples(number), known)
 
-    def prepare(self, key: int) -> bool:
+    def prepare(self, number: int) -> bool:
         """Evict stale trajectories; return whether a batch is selected already.
         Requires the lock.
         """
-        if key < self._words[Head.KEY]:
+        if number < self._words[Head.NUMBER]:
             return True
         ledger = self.table.ledger
         has_kept = isinstance(ledger, KeptLedger) and ledger.has_groups
@@ -325,7 +325,7 @@ class BatchStream:
             self._next_cleaning = time.monotonic() + _CLEAN_S
         if self.state.staleness is not None and not self._control[Control.SELECTING]:
             self.masses.take_changes()
-            self.state.staleness.drop(key)
+            self.state.staleness.drop(number)
         return False
 
     def note_writer(self) -> None:
@@ -342,41 +342,41 @@ class BatchStream:
             raise StoreError(f"stream {self.spec.name}", "must be open", None, remedy)
         self._check()
 
-    def _read(self, key: int, entry: int) -> Selection:
+    def _read(self, number: int, entry: int) -> Selection:
         state = self.state
-        turn = (key + 1) % self._num_peers == self._peer
-        follows = self._words[Head.KEY] == key + 1
+        turn = (number + 1) % self._num_peers == self._peer
+        follows = self._words[Head.NUMBER] == number + 1
         shared = self._num_peers > 1 and not self.spec.together and not state.is_limited
         # Several ranks read the stream: draw for the next selection, if its ring entry is released.
         if turn and shared and follows:
-            held = self._heads[(key + 1) % self.spec.depth][Head.KEY]
+            held = self._heads[(number + 1) % self.spec.depth][Head.NUMBER]
             if not self.readers.lagging(held + 1):
-                self.selector.draw_ahead(key + 1)
+                self.selector.draw_ahead(number + 1)
         origins = None if state.origins is None else state.origins[entry]
         head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
-        records, epochs = state.entries[entry]
-        return Selection(head, records, None, epochs, origins)
+        resolutions, epochs = state.entries[entry]
+        return Selection(head, resolutions, None, epochs, origins)
 
-    def _select_together(self, key: int, entry: int) -> None:
+    def _select_together(self, number: int, entry: int) -> None:
         """Make a selection with the other nodes, without holding the lock while waiting
         for them.
         """
-        self._is_ahead(key)
+        self._is_ahead(number)
         with self.table.lock:
-            self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
+            self._control[Control.SELECTING] += 1  # its items must stay between the rounds
         try:
-            is_made = self.selector.select(key, entry)
+            is_made = self.selector.select(number, entry)
         except Exception as error:
             with self.table.lock:
-                self._heads[entry][Head.KEY] = NOTHING
+                self._heads[entry][Head.NUMBER] = NOTHING
             if not isinstance(error, NothingToSampleError) or self.state.joint_limiter is None:
                 self._end_wait()
                 if self.state.failure is not None:
-                    self.state.failure.write(key, error)
+                    self.state.failure.write(number, error)
                 if isinstance(error, NothingToSampleError):
                     raise error.final() from None
                 raise
-            # Without items on all nodes: the next attempt begins with their agreement.
+            # Without items on all nodes: the next attempt begins with a round of theirs.
             is_made = False
             self.state.joint_limiter.note_empty()
         finally:
@@ -395,7 +395,7 @@ class BatchStream:
 
     def _wait_for_items(
         self,
-        key: int,
+        number: int,
         awaited: int,
         alone: bool,
         empty: NothingToSampleError | None,
@@ -411,7 +411,7 @@ class BatchStream:
         groups = self.table.groups
         comes = groups is not None and groups.waits_for_time  # without any process that adds
         may_wait = self.state.may_wait or self._writes_here or comes
-        if not self._is_ahead(key):
+        if not self._is_ahead(number):
             if empty is not None and (limiter is None or not may_wait):
                 raise empty.final()
             assert limiter is not None
@@ -421,8 +421,8 @@ class BatchStream:
                 wait.end()
                 waited = 0.0 if waits_for_itself else waited
                 with self.table.lock:
-                    count = self.spec.num_samples(key)
-                    raise limiter.too_late(key, count, waited, is_empty=empty is not None)
+                    count = self.spec.num_samples(number)
+                    raise limiter.too_late(number, count, waited, is_empty=empty is not None)
             self._waits[0] += (
                 1  # a rank that is about to raise does not wait: the others get its error
             )
@@ -434,13 +434,15 @@ class BatchStream:
             time.sleep(_LOOK_S)
         return deadline
 
-    def _is_ahead(self, key: int) -> bool:
+    def _is_ahead(self, number: int) -> bool:
         """Return whether this thread prefetches a global batch that the program has not requested
         yet.
         """
-        return self.state.limiter_wait.note(self._requested is not None and key > self._requested)
+        return self.state.limiter_wait.note(
+            self._requested is not None and number > self._requested
+        )
 
-    def _few_items(self, key: int, empty: NothingToSampleError | None = None) -> Wait:
+    def _few_items(self, number: int, empty: NothingToSampleError | None = None) -> Wait:
         """Return the wait for items, and request a wake-up at a slot's next change.
 
         No other process may add them if this one writes, or all ranks of the node wait: none of
@@ -449,13 +451,13 @@ class BatchStream:
         """
         alone = False
         limiter = self.state.limiter
-        if limiter is not None and not self._is_ahead(key):
+        if limiter is not None and not self._is_ahead(number):
             alone = self._writes_here or not limiter.may_be_filled
         awaited = 0
         if self._events is not None:
             self._control[Control.LISTENING] = 1
             awaited = self._events.count(0)
-        return partial(self._wait_for_items, key, awaited, alone, empty)
+        return partial(self._wait_for_items, number, awaited, alone, empty)
 
     def _end_wait(self) -> None:
         self._words[Position.LIMITED] = 0
@@ -488,7 +490,7 @@ class NativeStream:
             "num_peers": len(state.consumed),
             "peer": memory.peer,
             "seed": spec.seed,
-            "key": spec.key,
+            "random_key": spec.random_key,
             "batch": spec.batch,
             "depth": spec.depth,
             "moments_size": 0 if state.numbers is None else state.numbers[0].size,
@@ -501,13 +503,15 @@ class NativeStream:
         self._address = self._stream.address
         self._priorities = state.priorities
 
-    def take(self, key: int, part: int, num_parts: int) -> Selection | None:
+    def take(self, number: int, part: int, num_parts: int) -> Selection | None:
         """Return a part of a global batch, as `BatchStream.take`; None: Python must make its
         selection.
         """
         masses = self._priorities
-        alpha, beta = (0, 0) if masses is None else (masses.alpha_at(key), masses.beta_at(key))
-        found = self._take(self._address, key, alpha, beta, part, num_parts)
+        alpha, beta = (
+            (0, 0) if masses is None else (masses.alpha_at(number), masses.beta_at(number))
+        )
+        found = self._take(self._address, number, alpha, beta, part, num_parts)
         return None if found is None else Selection(*found)
 
 

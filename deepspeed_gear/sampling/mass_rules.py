@@ -108,7 +108,7 @@ class Condition:
 
 CustomMasses = Callable[[np.ndarray, np.ndarray, Callable[[str], np.ndarray]], np.ndarray]
 NO_ID = -1  # every id is newer
-_PARTS = 64  # parts into which each exchange divides the remaining range of ids
+_PARTS = 64  # parts into which each round divides the remaining range of ids
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,15 @@ class AgeWindow:
         ids: np.ndarray,
         num_items: np.ndarray,
         values: np.ndarray | None,
-        gather: Callable[[np.ndarray], np.ndarray] = lambda words: words[None],
+        all_gather: Callable[[np.ndarray], np.ndarray] = lambda words: words[None],
     ) -> WindowEdge:
         """Return the window's edge among the trajectories of all nodes, given those of this one.
         Collective.
 
         A larger id is newer; `values` are those of the window's column, if it has one. [n] each.
-        `gather` returns the same number of words of every node, [k] -> [S, k], int64; by default
-        there is one node. Cost: a sort, and about 4 exchanges of 64 words for 10^7 trajectories,
-        however many nodes.
+        `all_gather` returns the same number of words of every node, [k] -> [S, k], int64; by
+        default there is one node. Cost: a sort, and about 4 rounds of 64 words for 10^7
+        trajectories, however many nodes.
         """
         there = num_items > 0
         newest = None
@@ -149,7 +149,7 @@ class AgeWindow:
             own = np.zeros(2, np.int64)
             if there.any():
                 own[:] = 1, np.array(np.fmax.reduce(values[there]), number).view(np.int64)
-            found = gather(own)
+            found = all_gather(own)
             known = found[found[:, 0] > 0, 1].view(number)
             newest = np.fmax.reduce(known).item() if len(known) else None  # without NaN
         if self.newest is None:
@@ -158,14 +158,14 @@ class AgeWindow:
         ordered = ids[order]
         newer = np.concatenate([[0], np.cumsum(num_items[order])])  # of those before each place
         low = NO_ID
-        high = int(gather(np.array([ids.max(initial=NO_ID)])).max())
+        high = int(all_gather(np.array([ids.max(initial=NO_ID)])).max())
         while (
             low < high
         ):  # the smallest id after which there are fewer items than wanted is in [low, high]
             step = -(-(high - low) // _PARTS)
             points = np.minimum(low + step * np.arange(_PARTS), high)
             after = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
-            few = gather(after).sum(0) < self.newest
+            few = all_gather(after).sum(0) < self.newest
             first = int(np.argmax(few)) if few.any() else _PARTS
             if first == 0:
                 return WindowEdge(low, newest)
@@ -372,6 +372,6 @@ def weight_bits(total: float) -> int:
     return int(np.clip(MOST_BITS - np.frexp(total)[1], -_MOST_SHIFT, _MOST_SHIFT))
 
 
-def key_of(*names: str) -> int:
-    """Return the 32-bit stream key of a table and a stream, a part of the counter of every draw."""
+def random_key_of(*names: str) -> int:
+    """Return the 32-bit random key of a table and a stream, a part of each draw's counter."""
     return zlib.crc32("\0".join(names).encode())

@@ -89,24 +89,24 @@ class PriorityLog:
     def initialise(self) -> None:
         self.asked[:] = NEVER
 
-    def ask(self, key: int) -> None:
+    def ask(self, number: int) -> None:
         """Record that this process requests a batch, which later updates belong to; while updates
         of an older one are deferred (`promise`), publish that one, so that others wait for them.
         """
         with self._mutex:
             latest = self._latest
-            if key != latest:
+            if number != latest:
                 self._before = latest
-            self._current = key
-            self._asked_words[self._peer] = self._promises[0].batch if self._promises else key
+            self._current = number
+            self._asked_words[self._peer] = self._promises[0].batch if self._promises else number
 
-    def restart(self, key: int) -> None:
-        """Reset the requested batches of all processes, after a checkpoint at `key` was loaded."""
+    def restart(self, number: int) -> None:
+        """Reset what all processes request, after a checkpoint at batch `number` was loaded."""
         self.asked[:] = NEVER
         for peer in range(self._num_peers):
             waiting = self._waiting(peer)
             if (
-                self._log[peer, waiting, LogEntry.BATCH] >= key
+                self._log[peer, waiting, LogEntry.BATCH] >= number
             ).any():  # batches selected again: due now
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
@@ -137,19 +137,19 @@ class PriorityLog:
         ends = self.ends[peer]
         return np.arange(ends[LogEnds.HEAD], ends[LogEnds.TAIL]) % self.rule.log_size
 
-    def too_early(self, key: int) -> bool:
+    def too_early(self, number: int) -> bool:
         """Return whether this process itself has yet to request a batch that this selection waits
         for.
         """
-        return self.rule.lag > 0 and bool(self._asked_words[self._peer] < key - self.rule.lag)
+        return self.rule.lag > 0 and bool(self._asked_words[self._peer] < number - self.rule.lag)
 
-    def late(self, key: int) -> list[int]:
+    def late(self, number: int) -> list[int]:
         """Return the living processes whose updates are not complete for a global batch."""
-        return self._peers.lagging(key - self.rule.lag)
+        return self._peers.lagging(number - self.rule.lag)
 
-    def wait_awake(self, key: int) -> None:
+    def wait_awake(self, number: int) -> None:
         """Spin briefly until the updates for a global batch are complete."""
-        self._peers.wait_awake(key - self.rule.lag)
+        self._peers.wait_awake(number - self.rule.lag)
 
     def add_items(
         self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int
@@ -232,9 +232,9 @@ class PriorityLog:
                 name, rule, given, "report them in parts, with a sample() between the parts"
             )
 
-    def due(self, key: int) -> list[tuple[int, np.ndarray]]:
+    def due(self, number: int) -> list[tuple[int, np.ndarray]]:
         """Return the updates of each process that a selection of a global batch applies."""
-        batch = key - self.rule.lag
+        batch = number - self.rule.lag
         size = self.rule.log_size
         due = []
         for peer, ends in enumerate(self.ends):

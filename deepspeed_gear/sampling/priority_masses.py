@@ -116,33 +116,33 @@ class PriorityMasses(ItemMasses):
         self.counts[UpdateCount.HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
         super().initialise()
 
-    def restart(self, key: int) -> None:
-        """Reset the requests of all processes, after a checkpoint at `key` was loaded."""
-        self.reports.restart(key)
+    def restart(self, number: int) -> None:
+        """Reset the requests of all processes, after a checkpoint at `number` was loaded."""
+        self.reports.restart(number)
         self._window[:] = 0
 
     waiting = True  # reports may come at any time
 
-    def apply(self, key: int) -> None:
-        due = self.reports.due(key)
-        self.apply_reports(key, [entries for _, entries in due])
+    def apply(self, number: int) -> None:
+        due = self.reports.due(number)
+        self.apply_reports(number, [entries for _, entries in due])
         if due:
             self.reports.take(due)
 
-    def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
+    def apply_reports(self, number: int, reports: list[np.ndarray]) -> None:
         """Write queued changes of slots to the tree, then priority updates in any order. [n, 6]
         each.
         """
-        self.words[TreeChanges.BATCH] = key
-        super().apply(key)
-        era = 0 if self.rule.decay is None else key // self.rule.decay.era_batches
-        for word, value in ((TreeChanges.ALPHA, self.alpha_at(key)), (TreeChanges.ERA, era)):
+        self.words[TreeChanges.BATCH] = number
+        super().apply(number)
+        era = 0 if self.rule.decay is None else number // self.rule.decay.era_batches
+        for word, value in ((TreeChanges.ALPHA, self.alpha_at(number)), (TreeChanges.ERA, era)):
             if value != self.words[word]:
                 self.words[word] = value
                 self._build()
         counts = self._count_words
         window = self._window_words
-        at = key % WINDOW
+        at = number % WINDOW
         if not reports:
             window[at, 0] = window[at, 1] = 0
             return
@@ -198,9 +198,9 @@ class PriorityMasses(ItemMasses):
             self.words[TreeChanges.SEEN] = changed
         super().recover()
 
-    def alpha_at(self, key: int) -> int:
+    def alpha_at(self, number: int) -> int:
         """Return the exponent of the priorities of a global batch, Q62."""
-        return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
+        return int(self.rule.alpha(number) * ONE_Q62)  # exact: a power of two
 
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
         """Replace ids (slot -1, id for generation) by handles; drop items of other stores. [n, 6],
@@ -385,9 +385,9 @@ class PriorityMasses(ItemMasses):
     def num_drawable(self) -> int:
         return self._count_words[UpdateCount.DRAWABLE]
 
-    def beta_at(self, key: int) -> int:
+    def beta_at(self, number: int) -> int:
         """Return the exponent of the importance weights of a global batch, Q62."""
-        return int(self.rule.beta(key) * ONE_Q62)
+        return int(self.rule.beta(number) * ONE_Q62)
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many updates were ever applied, and clamped to the smallest or the largest

@@ -79,7 +79,7 @@ class LimiterWait:
 
 
 class NodeRate:
-    """Words of a node's rate record, sent to the other nodes: sizes, quota and samples of its
+    """Words of a node's rate, sent to the other nodes: sizes, quota and samples of its
     shard.
     """
 
@@ -111,7 +111,7 @@ class SelectionLimiter:
     """Decides whether a global batch may be drawn of a table with a capacity. Every method requires
     the lock.
 
-    Over several nodes, one process of each exchanges its `record`; `records` are those of all
+    Over several nodes, one process of each sends its `rate`; `rates` are those of all
     nodes, in the order of shards. [S, NodeRate.NUM_WORDS], int64; with prompts `PromptLedger.due`
     follows.
     """
@@ -135,7 +135,7 @@ class SelectionLimiter:
         #: Whether there is no limit: no rate limiter and no `max_times_sampled`.
         self.is_plain = self._rate is None and not self.most
         self.index = 0 if table.spec.shard is None else table.spec.shard.index
-        self._was_open = True  # by the records received last
+        self._was_open = True  # by the rates received last
         self.was_empty = (
             False  # whether too few items had a mass in the last selection of all nodes
         )
@@ -230,8 +230,8 @@ class SelectionLimiter:
         """
         return int((self.most - self._times - counted)[self._masses.leaves > 0].sum())
 
-    def count(self, records: np.ndarray) -> None:
-        np.add.at(self._times, records[:, Resolution.SLOT], 1)
+    def count(self, resolutions: np.ndarray) -> None:
+        np.add.at(self._times, resolutions[:, Resolution.SLOT], 1)
 
     def evict_used_up(self) -> None:
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
@@ -253,7 +253,7 @@ class SelectionLimiter:
         return any(table.memory.is_alive(peer) for peer in np.nonzero(may)[0].tolist())
 
     def too_late(
-        self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
+        self, number: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
     ) -> NotReadyError:
         """Return the error of a batch that cannot be drawn yet; a stream that waited 0 s cannot
         wait. `size`: what all nodes hold ("": this one holds all); `is_empty`: nothing can be
@@ -264,11 +264,11 @@ class SelectionLimiter:
         if is_empty or self.is_plain:
             rule = (
                 f"must hold what the sampler admits{within}, for the {count} samples of "
-                f"global batch {key}"
+                f"global batch {number}"
             )
         else:
             limit = "max_times_sampled" if self._rate is None else "rate limiter"
-            needed = f"the {count} samples of global batch {key}"
+            needed = f"the {count} samples of global batch {number}"
             rule = f"must be filled{within}, as its {limit} requires, for {needed}"
         found = f"{size}; here {held}" if size else held
         if self._table.ledger is not None:
@@ -286,8 +286,8 @@ class SelectionLimiter:
         kind = EmptyTableError if is_empty else NotReadyError
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
-    def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
-        """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed`
+    def rate(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
+        """Return this node's rate, and keep a part of its quota for the round. If `fixed`
         nothing changes, as a thread may be in a selection, and no process may `apply`. `exact` as
         `left`.
         """
@@ -336,58 +336,58 @@ class SelectionLimiter:
                 self._admitted = admitted
         return words
 
-    def are_open(self, records: np.ndarray, count: int) -> bool:
+    def are_open(self, rates: np.ndarray, count: int) -> bool:
         """Return whether all nodes together admit `count` samples; equal on all nodes."""
         size, inserted, left = (
-            records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+            rates[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         )
-        sampled = int(records[0, NodeRate.SAMPLED])
+        sampled = int(rates[0, NodeRate.SAMPLED])
         rate_admits = self._rate is None or self._rate.may_sample(size, inserted, sampled, count)
         ledger = self._table.ledger
-        may_draw = ledger is None or ledger.admits(records[:, NodeRate.NUM_WORDS :])
+        may_draw = ledger is None or ledger.admits(rates[:, NodeRate.NUM_WORDS :])
         return bool(rate_admits and left >= count and may_draw)
 
-    def apply(self, records: np.ndarray, count: int) -> bool:
+    def apply(self, rates: np.ndarray, count: int) -> bool:
         """Take what the others hold: add this node's part of the pool to its quota. Return
         `are_open`.
         """
         if self._rate is not None and self._rate.holds_back:
             words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]
-            size, inserted, admitted, quota = records[:, words].sum(0).tolist()
-            sampled, turn = records[0, [NodeRate.SAMPLED, NodeRate.TURN]].tolist()
+            size, inserted, admitted, quota = rates[:, words].sum(0).tolist()
+            sampled, turn = rates[0, [NodeRate.SAMPLED, NodeRate.TURN]].tolist()
             pool = max(
                 0, admitted + self._rate.room(size + admitted - inserted, admitted, sampled) - quota
             )
-            share = divide(pool, records[:, NodeRate.WANTED].tolist(), turn)[self.index]
-            self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + share
-        self._was_open = self.are_open(records, count)
+            share = divide(pool, rates[:, NodeRate.WANTED].tolist(), turn)[self.index]
+            self._table.control[Control.QUOTA] = rates[self.index, NodeRate.QUOTA] + share
+        self._was_open = self.are_open(rates, count)
         if self._table.ledger is not None:
-            held = records[:, NodeRate.HELD]
+            held = rates[:, NodeRate.HELD]
             is_drawn = self._was_open and self._table.control[Control.SELECTING] > 0
             self._table.ledger.note_others(int(held.sum() - held[self.index]), is_drawn)
-        self.fewest = int(records[:, NodeRate.FEWEST].min())
+        self.fewest = int(rates[:, NodeRate.FEWEST].min())
         return self._was_open
 
     def note_empty(self) -> None:
         """Note that too few items had a mass in the selection that all nodes began."""
         self.was_empty = True
 
-    def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
+    def given_up(self, rates: np.ndarray, number: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them stops waiting for the
         rate limiter.
         """
         was_empty, self.was_empty = self.was_empty, False
-        why = int(records[:, NodeRate.GIVES_UP].max())
-        if not records[:, NodeRate.MAY_BE_FILLED].any():
+        why = int(rates[:, NodeRate.GIVES_UP].max())
+        if not rates[:, NodeRate.MAY_BE_FILLED].any():
             why = why or GaveUp.WRITES_HERE
-        if why == GaveUp.WRITES_HERE and records[:, NodeRate.COMES].any():
-            why = GaveUp.LATE if (records[:, NodeRate.GIVES_UP] == GaveUp.LATE).any() else 0
+        if why == GaveUp.WRITES_HERE and rates[:, NodeRate.COMES].any():
+            why = GaveUp.LATE if (rates[:, NodeRate.GIVES_UP] == GaveUp.LATE).any() else 0
         if not why:
             return None
         waited_s = self._wait.timeout_s if why == GaveUp.LATE else 0.0
         size, inserted, left = (
-            records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+            rates[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         )
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
-        return self.too_late(key, count, waited_s, held, is_empty=self.is_plain or was_empty)
+        return self.too_late(number, count, waited_s, held, is_empty=self.is_plain or was_empty)

@@ -50,12 +50,12 @@ class SampleCounts:
         )
         return [counts, *of]
 
-    def count(self, records: np.ndarray) -> None:
+    def count(self, resolutions: np.ndarray) -> None:
         """Count the draws of the resolutions of a selection. [B, 8], int64."""
         if self._by_step:
-            items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+            items = resolutions[:, Resolution.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
         else:
-            items = np.ascontiguousarray(records[:, Resolution.SLOT])
+            items = np.ascontiguousarray(resolutions[:, Resolution.SLOT])
         np.add.at(self.counts, items, _ONE)
 
     def forget(self, slots: np.ndarray) -> None:
@@ -100,14 +100,14 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Se
     heads = table.views[spec.at + "heads"]
     ring = table.views[spec.at + "ring"]
     with table.lock:
-        keys = heads[:, Head.KEY].tolist()
-        entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[
-            -most:
-        ]
+        numbers = heads[:, Head.NUMBER].tolist()
+        entries = sorted(
+            (i for i, number in enumerate(numbers) if number != NOTHING), key=numbers.__getitem__
+        )[-most:]
         copies = [(heads[entry, : Head.NUM_SET].tolist(), ring[entry].copy()) for entry in entries]
     found = {}
-    for head, records in copies:
-        known = records[: head[Head.COUNT]]
+    for head, resolutions in copies:
+        known = resolutions[: head[Head.COUNT]]
         known = known[known[:, Resolution.ID] >= 0]  # without samples that only other nodes resolve
-        found[head[Head.KEY]] = Selection(head, torch.from_numpy(known))
+        found[head[Head.NUMBER]] = Selection(head, torch.from_numpy(known))
     return found

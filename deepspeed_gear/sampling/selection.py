@@ -18,7 +18,7 @@ from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
 
 PASS_SHIFT: Final = (
-    32  # the key of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
+    32  # the number of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
 )
 
 
@@ -28,15 +28,15 @@ class Selection(NamedTuple):
     """
 
     head: list[int]  # position after the selection, and totals: the words of `Head`
-    records: torch.Tensor  # the resolution of each sample. [B, 8], int64.
+    resolutions: torch.Tensor  # the resolution of each sample. [B, 8], int64.
     weights: torch.Tensor | None = (
         None  # PER weights, of a micro batch with priorities. [B], float32.
     )
     epochs: torch.Tensor | None = (
         None  # epoch (or pass) of each sample; None: there are none. [B], int64.
     )
-    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record
-    # holds the place of its rows on this node. [B], int64.
+    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
+    # resolution holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
 
 
@@ -53,24 +53,24 @@ class SelectionReaders:
         self._table = table
         self._reached: memoryview = reached.data
 
-    def lagging(self, key: int) -> list[int]:
-        """Return the living peers whose counter has not reached a key."""
-        if min(self._reached) >= key:
+    def lagging(self, number: int) -> list[int]:
+        """Return the living peers whose counter has not reached a number."""
+        if min(self._reached) >= number:
             return []
-        lagging = [peer for peer, reached in enumerate(self._reached) if reached < key]
+        lagging = [peer for peer, reached in enumerate(self._reached) if reached < number]
         attached = [peer for peer in lagging if self._table.peers[peer, Peer.PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
-    def wait_awake(self, key: int) -> None:
-        """Spin briefly until the peers reach a key; without the lock. They are late by
+    def wait_awake(self, number: int) -> None:
+        """Spin briefly until the peers reach a number; without the lock. They are late by
         microseconds; after a sleep, of milliseconds on a busy core, they would wait for this rank,
         and so in turn forever.
         """
         until = time.monotonic() + _AWAKE_S
-        while time.monotonic() < until and min(self._reached) < key:
+        while time.monotonic() < until and min(self._reached) < number:
             os.sched_yield()
 
-    def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:
+    def error(self, number: int, late: list[int], rule: str, missing: str) -> PeerError:
         """Return the error of a wait for peers that was too long."""
         peers = ", ".join(
             f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late
@@ -78,13 +78,13 @@ class SelectionReaders:
         rule = f"must {rule} in gear.timeout_s = {self._table.lock.timeout_s} s"
         remedy = "check why that rank stopped sampling; every rank must take every batch"
         return PeerError(
-            f"stream {self._spec.name}: global batch {key}", rule, f"{peers} {missing}", remedy
+            f"stream {self._spec.name}: global batch {number}", rule, f"{peers} {missing}", remedy
         )
 
 
-# words of a failure: its number, its global batch, and its outcome
-_NUMBER = 0
-_KEY = 1
+# words of a failure: how many there were, its global batch, and its outcome
+_COUNT = 0
+_NUMBER = 1
 _OUTCOME = 2
 
 
@@ -95,30 +95,30 @@ class SelectionFailure:
         self._lock = table.lock
         self._words = table.views[spec.at + "notice"]
         self._outcome: np.ndarray = self._words[_OUTCOME:]
-        self._seen = 0  # number of the latest one that this process has raised, or written
+        self._seen = 0  # failures up to the latest one that this process has raised, or written
 
-    def write(self, key: int, error: Exception) -> None:
+    def write(self, number: int, error: Exception) -> None:
         """Record the failure of a global batch's selection."""
         with self._lock:
             self._outcome[:] = Outcome.of(error).words(len(self._outcome))
-            self._words[_KEY] = key
-            self._words[_NUMBER] += 1
-            self._seen = int(self._words[_NUMBER])
+            self._words[_NUMBER] = number
+            self._words[_COUNT] += 1
+            self._seen = int(self._words[_COUNT])
 
     def forget(self) -> None:
         """Discard the failures recorded until now: their selections are tried again."""
-        self._seen = int(self._words[_NUMBER])
+        self._seen = int(self._words[_COUNT])
 
-    def check(self, key: int) -> None:
+    def check(self, number: int) -> None:
         """Raise a batch's recorded failure, once: StoreError (until contents or priorities change),
         NotReadyError (rate limiter) or PeerError.
         """
-        if self._words[_NUMBER] == self._seen:
+        if self._words[_COUNT] == self._seen:
             return
         with self._lock:
-            number = int(self._words[_NUMBER])
-            failed = int(self._words[_KEY])
+            count = int(self._words[_COUNT])
+            failed = int(self._words[_NUMBER])
             outcome = Outcome.read(self._outcome)
-        self._seen = number
-        if failed == key:
+        self._seen = count
+        if failed == number:
             raise outcome.error("the first rank of this node", is_own=True)

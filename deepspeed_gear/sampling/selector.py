@@ -1,8 +1,8 @@
 """Selector: decides the samples of a global batch and commits them as an entry of the ring.
 
 A process may die at any instruction: first priority updates and queued masses go to the tree
-(repeatable), then samples to a ring entry marked empty, the entry's key (the commit point), and the
-position.
+(repeatable), then samples to a ring entry marked empty, the entry's number (the commit point), and
+the position.
 
 Ranks that sample concurrently would wait for each other's selections in every step. So they draw
 ahead in turn while nothing changes: Position.AHEAD is the batch whose draws are already in its ring
@@ -31,7 +31,7 @@ from deepspeed_gear.sampling.sum_tree import items_of
 from deepspeed_gear.store.records import NOTHING, Head, Position
 from deepspeed_gear.store.store_lock import StoreLock
 
-_WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
+_WORDS_AFTER_NUMBER = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 
 class LocalSelector:
@@ -57,16 +57,16 @@ class LocalSelector:
     def total(self) -> int:
         return self.masses.total
 
-    def begin(self, key: int, entry: int, count: int) -> int | None:
+    def begin(self, number: int, entry: int, count: int) -> int | None:
         """Begin the selection of a global batch. Returns how many samples of `count` the rate
         limiter admits, all or, of a stream that `is_optional`, none; None: it must wait.
         """
         limiter = self.state.limiter if self.spec.is_optional else None
         return count if limiter is None or limiter.is_open(count) else 0
 
-    def apply(self, key: int) -> int:
+    def apply(self, number: int) -> int:
         """Apply all changes of masses that precede the selection. Returns their sum."""
-        self.masses.apply(key)
+        self.masses.apply(number)
         return self.masses.total
 
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
@@ -142,21 +142,23 @@ class LocalSelector:
         _, masses, first = self.state.with_ages.ends(count, newest)
         return items_of(masses, first, count, newest)
 
-    def finish(self, key: int, entry: int, count: int) -> tuple[int, np.ndarray]:
-        """Pin the samples of `count` items for the gather. Returns the number of records, of groups
-        those of all members, and the records that lie in this store, [n, 8], int64.
+    def finish(self, number: int, entry: int, count: int) -> tuple[int, np.ndarray]:
+        """Pin the samples of `count` items for the gather.
+
+        Returns the number of resolutions, of groups those of all members, and the resolutions that
+        lie in this store, [n, 8], int64.
         """
         with self.lock:
-            self.state.pin(key, self.state.drawn[entry][0][:count])
-            num_records = self.state.expand(entry, count) if self.spec.by_group else count
-            return num_records, self.state.ring_words[entry, :num_records]
+            self.state.pin(number, self.state.drawn[entry][0][:count])
+            num_resolutions = self.state.expand(entry, count) if self.spec.by_group else count
+            return num_resolutions, self.state.ring_words[entry, :num_resolutions]
 
-    def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
+    def weigh(self, number: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor *
         mass))**exponent.
         """
         masses = self.state.with_priorities
-        beta = masses.beta_at(key)
+        beta = masses.beta_at(number)
         normalize = masses.rule.normalize
         if normalize == "batch":
             return int(np.minimum.reduce(drawn)), 1, beta  # faster than `min`, which calls it
@@ -164,48 +166,50 @@ class LocalSelector:
             return masses.least, 1, beta
         return total, masses.num_drawable, beta
 
-    def select(self, key: int, entry: int) -> bool:
+    def select(self, number: int, entry: int) -> bool:
         """Make and commit a batch's selection; False: the limiter of all nodes does not admit it
         yet. Requires the table's lock where no other node takes part. NothingToSampleError: too few
         items have a mass.
         """
         state = self.state
         head = state.head_words[entry]
-        head[Head.KEY] = NOTHING
+        head[Head.NUMBER] = NOTHING
         after: list[int] = state.words[: Head.NUM_SET].tolist()
         after[Head.FILLERS] = 0
         if self._sampler.is_pass:
-            after[Head.EPOCH] = key >> PASS_SHIFT
-            if after[Head.EPOCH] != state.words[Head.KEY] >> PASS_SHIFT:  # a new pass begins
+            after[Head.EPOCH] = number >> PASS_SHIFT
+            if after[Head.EPOCH] != state.words[Head.NUMBER] >> PASS_SHIFT:  # a new pass begins
                 after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
-        count = self.begin(key, entry, self.spec.num_samples(key))
+        count = self.begin(number, entry, self.spec.num_samples(number))
         if count is None:
             return False
         rows = self._rows(entry, count)
         if self._sampler.walks:
-            self._walk(key, rows, state.drawn[entry][1], after)
+            self._walk(number, rows, state.drawn[entry][1], after)
         elif count:
-            is_ahead = state.words[Position.AHEAD] == key and not state.masses.waiting
-            after[Head.TOTAL] = self._checked(self.apply(key))
+            is_ahead = state.words[Position.AHEAD] == number and not state.masses.waiting
+            after[Head.TOTAL] = self._checked(self.apply(number))
             if self._counting is not None and not self._sampler.each_once:
                 self._sample_counting(rows, after[Head.SAMPLES])
             elif not is_ahead:
                 first = after[Head.SAMPLES]
                 self.resolve(rows, 0, self._coordinates_of(count, first, after[Head.TOTAL]), first)
-        num_records, samples = self.finish(key, entry, count)
+        num_resolutions, samples = self.finish(number, entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
-            after[Head.NUMERATOR : Head.EXPONENT + 1] = self.weigh(key, masses, after[Head.TOTAL])
-        after[Head.KEY] = key + 1
-        after[Head.COUNT] = num_records
+            after[Head.NUMERATOR : Head.EXPONENT + 1] = self.weigh(
+                number, masses, after[Head.TOTAL]
+            )
+        after[Head.NUMBER] = number + 1
+        after[Head.COUNT] = num_resolutions
         after[Head.SAMPLES] += count
         with self.lock:
-            _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
+            _WORDS_AFTER_NUMBER.pack_into(head, head.itemsize, *after[1:])
             if self._counting is not None:
                 self._counting.count(samples)
             if state.numbers is not None:
                 state.numbers[entry] = self.moments
-            head[Head.KEY] = key  # the commit point
+            head[Head.NUMBER] = number  # the commit point
             state.advance(entry)
             if self._counting is not None:
                 self._counting.evict_used_up()
@@ -213,7 +217,7 @@ class LocalSelector:
                 state.counts.count(samples)
         return True
 
-    def draw_ahead(self, key: int) -> None:
+    def draw_ahead(self, number: int) -> None:
         """Draw for the next batch if no change precedes it; every process has released its ring
         entry.
         """
@@ -221,17 +225,17 @@ class LocalSelector:
         words = self.state.words
         if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
             return
-        if words[Head.KEY] != key or words[Position.AHEAD] == key or state.masses.waiting:
+        if words[Head.NUMBER] != number or words[Position.AHEAD] == number or state.masses.waiting:
             return
-        entry = key % self.spec.depth
-        state.head_words[entry][Head.KEY] = NOTHING
+        entry = number % self.spec.depth
+        state.head_words[entry][Head.NUMBER] = NOTHING
         total = state.masses.total
         if total:
             count = self.spec.batch
             first = words[Head.SAMPLES]
             rows = self._rows(entry, count)
             self.resolve(rows, 0, self._coordinates_of(count, first, total), first)
-            words[Position.AHEAD] = key
+            words[Position.AHEAD] = number
 
     def _rows(self, entry: int, count: int) -> torch.Tensor:
         rows: torch.Tensor = self.state.drawn[entry][0]
@@ -245,7 +249,7 @@ class LocalSelector:
             coordinates = (
                 self._coordinates if count == self.spec.batch else self._coordinates[:count]
             )
-            self.state.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
+            self.state.ops.draw_(coordinates, self.spec.seed, self.spec.random_key, first, total)
             if self._native is NativeDraw.STRATIFIED:
                 stratify_(coordinates, total)
             return coordinates
@@ -276,7 +280,9 @@ class LocalSelector:
             )
             done += self.resolve_until(rows, done, coordinates, first + done, counted)
 
-    def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
+    def _walk(
+        self, number: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]
+    ) -> None:
         """Resolve the next items of an epoch; at its end, apply queued masses and begin the next
         epoch.
 
@@ -305,7 +311,7 @@ class LocalSelector:
                 if sampler.is_pass and after[Head.EPOCH_SIZE] > 0:
                     after[Head.FILLERS] = max(after[Head.FILLERS], count - done)
                 else:
-                    self._begin_epoch(key, done, after)
+                    self._begin_epoch(number, done, after)
                 at = 0  # in a pass: fillers repeat the first items and are marked as such
             n = min(count - done, after[Head.EPOCH_SIZE] - at)
             first = after[Head.SAMPLES] + done
@@ -319,14 +325,14 @@ class LocalSelector:
                 after[Head.EPOCH_FIRST] = first + n - after[Head.EPOCH_SIZE]
             done += left
 
-    def _begin_epoch(self, key: int, done: int, after: list[int]) -> None:
+    def _begin_epoch(self, number: int, done: int, after: list[int]) -> None:
         if after[Head.EPOCH_SIZE] > 0:
             after[Head.EPOCH] += 1
         after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done
         if not self.spec.together and self.state.masses.waiting:
-            self.state.pin(key, self.state.drawn[key % self.spec.depth][0][:done])
+            self.state.pin(number, self.state.drawn[number % self.spec.depth][0][:done])
             self.state.words[Position.DONE] = 1 + done
-        size = self._checked(self.apply(key))
+        size = self._checked(self.apply(number))
         with self.lock:
             if self.state.walked is not None:  # the trajectories that the tree has masses of
                 self.state.walked[:] = self.state.table.slots[:, Slot.GENERATION]

@@ -38,9 +38,9 @@ class Staleness:
             steps = records[slot, Slot.NUM_STEPS]
             self._versions[slot] = column[first : first + steps].min()
 
-    def drop(self, key: int) -> None:
+    def drop(self, number: int) -> None:
         """Evict the trajectories that are too old for a global batch, and count them by length."""
-        now = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
+        now = number, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
         if now == self._dropped:
             return
         records = self._table.slots
@@ -51,15 +51,19 @@ class Staleness:
             newest = self._table.control[Control.POLICY_VERSION]
             old |= self._versions[committed] < newest - self.retention.max_lag
         if self.retention.max_age:
-            old |= key - records[committed, Slot.BORN] > self.retention.max_age
+            old |= number - records[committed, Slot.BORN] > self.retention.max_age
         if ledger is not None:
-            old |= ledger.too_old(committed, key)
+            old |= ledger.too_old(committed, number)
         for slot in self._table.evict(committed[old]).tolist():
             num_steps = int(self._table.num_steps_of(np.array([slot]))[0])
             length = num_steps.bit_length() - 1
             self._num_stale[length] += 1
             self._stale_steps[length] += num_steps
-        self._dropped = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
+        self._dropped = (
+            number,
+            self._control[Control.POLICY_VERSION],
+            self._control[Control.CHANGED],
+        )
 
     def open_lagging(self, version: int) -> list[int]:
         """Return the living processes whose open trajectories would exceed the lag at a version."""

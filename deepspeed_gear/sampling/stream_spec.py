@@ -21,7 +21,7 @@ class StreamSpec:
     sampler: Sampler
     sampling: SamplerSpec  # masses and draw of the sampler
     seed: int
-    key: int  # 32-bit key of table and stream, a part of the counter of every random word
+    random_key: int  # 32 bits of table and stream, a part of the counter of every random word
     batch: int  # samples of a global batch, which are items
     depth: int  # selections that the ring keeps
     # Samples of a global batch by its number, at most `batch`; None: always `batch`.
@@ -55,7 +55,7 @@ class StreamSpec:
         return self.rule.unit == "group"
 
     @property
-    def most_records(self) -> int:
+    def most_resolutions(self) -> int:
         """Trajectories that a selection holds at most."""
         return self.batch * self.most_trajectories
 
@@ -64,8 +64,8 @@ class StreamSpec:
         """Prefix of the names of its regions."""
         return f"stream/{self.name}/"
 
-    def num_samples(self, key: int) -> int:
-        return self.batch if self.count is None else self.count(key)
+    def num_samples(self, number: int) -> int:
+        return self.batch if self.count is None else self.count(number)
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the stream for readers of the store; JSON-able."""

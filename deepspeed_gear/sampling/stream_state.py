@@ -44,7 +44,7 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     at = spec.at
     depth = spec.depth
     batch = spec.batch
-    most = spec.most_records
+    most = spec.most_resolutions
     numbers = Moment.NUM_WORDS, moments_size(table.normalized_columns)
     trains = spec.name == TRAIN
     # An epoch whose items may be evicted.
@@ -161,16 +161,16 @@ class StreamState:
         assert isinstance(self.masses, AgeMasses)
         return self.masses
 
-    def ask(self, key: int) -> None:
+    def ask(self, number: int) -> None:
         """Record that this process requests a global batch: its later priorities belong to that
         one.
         """
         if self.reports is not None:
-            self.reports.ask(key)
+            self.reports.ask(number)
 
     def initialise(self) -> None:
         """Set masses and position in new memory, before it is linked."""
-        self.heads[:, Head.KEY] = self.position[Position.AHEAD] = NOTHING
+        self.heads[:, Head.NUMBER] = self.position[Position.AHEAD] = NOTHING
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING
         self.masses.initialise()
@@ -182,9 +182,9 @@ class StreamState:
         if self.limiter is not None and self.limiter.most:
             self.limiter.evict_used_up()
         self.masses.recover()
-        newest = int(self.heads[:, Head.KEY].argmax())
-        key = self.heads[newest, Head.KEY]
-        if key >= self.position[Head.KEY] and key != NOTHING:
+        newest = int(self.heads[:, Head.NUMBER].argmax())
+        number = self.heads[newest, Head.NUMBER]
+        if number >= self.position[Head.NUMBER] and number != NOTHING:
             self.advance(newest)
 
     def catch_up(self) -> None:
@@ -198,7 +198,7 @@ class StreamState:
         words = self.words
         words[1 : Head.NUM_SET] = head[1 : Head.NUM_SET]
         words[Position.DONE] = 0
-        words[Head.KEY] = head[Head.KEY] + 1
+        words[Head.NUMBER] = head[Head.NUMBER] + 1
 
     @property
     def newest_numbers(self) -> np.ndarray:
@@ -206,22 +206,22 @@ class StreamState:
         elements].
         """
         assert self.numbers is not None
-        key = self.words[Head.KEY] - 1
-        entry = key % self.spec.depth
+        number = self.words[Head.NUMBER] - 1
+        entry = number % self.spec.depth
         return np.asarray(
-            self.numbers[entry if self.head_words[entry][Head.KEY] == key >= 0 else -1]
+            self.numbers[entry if self.head_words[entry][Head.NUMBER] == number >= 0 else -1]
         )
 
-    def pin(self, key: int, records: torch.Tensor) -> None:
+    def pin(self, number: int, resolutions: torch.Tensor) -> None:
         """Keep the rows of sampled items (of leaders: their groups, [n, 8]) until all have released
         them.
         """
         if self.last_drawn is not None:
-            slots = records[:, Resolution.SLOT].numpy()
+            slots = resolutions[:, Resolution.SLOT].numpy()
             if self.spec.by_group:
                 self.groups.words[slots, SlotGroup.DRAWN] = 1
                 slots, _ = self.groups.trajectories(slots)
-            self.last_drawn[slots] = key
+            self.last_drawn[slots] = number
 
     def evicted(self, slots: np.ndarray) -> np.ndarray:
         """Return which slots' items of the epoch were evicted since it began. [n] -> [n], bool."""
@@ -232,9 +232,7 @@ class StreamState:
         return np.asarray(~is_same | (records[:, Slot.STATE] != SlotState.COMMITTED))
 
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of the groups of drawn leaders, [n, 8] -> [m, 8], and the group of
-        each, [m].
-        """
+        """Return resolutions of the groups of leaders, [n, 8] -> [m, 8], and each one's group."""
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
         found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
         found[:, Resolution.SLOT] = slots
@@ -285,7 +283,7 @@ class StreamState:
             position[Head.EPOCH_SIZE] = 0
 
     def seek(
-        self, key: int, samples: int, epoch: int, first: int, size: int, *, fresh: bool = False
+        self, number: int, samples: int, epoch: int, first: int, size: int, *, fresh: bool = False
     ) -> None:
         """Set the position to a global batch; its epoch ends if masses stay (not `fresh`) of
         another.
@@ -293,17 +291,24 @@ class StreamState:
         ends = not fresh and self.walked is not None and epoch != self.position[Head.EPOCH]
         if self.numbers is not None:
             self.numbers[-1] = self.newest_numbers
-        self.control[Control.QUOTA] = 0  # until the nodes have exchanged new quotas
-        self.heads[:, Head.KEY] = NOTHING
+        self.control[Control.QUOTA] = 0  # until the nodes have had a round for new quotas
+        self.heads[:, Head.NUMBER] = NOTHING
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING
-        self.consumed[:] = key
+        self.consumed[:] = number
         if self.priorities is not None:
-            self.priorities.restart(key)
+            self.priorities.restart(number)
         self.position[Position.DONE] = 0
         self.position[Position.AHEAD] = NOTHING
-        words = [Head.KEY, Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE, Head.TOTAL]
-        self.position[words] = (key, samples, epoch, first, size, size)
+        words = [
+            Head.NUMBER,
+            Head.SAMPLES,
+            Head.EPOCH,
+            Head.EPOCH_FIRST,
+            Head.EPOCH_SIZE,
+            Head.TOTAL,
+        ]
+        self.position[words] = (number, samples, epoch, first, size, size)
         if ends:
             self.end_epoch()
 
@@ -318,11 +323,11 @@ class StreamState:
         `since` on.
         """
         self.catch_up()
-        unused = np.nonzero(self.heads[:, Head.KEY] >= since)[0]
+        unused = np.nonzero(self.heads[:, Head.NUMBER] >= since)[0]
         if self.origins is not None and self.spec.sampler.is_pass:
             unused = unused[:0]  # a pass begins again
         ring = self.ring_words[unused].copy()
-        own = drawn = np.arange(self.spec.most_records) < self.heads[unused, Head.COUNT, None]
+        own = drawn = np.arange(self.spec.most_resolutions) < self.heads[unused, Head.COUNT, None]
         ring[~drawn] = 0
         if (
             self.origins is not None
@@ -380,19 +385,19 @@ class StreamState:
         ring[..., Resolution.FIRST_ROW] = self.table.slots[
             ring[..., Resolution.SLOT], Slot.FIRST_ROW
         ]
-        self.ring_words[content["heads"][:, Head.KEY] % self.spec.depth] = ring
+        self.ring_words[content["heads"][:, Head.NUMBER] % self.spec.depth] = ring
         self.keep_selections(content)
 
     def keeps_selections(self, content: dict[str, np.ndarray]) -> bool:
         """Return whether the stream keeps the unused selections of a checkpoint."""
         heads = content["heads"]
         ring = content["ring"]
-        return ring.shape[1] == self.spec.most_records and 0 < len(heads) <= self.spec.depth
+        return ring.shape[1] == self.spec.most_resolutions and 0 < len(heads) <= self.spec.depth
 
     def keep_selections(self, content: dict[str, np.ndarray]) -> None:
         """Set the position after restored selections, whose samples are in the ring."""
         heads = content["heads"]
-        entries = heads[:, Head.KEY] % self.spec.depth
+        entries = heads[:, Head.NUMBER] % self.spec.depth
         self.heads[entries] = heads
         self.epochs.numpy()[entries] = content["epochs"]
         if self.numbers is not None:
@@ -402,4 +407,4 @@ class StreamState:
             return
         for entry, head in zip(entries.tolist(), heads, strict=True):
             pinned = self.ring_words[entry, : int(head[Head.COUNT]), Resolution.SLOT]
-            self.last_drawn[pinned] = int(head[Head.KEY])
+            self.last_drawn[pinned] = int(head[Head.NUMBER])

@@ -73,7 +73,7 @@ class ItemMasses:
         self._slots = torch.from_numpy(table.slots)
         self._log = torch.from_numpy(views["log"]) if "log" in views else None
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
-        self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
+        self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.random_key)
         self._plain_unit = None if self._late else spec.rule.plain_unit
         self._may_wrap = (
             spec.rule.has_weights and table.spec.dataset is None
@@ -200,7 +200,7 @@ class ItemMasses:
             or (self._groups is not None and self._groups.waiting)
         )
 
-    def apply(self, key: int) -> None:
+    def apply(self, number: int) -> None:
         """Apply all changes that precede a global batch to the tree; `recover` repairs it after a
         death.
         """
@@ -294,7 +294,7 @@ class ItemMasses:
             steps = words[:, Resolution.NUM_STEPS]
             unsigned = numbers.astype(np.uint64)
             purpose = np.array([[RandomPurpose.ANCHOR]], np.uint64)
-            drawn = philox(self.spec.seed, unsigned, self.spec.key, purpose)
+            drawn = philox(self.spec.seed, unsigned, self.spec.random_key, purpose)
             index = below(tuple(quarter[0] for quarter in drawn), rule.num_anchors(steps))
             words[:, Resolution.ANCHOR] = rule.anchor_at(index, steps)
 
@@ -346,12 +346,12 @@ class AgeMasses(ItemMasses):
         self.queue_window()
         super().apply(0)
 
-    def apply(self, key: int) -> None:
+    def apply(self, number: int) -> None:
         waiting = self.waiting
         self.take_changes()
         if waiting and self.spec.num_shards == 1:
             self.queue_window()
-        super().apply(key)
+        super().apply(number)
 
     def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Return the committed slots, their masses by the rule, ids, items, and values of the

@@ -29,7 +29,7 @@ from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
 
 _POLL_S = 200e-6
-_AGREE_S = 0.25
+_ROUND_S = 0.25
 _PARTS = 4  # of a store that is kept one of so many parts of the retired slots is freed at once
 
 
@@ -170,10 +170,8 @@ class Evictor:
         waits_for_itself = self._samples and (
             refusal == Refusal.RATE_LIMITED or self.readers.are_frozen
         )
-        if (
-            refusal == Refusal.RATE_LIMITED and self._is_shared
-        ):  # nodes may agree on quotas just now
-            waits_for_itself &= now > until - self.timeout_s + _AGREE_S
+        if refusal == Refusal.RATE_LIMITED and self._is_shared:  # nodes may divide quotas just now
+            waits_for_itself &= now > until - self.timeout_s + _ROUND_S
         if waits_for_itself or now > until:
             waited = (
                 "first"

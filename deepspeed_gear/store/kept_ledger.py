@@ -34,11 +34,11 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 Views = Mapping[str, np.ndarray]
 # Words of a store's life. 1: no number is leased until a rank asks, and a death is followed by
 # `begin`; numbers below _END may have retired groups; _TOKEN: the latest lease before the latest
-# start or load. Of several stores in the order of completion: _AGREED are the trained batches for
+# start or load. Of several stores in the order of completion: _SETTLED are the trained batches for
 # which the words from _SHARES on hold, or one of _VOID and _UNKNOWN. Each is how many more entries
 # of this store may be due by a batch, from the next one on.
-_IS_BEGUN, _END, _TOKEN, _AGREED, _SHARES = range(5)
-# until the stores agree again; for the first time since a start or load
+_IS_BEGUN, _END, _TOKEN, _SETTLED, _SHARES = range(5)
+# until the next round of the stores; for the first time since a start or load
 _VOID = -1
 _UNKNOWN = -2
 
@@ -82,7 +82,7 @@ class KeptLedger(PromptLedger):
         if self._life[_IS_BEGUN] and self._memory.peer >= self._num_ranks:
             return []  # until a rank asks
         self._life[_IS_BEGUN] = 0
-        if self._life[_AGREED] == _UNKNOWN:
+        if self._life[_SETTLED] == _UNKNOWN:
             return []
         leases = list[LeaseRecord]()
         revived = list[int]()
@@ -128,7 +128,7 @@ class KeptLedger(PromptLedger):
             return may_lease(before, version, spec.groups, spec.max_lag)
         newest = version_of(spec, self.views)  # that of entries without a group, at least
         if spec.is_joint:
-            may = self._life[_AGREED] == newest and version + spec.max_lag >= selected
+            may = self._life[_SETTLED] == newest and version + spec.max_lag >= selected
             return version >= newest or bool(may and (self._shares(version) > 0).all())
         versions = np.where(self._has_version(), self.entries[:, Entry.VERSION], newest)[others]
         due = np.arange(version, newest + 1)
@@ -147,8 +147,8 @@ class KeptLedger(PromptLedger):
         return np.asarray(self._life[_SHARES:][at : end if spec.is_joint else at])
 
     def progress(self) -> np.ndarray:
-        """Return what stores agree on; until `note_others` the store has no shares."""
-        self._life[_AGREED] = min(int(self._life[_AGREED]), _VOID)
+        """Return what the other stores need; until `note_others` the store has no shares."""
+        self._life[_SETTLED] = min(int(self._life[_SETTLED]), _VOID)
         return super().progress()
 
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
@@ -164,7 +164,7 @@ class KeptLedger(PromptLedger):
             self._life[_SHARES:] = (
                 0 if is_drawn else np.maximum((free + turn) // spec.num_stores, 0)
             )
-            self._life[_AGREED] = self._trained
+            self._life[_SETTLED] = self._trained
 
     def _of_others(self, number: int) -> int:
         """Return how many numbers below one are of other stores."""
@@ -241,7 +241,7 @@ class KeptLedger(PromptLedger):
         counts = self.counts
         states = self._slots[:, Slot.STATE]
         life[_IS_BEGUN] = 1
-        life[_AGREED] = _UNKNOWN if self.spec.is_joint else 0
+        life[_SETTLED] = _UNKNOWN if self.spec.is_joint else 0
         life[_TOKEN] = leases = max(int(counts[PromptCount.LEASES]), int(life[_TOKEN]))
         states[states == SlotState.COMMITTED] = SlotState.EVICTED
         is_rank = self._slots[:, Slot.OWNER] < self._num_ranks
@@ -258,12 +258,15 @@ class KeptLedger(PromptLedger):
         self._reasons[:] = b""
         counts[:] = 0
         self._epochs[:] = 0
-        counts[[PromptCount.LEASES, PromptCount.TRAINED]] = leases, -1  # until the stores agree
+        counts[[PromptCount.LEASES, PromptCount.TRAINED]] = (
+            leases,
+            -1,
+        )  # until the stores have had a round
         self._extents.control[Control.SELECTING] = 0
         for name in (*cleared, "groups", "group_counts"):
             self.views[name][:] = 0
         FillLedger(self.views["fill_claims"], self._memory).clear()
-        self.views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
+        self.views["stream/train/consumed"][:] = self._position[Head.NUMBER]  # none is in training
         self._extents.rebuild()
 
     def place(self, records: np.ndarray, saved: Views) -> tuple[np.ndarray, np.ndarray]:

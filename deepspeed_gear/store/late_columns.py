@@ -89,10 +89,15 @@ def _write(rows: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> 
 
 
 def fill_each(
-    table: Table, column: Column, records: np.ndarray, values: Any, lineage: str, offset: int = 0
+    table: Table,
+    column: Column,
+    resolutions: np.ndarray,
+    values: Any,
+    lineage: str,
+    offset: int = 0,
 ) -> None:
-    """Write a late column of records of `absent`, as `fill` with `lineage`; what is there already
-    is counted.
+    """Write a late column of resolutions of `absent`, as `fill` with `lineage`; what is there
+    already is counted.
 
     `values` are the rows of one trajectory after the other; row i takes the one that is `offset`
     before it in its trajectory, or zeros. Of a prompt that another trajectory holds they are left
@@ -100,16 +105,18 @@ def fill_each(
     """
     name = f"table {table.spec.name}"
     schema = table.spec.schema
-    slots = np.empty(len(records), np.int64)
-    counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
+    slots = np.empty(len(resolutions), np.int64)
+    counts = resolutions[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
     counts = np.ones_like(counts) if column.rows == "1" else counts
     array = np.ascontiguousarray(as_stored(values, column, name, int(counts.sum())))
     shared = 0 * counts
     if table.shared_prompts is not None:
-        shared = table.shared_prompts[records[:, Resolution.SLOT], SharedPrompt.STEPS]
+        shared = table.shared_prompts[resolutions[:, Resolution.SLOT], SharedPrompt.STEPS]
     if shared.any():
-        records = records.copy()
-        records[:, Resolution.NUM_STEPS] -= np.minimum(shared, records[:, Resolution.NUM_STEPS])
+        resolutions = resolutions.copy()
+        resolutions[:, Resolution.NUM_STEPS] -= np.minimum(
+            shared, resolutions[:, Resolution.NUM_STEPS]
+        )
         shared = np.minimum(shared, 0 if column.rows == "1" else counts)
         if column.rows != "1":
             array, offset = _without_prompts(counts, shared, array, offset), 0
@@ -117,7 +124,7 @@ def fill_each(
     native = table.ops.native
     store = table.extents.handle.address
     bit = schema.late_bits([column.name])
-    given = schema.names.index(column.name), bit, records, array, offset, slots
+    given = schema.names.index(column.name), bit, resolutions, array, offset, slots
     with quiet(table, table.lock.timeout_s):
         if lineage != table.lineage:
             return
@@ -125,7 +132,7 @@ def fill_each(
         if wrong >= 0:  # the row of a value; nothing is written
             at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
             step = wrong - ends[at] + counts[at] + offset + shared[at]
-            place = f"step {step} of id {records[at, Resolution.ID]}"
+            place = f"step {step} of id {resolutions[at, Resolution.ID]}"
             check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
         if repeated:
             assert table.fills is not None

@@ -11,8 +11,8 @@ and likewise for each of the latest epochs, and for all earlier ones together.
 
 Of K stores, one on each node, store k issues the numbers n with n % K == k. Batches are in the
 order of all numbers; what a store needs of the others comes with their selections (`progress`,
-`agree`, `note_others`). Or they are in one order of completion, by stamps that follow from these
-exchanges (`due`, `merged`).
+`take_progress`, `note_others`). Or they are in one order of completion, by stamps that follow from
+these rounds (`due`, `merged`).
 
 Order of writes, so that a process may die at any instruction: an entry's words before its state,
 the state before the number of issued ones. An entry that leaves is marked with its counter; new
@@ -93,7 +93,7 @@ class PromptCount:
 
 
 class Progress:
-    """Words that stores exchange before each selection."""
+    """Words that stores send to each other before a selection."""
 
     FIRST_OPEN: Final = 0  # the first number of the store that is open
     BATCHES: Final = 1  # that the ranks of its node have trained
@@ -138,8 +138,8 @@ class PromptSpec:
     lease_s: float
     attempts: int
     max_lag: int
-    seed: int  # with `key` of the order of each epoch
-    key: int
+    seed: int  # with `random_key` of the order of each epoch
+    random_key: int
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
@@ -220,7 +220,7 @@ class PromptLedger:
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
-        # Of several stores, as this process has agreed on it: the first open number, the largest
+        # Of several stores, as of the latest round: the first open number, the largest
         # stamp, the trained batches, and how many entries are due by each batch from the next one
         # on.
         self._first = 0
@@ -244,7 +244,7 @@ class PromptLedger:
     @property
     def num_selected(self) -> int:
         """Rollout batches that were selected: the number of the next one."""
-        return int(self._position[Head.KEY])
+        return int(self._position[Head.NUMBER])
 
     @property
     def _next(self) -> int:
@@ -269,12 +269,12 @@ class PromptLedger:
         `late` is "wait".
         """
         spec = self.spec
-        key = self.num_selected
+        selected = self.num_selected
         slots = slots[np.argsort(self._completed[slots])]
         due = self._versions(slots) + spec.max_lag
         is_open = self._has_version() & ~np.isin(self._of_entries, self.numbers[slots])
         every = np.concatenate([due, self.entries[is_open, Entry.VERSION] + spec.max_lag])
-        batches = np.arange(key, key + spec.max_lag + 1)
+        batches = np.arange(selected, selected + spec.max_lag + 1)
         num_due = np.searchsorted(np.sort(every), batches, side="right")
         return np.asarray(slots[self._due_first(due, num_due)])
 
@@ -367,14 +367,15 @@ class PromptLedger:
         at = self._held(self.numbers[slots])
         return np.where(at < 0, -1, self.entries[at, Entry.VERSION])
 
-    def too_old(self, slots: np.ndarray, key: int) -> np.ndarray:
-        """Return which slots are of groups that rollout batch `key` must not have, and count them
-        as dropped.
+    def too_old(self, slots: np.ndarray, number: int) -> np.ndarray:
+        """Return which slots are of groups that rollout batch `number` must not have.
+
+        They are counted as dropped.
 
         Leases that are too old end. A death before these slots are evicted is repaired by the next
         call, as their numbers have no entry. [n] -> [n], bool.
         """
-        is_old = self._has_version() & (self.entries[:, Entry.VERSION] + self.spec.max_lag < key)
+        is_old = self._has_version() & (self.entries[:, Entry.VERSION] + self.spec.max_lag < number)
         if is_old.any():
             self.counts[PromptCount.RETURNS] += np.count_nonzero(
                 is_old & (self._states == EntryState.LEASED)
@@ -504,12 +505,12 @@ class PromptLedger:
     def _left_as(self, lease: LeaseRecord) -> tuple[str, str]:
         """Return as `_ending`, of a prompt that is not in the ledger: never again, or not yet."""
         spec = self.spec
-        key = self.num_selected
+        selected = self.num_selected
         if lease.number >= self._next:
             return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
-        if lease.version + spec.max_lag < key:
+        if lease.version + spec.max_lag < selected:
             rule = (
-                f"its prompt left, at the latest as too old: {key} batches are selected, "
+                f"its prompt left, at the latest as too old: {selected} batches are selected, "
                 f"its "
                 f"version is "
             )
@@ -578,8 +579,9 @@ class PromptLedger:
             self._sweep()
 
     def progress(self) -> np.ndarray:
-        """Return what stores agree on, once complete groups have stamps. [Progress.NUM_WORDS],
-        int64.
+        """Return what the other stores need, once complete groups have stamps.
+
+        [Progress.NUM_WORDS].
         """
         if self.spec.is_joint:
             slots = leaders(self.views)
@@ -595,7 +597,7 @@ class PromptLedger:
         store = self.spec.store
         return np.array([self._first_open, batches, store, known, dropped, self._stamp])
 
-    def agree(self, stores: np.ndarray) -> None:
+    def take_progress(self, stores: np.ndarray) -> None:
         """Take `progress` of all stores. [S, Progress.NUM_WORDS], int64.
 
         Every number before the first open one is held and complete, or has left, in each store, and
@@ -627,7 +629,7 @@ class PromptLedger:
         """
         selected = self.num_selected * self.spec.groups
         spec = self.spec
-        if spec.is_joint:  # `agree` has taken what counts
+        if spec.is_joint:  # `take_progress` has taken what counts
             return
         before = self._first - spec.issued_below(self._first)
         drawn = int(self._left[0, Left.DRAWN])
@@ -735,7 +737,8 @@ class PromptLedger:
             int(saved["prompt_counts"][PromptCount.ISSUED])
         )
         self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
-        # Nothing is leased until the stores agree again, nor between `agree` and `note_others`.
+        # Nothing is leased until the next round of the stores, nor between `take_progress` and
+        # `note_others`.
         self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 1 << 40
         self._epochs[0] = saved["prompt_epochs"] * (spec.store == 0)
         self._left[0] = saved["prompt_left"] * (spec.store == 0)
@@ -802,7 +805,9 @@ def _counter_of(reasons: np.ndarray, name: bytes) -> int:
 
 def trained_batches(views: Mapping[str, np.ndarray]) -> int:
     """Return the rollout batches that all ranks of this node have trained, by a store's regions."""
-    return int(min(views["stream/train/consumed"].min(), views["stream/train/position"][Head.KEY]))
+    return int(
+        min(views["stream/train/consumed"].min(), views["stream/train/position"][Head.NUMBER])
+    )
 
 
 def version_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
@@ -819,7 +824,7 @@ def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
     """
     if spec.num_stores == 1:
         return (
-            int(views["stream/train/position"][Head.KEY]) - trained_batches(views)
+            int(views["stream/train/position"][Head.NUMBER]) - trained_batches(views)
         ) * spec.groups
     is_drawn = views["slots"][:, Slot.STATE] == SlotState.EVICTED
     is_drawn &= views["stream/train/last_drawn"] >= trained_batches(views)

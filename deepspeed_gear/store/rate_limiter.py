@@ -100,7 +100,7 @@ class RateLimiter:
 
 
 def kept(admitted: int, quota: int, gives_all: bool) -> int:
-    """Return a node's quota for an exchange, in which its writers go on: half of what it leaves
+    """Return a node's quota for a round, in which its writers go on: half of what it leaves
     after the `admitted` items; 0 where samplers wait, as then even the longest must be admitted on
     some node.
     """
@@ -111,7 +111,7 @@ def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
     """Divide a pool of items equally among nodes whose writers wait, or all; return each part. [S].
 
     If a part is too small for what one adds at once (`wanted`, 0: none waits, [S]), one node
-    receives the pool, first in turn by the exchange's number.
+    receives the pool, first in turn by the round's number.
     """
     count = len(wanted)
     order = [(turn + i) % count for i in range(count)]

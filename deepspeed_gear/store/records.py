@@ -24,7 +24,7 @@ class Control:
     LOADS: Final = 13  # checkpoints loaded
     PENDING: Final = 16  # reserved and not committed; with the next one, read by rate limiters
     STEPS_PENDING: Final = 17
-    QUOTA: Final = 18  # items that this node's writers may ever add, by the last exchange
+    QUOTA: Final = 18  # items that this node's writers may ever add, by the last round
     WANTED: Final = 19  # most items of an addition that the quota refused
     LISTENING: Final = 20  # whether a sampler waits for a change
     EVENT: Final = 21  # futex word that is incremented then
@@ -131,7 +131,7 @@ class StepCount:
     STEPS_TAKEN: Final = 0
     WHOLE_ADDED: Final = 1  # trajectories that the native call has stored whole
     BEGUN: Final = 2  # trajectories whose first steps it has published
-    NUM_COMPLETED: Final = 3  # of these, not collected yet
+    NUM_COMPLETED: Final = 3  # of these, not taken yet
     NUM_WORDS: Final = 4
 
 
@@ -170,20 +170,20 @@ class Peer:
     NUM_WORDS: Final = 8
 
 
-NOTHING: Final = -1  # the key of an empty ring entry
+NOTHING: Final = -1  # the number of an empty ring entry
 NEVER_LATE: Final = 1 << 62  # the word of a process that reads no selections
 
 
 class Head:
     """Words of a selection: the position after it, and the inputs of its PER weights."""
 
-    KEY: Final = 0  # number of the global batch; in an evaluation pass, pass << 32 | batch
+    NUMBER: Final = 0  # number of the global batch; in an evaluation pass, pass << 32 | batch
     SAMPLES: Final = 1  # samples before the next one
     EPOCH: Final = 2
     EPOCH_FIRST: Final = 3  # sample number at which the epoch began
     EPOCH_SIZE: Final = 4
     TOTAL: Final = 5  # sum of all masses
-    COUNT: Final = 6  # records: samples, or the trajectories of sampled groups
+    COUNT: Final = 6  # resolutions: samples, or the trajectories of sampled groups
     FILLERS: Final = 7  # samples beyond the end of a pass
     SKIPPED: Final = 8  # in epochs: items ever that were evicted before their turn
     NUMERATOR: Final = 8  # of the weights of a selection with priorities
@@ -194,7 +194,7 @@ class Head:
 
 
 class Position(Head):
-    """Words of a batch stream's position: those of its latest head, with the next KEY,
+    """Words of a batch stream's position: those of its latest head, with the next NUMBER,
     and these.
     """
 

@@ -217,12 +217,10 @@ def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int |
 
 
 def table_layout(spec: TableSpec, extra: list[Region], meaning: dict[str, Any]) -> Layout:
-    """Return the memory layout of a table, with the description that its processes must
-    agree on.
-    """
-    agreed = {"table": spec.name, "schema": spec.schema.to_json(), **meaning}
+    """Return a table's memory layout, with what must be equal in all of its processes."""
+    shared = {"table": spec.name, "schema": spec.schema.to_json(), **meaning}
     if spec.shard is not None:
-        agreed["shard"] = asdict(spec.shard)
+        shared["shard"] = asdict(spec.shard)
     if spec.dataset is None:
-        agreed["sizes"] = spec.sizes
-    return Layout.of([*spec.regions(), *extra], agreed)
+        shared["sizes"] = spec.sizes
+    return Layout.of([*spec.regions(), *extra], shared)

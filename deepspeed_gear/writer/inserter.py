@@ -326,7 +326,7 @@ class Inserter:
             with undo_on_error(partial(self.table.extents.free, slot)):
                 self.table.groups.check_room(slot)
         number = self.table.commit(
-            slot, 0 if self._position is None else int(self._position[Head.KEY])
+            slot, 0 if self._position is None else int(self._position[Head.NUMBER])
         )
         if self._committed is not None:
             with undo_on_error(partial(self.table.extents.retire, slot)):

@@ -253,7 +253,7 @@ class LocalLedger(LeaseLedger):
         spec = self.spec
         epoch, place = divmod(number, spec.num_prompts)
         index = torch.empty(1, dtype=torch.int64)
-        self._table.ops.permute_(index, spec.seed, spec.key, epoch, place, spec.num_prompts)
+        self._table.ops.permute_(index, spec.seed, spec.random_key, epoch, place, spec.num_prompts)
         return self.prompts.trajectory(int(index))
 
     def renew(self, lease: LeaseRecord) -> None:

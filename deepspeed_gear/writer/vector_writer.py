@@ -20,6 +20,7 @@ from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.autoreset import ResetCheck
 from deepspeed_gear.writer.episode_returns import EpisodeReturns
+from deepspeed_gear.writer.open_rows import OpenRows
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
     CompletedTrajectory,
@@ -28,9 +29,8 @@ from deepspeed_gear.writer.partial_publish import (
     PublishedPart,
     checked,
 )
-from deepspeed_gear.writer.staged_rows import Staging
 
-_FIRST_LENGTH = 256  # steps for which the staging has room at first; it doubles as needed
+_FIRST_LENGTH = 256  # steps for which there is room at first; it doubles as needed
 _FLAG = Column("flag", "bool")  # form of an end flag that the schema has not
 # Bits of the native call's result, `StepEvent` of store/vector_steps.h: the part of the step that
 # Python must complete.
@@ -52,13 +52,13 @@ class VectorWriter(ProcessBound, PublicNames):
     An episode of more than `max_length` steps is cut there, marked as truncated, and continues as
     another trajectory, unless a field needs whole episodes.
 
-    Every environment has a range of rows in the staging, in which its trajectory grows. Row
+    Every environment has a range of open rows, in which its trajectory grows. Row
     `_next` of an environment holds its next state; the action that leads to it is one row before.
     After `reset` and two steps of the environment at place 0, observations are in the rows 0 to 2,
     actions in 0 and 1, and `_next` is 3. Steps of plain arrays are taken by one native call;
     `_take` is the same in Python, for all others.
 
-    Not thread-safe. Cost: a step copies its rows into the staging, an episode is copied into the
+    Not thread-safe. Cost: a step copies its rows once, an episode is copied into the
     store once.
 
     Args:
@@ -67,13 +67,13 @@ class VectorWriter(ProcessBound, PublicNames):
         autoreset: "next_step": the step after the last one of an episode resets, and its action is
             ignored; "same_step": the last step resets, and the episode's last observation is passed
             as `final`; "disabled": the program resets, and calls `reset` with a mask.
-        staging: Arrays in which trajectories grow; None: private memory.
+        open_rows: Arrays in which trajectories grow; None: private memory.
     """
 
     _internal = frozenset({"has_begun", "last_states", "take_after", "waits"})
 
     def __init__(
-        self, writer: OpenWriter, num_envs: int, autoreset: str, staging: Staging | None = None
+        self, writer: OpenWriter, num_envs: int, autoreset: str, open_rows: OpenRows | None = None
     ) -> None:
         num_envs = arguments.count("num_envs", num_envs)
         schema = writer.schema
@@ -133,14 +133,14 @@ class VectorWriter(ProcessBound, PublicNames):
         self._growing_words[:] = UNPUBLISHED
         self._native_steps: Any = None  # takes plain steps; None: Python does
         self._publishes = False  # whether it publishes steps
-        # Steps of open trajectories that are not in the staging (of an inference client). [N].
+        # Steps of open trajectories that are not in the open rows (of an inference client). [N].
         self._steps_before = np.zeros(num_envs, np.int64)
-        use_native = native if staging is None else None
-        if staging is None:
+        use_native = native if open_rows is None else None
+        if open_rows is None:
             length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
-            staging = Staging.private(schema.step_columns, num_envs, length, native)
-        self._next = staging.first.copy()  # row of each environment's next state. [N], int64
-        self._use(staging, use_native)
+            open_rows = OpenRows.private(schema.step_columns, num_envs, length, native)
+        self._next = open_rows.first.copy()  # row of each environment's next state. [N], int64
+        self._use(open_rows, use_native)
         if publisher is not None:
             publisher.counts.append(self._counts)
 
@@ -153,11 +153,11 @@ class VectorWriter(ProcessBound, PublicNames):
         counts = f"{self.num_steps:,} steps, {self.num_trajectories:,} trajectories added"
         return f'{type(self).__name__}({self.num_envs} environments, "{self.autoreset}", {counts})'
 
-    def _use(self, staging: Staging, native: ModuleType | None) -> None:
+    def _use(self, open_rows: OpenRows, native: ModuleType | None) -> None:
         """Set the arrays in which trajectories grow, and the native call's view of them."""
-        self._staging = staging
-        self._state_rows = staging.rows(self._state)
-        self._done_rows = staging.rows(self._done_by)
+        self._open_rows = open_rows
+        self._state_rows = open_rows.rows(self._state)
+        self._done_rows = open_rows.rows(self._done_by)
         self._number_steps(self._all)
         if native is None:
             return
@@ -166,7 +166,7 @@ class VectorWriter(ProcessBound, PublicNames):
         ]
         words = (
             self._next,
-            staging.first,
+            open_rows.first,
             self._waits,
             self._unstored,
             self._was_truncated,
@@ -178,11 +178,11 @@ class VectorWriter(ProcessBound, PublicNames):
         columns = [column.name for column, _ in given]
         truncated = self._flags["truncated"]
         self._native_steps = native.VectorSteps(
-            columns=[(c.name, address(staging.arrays[c.name]), form_of(native, c), is_state)
+            columns=[(c.name, address(open_rows.arrays[c.name]), form_of(native, c), is_state)
                      for c, is_state in given],
             ends=(self._names["terminated"], self._names["truncated"]),
             num_envs=self.num_envs,
-            length=staging.length,
+            length=open_rows.length,
             words=[address(array) for array in words],
             autoreset=self.autoreset,
             truncated_column=columns.index(truncated.name) if truncated is not None else -1,
@@ -191,11 +191,11 @@ class VectorWriter(ProcessBound, PublicNames):
         if self._publisher is None:
             return
         # The native call stores trajectories that end, and publishes steps.
-        arrays = {**staging.arrays, **self._values}
+        arrays = {**open_rows.arrays, **self._values}
         are_bytes = all(
             flag is None or flag.numpy_dtype.itemsize == 1 for flag in self._flags.values()
         )
-        is_longest = staging.length == self._max_length
+        is_longest = open_rows.length == self._max_length
         self._native_steps.set_store(
             of_columns=[0 if c.late else address(arrays[c.name]) for c in self._schema],
             cuts=is_longest and are_bytes and not self._whole_fields and self._time is None,
@@ -206,14 +206,14 @@ class VectorWriter(ProcessBound, PublicNames):
     def _number_steps(self, envs: Any) -> None:
         """Write the time steps of episodes that begin in the first rows of environments."""
         if self._time is not None:
-            rows = self._staging.arrays[self._time.name]
-            length = self._staging.length
-            rows[self._staging.places[envs]] = np.arange(length + 1)
+            rows = self._open_rows.arrays[self._time.name]
+            length = self._open_rows.length
+            rows[self._open_rows.places[envs]] = np.arange(length + 1)
 
     def _grow(self, length: int) -> None:
-        """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
-        old = self._staging
-        new = Staging.private(self._schema.step_columns, self.num_envs, length, self._native)
+        """Enlarge the open rows to trajectories of `length` steps, and keep what they hold."""
+        old = self._open_rows
+        new = OpenRows.private(self._schema.step_columns, self.num_envs, length, self._native)
         for name, rows in old.arrays.items():
             new.arrays[name][:, : old.length + 1] = rows
         self._next += new.first - old.first
@@ -262,7 +262,7 @@ class VectorWriter(ProcessBound, PublicNames):
         begun = np.flatnonzero(which)
         once = self._values_in(given, begun, self.num_envs, which)
         state = self._pick(self._state, given, "reset")
-        first = self._staging.first
+        first = self._open_rows.first
         self._state_rows.put(state, np.where(which, first, -1))
         ended = np.flatnonzero(which & self._waits & self.has_begun)
         if self.autoreset == "disabled" and len(ended):
@@ -342,7 +342,7 @@ class VectorWriter(ProcessBound, PublicNames):
         if len(waiting):
             unbegun = waiting
             if self.autoreset == "next_step":
-                unbegun = waiting[self._next[waiting] == self._staging.first[waiting]]
+                unbegun = waiting[self._next[waiting] == self._open_rows.first[waiting]]
             if len(unbegun):
                 which = f"environments {unbegun[:8].tolist()}"
                 remedy = (
@@ -357,8 +357,8 @@ class VectorWriter(ProcessBound, PublicNames):
         at = np.flatnonzero(ended)  # places in `envs` of the episodes that end
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
         rows, following = self._rows_for(envs, waits)
-        first = self._staging.first[envs]
-        length = self._staging.length
+        first = self._open_rows.first[envs]
+        length = self._open_rows.length
         is_full = following - first > length
         if is_full.any():
             self._done_rows.check(done_by, rows)
@@ -377,10 +377,10 @@ class VectorWriter(ProcessBound, PublicNames):
         self._counts[StepCount.STEPS_TAKEN] += len(rows)
         self._was_truncated[envs] = np.where(ended, truncated, self._was_truncated[envs])
         if self._version:
-            begins = rows == self._staging.first[envs]
+            begins = rows == self._open_rows.first[envs]
             if begins.any() or ended.any():
                 assert self._publisher is not None
-                versions = self._staging.arrays[self._version].reshape(-1)
+                versions = self._open_rows.arrays[self._version].reshape(-1)
                 self._oldest[envs[begins]] = versions[rows[begins]]
                 self._oldest[envs[ended]] = -1
                 self._publisher.inserter.report_versions(self, self._oldest)
@@ -416,7 +416,7 @@ class VectorWriter(ProcessBound, PublicNames):
     def last_states(self, name: str) -> np.ndarray:
         """Copy the last states of all environments; undefined before `reset`. [N, *shape]."""
         column = self._schema[name]
-        return np.asarray(self._staging.arrays[name].reshape(-1, *column.shape)[self._next - 1])
+        return np.asarray(self._open_rows.arrays[name].reshape(-1, *column.shape)[self._next - 1])
 
     @property
     def waits(self) -> np.ndarray:
@@ -426,7 +426,7 @@ class VectorWriter(ProcessBound, PublicNames):
     @property
     def has_begun(self) -> np.ndarray:
         """Mask of environments that have ever begun an episode. [N], bool."""
-        return np.asarray(self._next != self._staging.first)
+        return np.asarray(self._next != self._open_rows.first)
 
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
         """Compare the last states of truncated episodes with the first states after them.
@@ -439,8 +439,8 @@ class VectorWriter(ProcessBound, PublicNames):
         if not (self._check.goes_on[0] and truncated.any()):
             return
         last = last_rows[truncated]
-        first = self._staging.first[envs[truncated]]
-        states = [self._staging.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
+        first = self._open_rows.first[envs[truncated]]
+        states = [self._open_rows.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
         self._check.note_states(
             before=[column[last - 1] for column in states],
             last=[column[last] for column in states],
@@ -531,7 +531,7 @@ class VectorWriter(ProcessBound, PublicNames):
         following = self._next[envs]
         rows = following - 1
         if waits.any():
-            following = np.where(waits, self._staging.first[envs], following)
+            following = np.where(waits, self._open_rows.first[envs], following)
             rows[waits] = -1
         return rows, following
 
@@ -597,11 +597,11 @@ class VectorWriter(ProcessBound, PublicNames):
         episodes: they move to the first rows, and the last states of `finals` take their place.
         """
         ended = envs[at]
-        first = self._staging.first
+        first = self._open_rows.first
         for index, env in enumerate(ended.tolist()):
             last = int(self._next[env] - first[env])
             for name, rows in finals.items():
-                self._staging.of(name, env)[last] = rows[index]
+                self._open_rows.of(name, env)[last] = rows[index]
             self._commit(env, last)
         if self.autoreset == "same_step":
             firsts = np.full(len(envs), -1, np.int64)
@@ -614,7 +614,7 @@ class VectorWriter(ProcessBound, PublicNames):
             self._waits[ended] = True
 
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
-        """Add the first `num_steps` steps of an environment's staged rows as a trajectory."""
+        """Add the first `num_steps` steps of an environment's open rows as a trajectory."""
         columns = self._columns_of(env, num_steps)
         num_steps += int(self._steps_before[env])
         if self._has_published()[env]:
@@ -645,7 +645,7 @@ class VectorWriter(ProcessBound, PublicNames):
                 self._returns.end(env)
 
     def _columns_of(self, env: int, num_steps: int) -> dict[str, np.ndarray]:
-        """Return the columns of an open trajectory of `num_steps` steps; views of the staging."""
+        """Return the columns of an open trajectory of `num_steps` steps; views of the open rows."""
         columns = {c.name: self._values[c.name][env, ...] for c in self._once}
         for column in self._schema.step_columns:
             if not column.late:
@@ -654,7 +654,7 @@ class VectorWriter(ProcessBound, PublicNames):
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
         """Return a column's rows of an open trajectory; subclasses may have them elsewhere."""
-        return self._staging.of(column.name, env)[: num_steps + (column.rows == "T+1")]
+        return self._open_rows.of(column.name, env)[: num_steps + (column.rows == "T+1")]
 
     def _publish(self) -> None:
         publisher = checked(self._publisher)
@@ -663,7 +663,7 @@ class VectorWriter(ProcessBound, PublicNames):
             if self._publishes and self._vector_publish(self._steps_address):
                 return
         self._register()
-        used = np.where(self._waits, 0, self._next - self._staging.first - 1)
+        used = np.where(self._waits, 0, self._next - self._open_rows.first - 1)
         parts = []
         for env in np.flatnonzero(used).tolist():
             steps = int(used[env])
@@ -725,18 +725,18 @@ class VectorWriter(ProcessBound, PublicNames):
             )
             raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
         for env in envs.tolist():
-            steps = int(self._next[env] - self._staging.first[env] - 1)
+            steps = int(self._next[env] - self._open_rows.first[env] - 1)
             if self._flags["truncated"] is not None:
-                self._staging.of(self._names["truncated"], env)[steps - 1] = True
+                self._open_rows.of(self._names["truncated"], env)[steps - 1] = True
             self._commit(env, steps, is_truncated=True)
             self._go_on(env, steps)
 
     def _go_on(self, env: int, steps: int) -> None:
         """Continue a cut episode: its last state becomes the first row of the next trajectory."""
         for column in self._state:
-            rows = self._staging.of(column.name, env)
+            rows = self._open_rows.of(column.name, env)
             rows[0] = rows[steps]
         if self._time is not None:
-            self._staging.of(self._time.name, env)[...] += steps
+            self._open_rows.of(self._time.name, env)[...] += steps
         self._continued.add(env)
-        self._next[env] = self._staging.first[env] + 1
+        self._next[env] = self._open_rows.first[env] + 1

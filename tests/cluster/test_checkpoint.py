@@ -252,10 +252,10 @@ class Run:
 
     def joined(self, mine: dict[str, str]) -> str:
         """Return a digest of what all ranks had, in the order of sample numbers."""
-        every = sorted(sample for of_rank in self.gather(mine) for sample in of_rank.items())
+        every = sorted(sample for of_rank in self.all_gather(mine) for sample in of_rank.items())
         return hashlib.sha256(repr(every).encode()).hexdigest()[:12]
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
         values = [value] * self.world
         if self.world > 1:
@@ -269,7 +269,7 @@ class Run:
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state, if it is equal on all ranks."""
-        assert all(other == state for other in self.gather(state))
+        assert all(other == state for other in self.all_gather(state))
         return state
 
 
@@ -335,9 +335,9 @@ def lose(section: dict[str, Any], folder: Path) -> dict[str, Any]:
         run.wait()
         try:
             run.replay.load(folder, state)
-            said.append(run.gather("nothing"))
+            said.append(run.all_gather("nothing"))
         except GearError as error:
-            said.append(run.gather(f"{type(error).__name__}: {error}"))
+            said.append(run.all_gather(f"{type(error).__name__}: {error}"))
     found = {"said": said, "goes_on": len(run.take(2))}
     run.replay.close()
     return found

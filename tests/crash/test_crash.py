@@ -50,11 +50,11 @@ FOREVER = 1 << 60
 Item = tuple[int, int]
 
 
-def sampled(stream: Any, key: int) -> list[list[int]]:
+def sampled(stream: Any, number: int) -> list[list[int]]:
     """Return trajectory, step, mass and number of each sample of a selection, and release it."""
-    stream.state.ask(key)
-    found: list[list[int]] = stream.get(key).records[:, [0, 5, 6, 7]].tolist()
-    stream.release(key)
+    stream.state.ask(number)
+    found: list[list[int]] = stream.get(number).resolutions[:, [0, 5, 6, 7]].tolist()
+    stream.release(number)
     return found
 
 
@@ -119,9 +119,9 @@ def test_death_while_cutting(kind: str) -> None:
         sampled(streams[0], 2)
 
     with changed(kind) as whole:
-        wanted = [sampled(whole.streams[0], key) for key in (1, 2, 3)]
+        wanted = [sampled(whole.streams[0], number) for number in (1, 2, 3)]
     for scene in every_death(lambda: changed(kind), act, STRIDE):
-        assert [sampled(scene.streams[0], key) for key in (1, 2, 3)] == wanted
+        assert [sampled(scene.streams[0], number) for number in (1, 2, 3)] == wanted
         check_whole(scene.table, scene.streams)
 
 
@@ -157,7 +157,7 @@ def contradicted(unit: str) -> StoreScene:
     """Return a store whose next selection applies reports of two processes, new and removed items,
     alpha.
     """
-    scene = scene_of(unit, alpha=lambda key: 1 - key / 2)
+    scene = scene_of(unit, alpha=lambda number: 1 - number / 2)
     stream = scene.streams[0]
     table, (other,) = scene.attach(2)
     other.state.ask(0)
@@ -182,7 +182,7 @@ def test_death_while_reports_are_applied(unit: str) -> None:
         sampled(streams[0], 1)
 
     def cuts(scene: StoreScene) -> list[Any]:
-        found = [sampled(scene.streams[0], key) for key in (1, 2)]
+        found = [sampled(scene.streams[0], number) for number in (1, 2)]
         return [*found, scene.streams[0].masses.values.tolist()]
 
     with contradicted(unit) as whole:
@@ -426,7 +426,7 @@ def test_random_deaths(kind: str, unit: str) -> None:
     has_priorities = kind == "prioritized"
     sizes = {"num_slots": 14, "num_rows": 120, "num_peers": peers + 1}
     if has_priorities:
-        scene = scene_of(unit, alpha=lambda key: 0.4 + key // 50 % 2 * 0.2, **sizes)
+        scene = scene_of(unit, alpha=lambda number: 0.4 + number // 50 % 2 * 0.2, **sizes)
     else:
         scene = StoreScene([stream_spec(kind, unit, 16)], LENGTHS, **sizes)
     stream = scene.streams[0]
@@ -441,16 +441,16 @@ def test_random_deaths(kind: str, unit: str) -> None:
         number = 10
         count = int(accepted[peer]) + 2
         while True:
-            key = int(mine.position[0])
-            mine.state.ask(key)
-            mine.release(key - 1)  # it always wants the newest
+            latest = int(mine.position[0])
+            mine.state.ask(latest)
+            mine.release(latest - 1)  # it always wants the newest
             # Another process may have made newer ones meanwhile, or the table is empty for a
             # moment.
             with contextlib.suppress(StoreError):
-                records = mine.get(key).records.numpy().copy()
-                mine.release(key)
+                records = mine.get(latest).resolutions.numpy().copy()
+                mine.release(latest)
                 if has_priorities:
-                    values = np.exp(np.random.default_rng(key).normal(size=len(records))).astype(
+                    values = np.exp(np.random.default_rng(latest).normal(size=len(records))).astype(
                         np.float32
                     )
                     keep = records[:, 0] >= peers + 1
@@ -508,7 +508,7 @@ def test_random_deaths(kind: str, unit: str) -> None:
     table_access.clear(scene.table, scene.streams)
     check_whole(scene.table, scene.streams)
     scene.add(80)
-    key = int(stream.position[0])
+    number = int(stream.position[0])
     newest = int(scene.table.control[1]) - 1
-    assert {found[0] for found in sampled(stream, key)} == {newest}
+    assert {found[0] for found in sampled(stream, number)} == {newest}
     scene.close()

@@ -58,12 +58,12 @@ def groups_of(table: Any) -> dict[int, list[int]]:
     return found
 
 
-def sampled(stream: Any, key: int) -> list[list[int]]:
+def sampled(stream: Any, number: int) -> list[list[int]]:
     stream.state.ask(FOREVER)  # no process reports priorities: none waits for them
-    selection = stream.get(key)
-    stream.release(key)
+    selection = stream.get(number)
+    stream.release(number)
     words = [Resolution.ID, Resolution.MASS, Resolution.SAMPLE_NUMBER]
-    return selection.records[: selection.head[Head.COUNT]].numpy()[:, words].tolist()
+    return selection.resolutions[: selection.head[Head.COUNT]].numpy()[:, words].tolist()
 
 
 @pytest.mark.parametrize("kind", ["random", "epoch", "fifo", "priorities"])
@@ -84,10 +84,10 @@ def test_death_while_groups_are_formed(kind: str) -> None:
         sampled(streams[0], 1)
 
     with make() as whole:
-        wanted = [sampled(whole.streams[0], key) for key in range(3)]
+        wanted = [sampled(whole.streams[0], number) for number in range(3)]
     assert len(wanted[0]) == 4
     for scene in every_death(make, act, STRIDE):
-        assert [sampled(scene.streams[0], key) for key in range(3)] == wanted
+        assert [sampled(scene.streams[0], number) for number in range(3)] == wanted
         check_whole(scene.table, scene.streams)
         assert groups_of(scene.table) == {0: [0, 3], 1: [1, 5], 2: [4]}
         counts = scene.table.groups.counts
@@ -119,8 +119,8 @@ def test_death_while_groups_are_evicted(remove: str) -> None:
         check_whole(scene.table, scene.streams)
         found = groups_of(scene.table)
         assert all(len(found.get(task, [0, 0])) == 2 for task in (0, 1, 2))
-        for key in (1, 2):
-            rows = sampled(scene.streams[0], key)
+        for number in (1, 2):
+            rows = sampled(scene.streams[0], number)
             assert all(
                 a[2] == b[2] and a[0] + 1 == b[0]
                 for a, b in zip(rows[::2], rows[1::2], strict=True)

@@ -21,7 +21,7 @@ STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "67"))
 FOREVER = 1 << 60
 GROUP = GroupSpec("task", 2, where=(GroupCondition("task", "mean", None, 8.0),), max_trajectories=2)
 PROMPTS = PromptSpec(
-    "", "", 1000, groups=2, size=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, key=0
+    "", "", 1000, groups=2, size=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, random_key=0
 )
 
 
@@ -110,7 +110,7 @@ def test_death_at_any_line(part: str) -> None:
             commit(table, one)
         check(table, streams)
         selection = streams[0].get(0)  # in the order of leases
-        found_numbers = table.columns["task"][selection.records[:4, 1].numpy()].tolist()
+        found_numbers = table.columns["task"][selection.resolutions[:4, 1].numpy()].tolist()
         # A rank that dies in a selection, after it has counted the draws, ends the run.
         lost = 2 if part == "selections" and found_numbers[0] else 0
         assert found_numbers == [lost, lost, lost + 1, lost + 1]
@@ -143,7 +143,7 @@ def test_death_while_groups_are_dropped_for_their_age() -> None:
             room = table.ledger.lease(4)
         for one in room:
             commit(table, one)
-        numbers = table.columns["task"][stream.get(2).records[:4, 1].numpy()].tolist()
+        numbers = table.columns["task"][stream.get(2).resolutions[:4, 1].numpy()].tolist()
         assert numbers in ([6, 6, 7, 7], [8, 8, 9, 9])  # the first two may be lost, as above
         stream.release(2)
         assert check(table, [stream])["dropped"]["too old"] == 2

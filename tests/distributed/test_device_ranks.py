@@ -92,7 +92,7 @@ def tables_of_their_own(device: str, added: dict[str, Any], out: Path) -> None:
         for _ in range(6):
             batch = replay.sample()
             assert set(batch["task"].tolist()) == {rank}
-            numbers += batch.records[:, Resolution.SAMPLE_NUMBER].tolist()
+            numbers += batch.resolutions[:, Resolution.SAMPLE_NUMBER].tolist()
             replay.update_priorities_(batch, torch.rand(batch.num_samples, device=device) + rank)
         replay.save(out / "saved")
         held = sum(gathered(replay.num_steps))
@@ -102,7 +102,7 @@ def tables_of_their_own(device: str, added: dict[str, Any], out: Path) -> None:
     with DeviceReplay(added, device, process_group=alone, schemas={"main": SCHEMA}) as one:
         one.load(out / "saved")
         assert one.num_steps == held
-        assert min(one.sample().records[:, Resolution.SAMPLE_NUMBER].tolist()) == len(every)
+        assert min(one.sample().resolutions[:, Resolution.SAMPLE_NUMBER].tolist()) == len(every)
     dist.barrier()
 
 

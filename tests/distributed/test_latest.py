@@ -78,7 +78,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
         engine.save_checkpoint(str(at), tag="third", client_state={"mine": 1})
         assert latest.read_text() == "third"
         files = files_in(at / "third")
-        assert sorted(whole_tags._recorded(at / "third")) == files
+        assert sorted(whole_tags._listed(at / "third")) == files
         found[kind] = files
         assert engine.load_checkpoint(str(at))[1]["mine"] == 1
         dist.barrier()
@@ -111,7 +111,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
         )
         dist.barrier()
         if leads:  # as one that is saved without gear
-            (at / "global_step0" / "gear" / whole_tags.RECORD).unlink()
+            (at / "global_step0" / "gear" / whole_tags.FILE_LIST).unlink()
         dist.barrier()
         assert "must be the folder" in refused(at, engine)
         assert "no tag" in refused(at, engine)

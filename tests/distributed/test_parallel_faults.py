@@ -198,13 +198,13 @@ def stepping(mode: str, gear: dict[str, Any], by_error: bool) -> dict[str, Any]:
     last = dist.get_rank() == dist.get_world_size() - 1
     calls = 0
 
-    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
+    def transform(batch: Batch, words: torch.Tensor) -> Batch:
         nonlocal calls
         calls += 1
         if last and calls == 3:
             raise ArithmeticError("a fault in the user's transform")
         if last and calls == 6:
-            batch.host_records = batch.host_records + 1
+            batch.host_resolutions = batch.host_resolutions + 1
         return batch
 
     engine.gear.transform = transform

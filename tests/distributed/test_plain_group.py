@@ -1,4 +1,4 @@
-"""Exchange and Replay in a plain gloo group, without an engine: agreement, DDP, parts
+"""Exchange and Replay in a plain gloo group, without an engine: errors of all ranks, DDP, parts
 of the world.
 """
 
@@ -30,7 +30,7 @@ def ran(
     staged = {**section, "transfer": {"way": "staged"}}
     found = call_on_ranks(4, in_a_group, staged, tmp_path_factory.mktemp("plain"))
     assert shared_files(section["shared_memory"]["prefix"]) == []
-    return found, alone(section, 6, transform=with_keys)
+    return found, alone(section, 6, transform=with_words)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def ran(
 def test_ranks_share_what_one_process_sees(
     ran: tuple[list[dict[str, Arrays]], Arrays], name: str, ranks: list[int]
 ) -> None:
-    """Ids, anchors, rows and the keys of a transform, for every number of ranks."""
+    """Ids, anchors, rows and the words of a transform, for every number of ranks."""
     found, wanted = ran
     assert_same(in_order([found[rank][name] for rank in ranks]), wanted, name)
 
 
-def with_keys(batch: Batch, keys: torch.Tensor) -> Batch:
-    batch["key"] = keys
+def with_words(batch: Batch, words: torch.Tensor) -> Batch:
+    batch["word"] = words
     return batch
 
 
@@ -62,12 +62,12 @@ def agreeing() -> None:
     rank = dist.get_rank()
     world = dist.get_world_size()
     for round_ in range(8):
-        exchange = ControlPlane()
+        control_plane = ControlPlane()
         time.sleep(0.02 * ((rank + round_) % 3))
-        assert exchange.gather((round_, rank)) == [(round_, r) for r in range(world)]
-        assert exchange.broadcast(f"from {rank}", source=world - 1) == f"from {world - 1}"
-        exchange.barrier()
-        exchange.close()
+        assert control_plane.all_gather((round_, rank)) == [(round_, r) for r in range(world)]
+        assert control_plane.broadcast(f"from {rank}", source=world - 1) == f"from {world - 1}"
+        control_plane.barrier()
+        control_plane.close()
 
 
 def failing() -> None:
@@ -75,7 +75,7 @@ def failing() -> None:
     on.
     """
     rank = dist.get_rank()
-    exchange = ControlPlane()
+    control_plane = ControlPlane()
 
     def action() -> int:
         if rank == 1:
@@ -87,12 +87,12 @@ def failing() -> None:
     kind = {1: DataError, 2: ZeroDivisionError}.get(rank, PeerError)
     for _ in range(2):
         with pytest.raises(kind) as error:
-            exchange.agree("looking at F", action)
+            control_plane.attempt("looking at F", action)
         if kind is PeerError:
             text = "the file F must be there; copy it [raised on rank 1: looking at F]"
             assert str(error.value) == text
-    assert exchange.agree("nothing", lambda: rank) == rank
-    exchange.close()
+    assert control_plane.attempt("nothing", lambda: rank) == rank
+    control_plane.close()
 
 
 def meeting() -> None:
@@ -113,15 +113,15 @@ def resuming(folder: Path) -> None:
     """A checkpoint of which one rank has no part is refused on all; none may wait for another in
     its load.
     """
-    exchange = ControlPlane()
-    replay: Any = SimpleNamespace(exchange=exchange)  # the rest of it is not touched
+    control_plane = ControlPlane()
+    replay: Any = SimpleNamespace(control_plane=control_plane)  # the rest of it is not touched
     with pytest.raises(CheckpointError, match=r"got 'none on ranks \[1\]'"):
         engine_checkpoint.load(replay, folder, None if dist.get_rank() == 1 else {})
-    exchange.close()
+    control_plane.close()
 
 
 def recorded(replay: Replay, count: int) -> Arrays:
-    replay.transform = with_keys
+    replay.transform = with_words
     return stacked([record(replay.sample()) for _ in range(count)])
 
 

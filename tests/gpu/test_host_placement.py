@@ -107,8 +107,8 @@ def assert_same(got: Batch, expected: Batch) -> None:
         "probability",
     ):
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
-    assert not got.host_records.is_cuda
-    assert torch.equal(got.host_records, expected.host_records)
+    assert not got.host_resolutions.is_cuda
+    assert torch.equal(got.host_resolutions, expected.host_resolutions)
 
 
 def page_bytes_of(column: str) -> int:
@@ -234,9 +234,9 @@ def test_host_memory_is_not_captured(expected: list[Batch]) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_priorities_and_transforms_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
-    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
+    def transform(batch: Batch, words: torch.Tensor) -> Batch:
         batch["action"] = (
-            batch["action"] + keys.remainder(7)[:, None, None]
+            batch["action"] + words.remainder(7)[:, None, None]
         )  # they are where the batch is
         return batch
 

@@ -103,7 +103,7 @@ class Store(NodeStore):
         (slot,) = (
             slot for slot in self.slots_in(SlotState.COMMITTED) if self.numbers[slot] == number
         )
-        self.drawn[slot] = self.position[Head.KEY] - 1 if counter == Left.DRAWN else -1
+        self.drawn[slot] = self.position[Head.NUMBER] - 1 if counter == Left.DRAWN else -1
         self.slots[slot, Slot.STATE] = (
             SlotState.EVICTED if counter == Left.DRAWN else SlotState.FREE
         )
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def selected(self) -> int:
-        return min(int(store.position[Head.KEY]) for store in self.stores)
+        return min(int(store.position[Head.NUMBER]) for store in self.stores)
 
     @property
     def num_trained(self) -> int:
@@ -274,7 +274,7 @@ class Run:
         self.trained += numbers
 
         def commit(store: Store) -> None:
-            store.position[Head.KEY] += 1
+            store.position[Head.NUMBER] += 1
             for number in filter(store.owns, numbers):
                 slot = store.complete[store.numbers[store.complete] == number][0]
                 assert batch - store.retention[slot, SlotRetention.POLICY_VERSION] <= self.max_lag
@@ -368,7 +368,7 @@ class Run:
             self.trained, self.gone = list(self.trained), set(self.gone)
             drawn = sorted({row[0] for own in rows for row in own if row[1] == SlotState.EVICTED})
             for store, own in zip(self.stores, rows, strict=True):
-                store.position[Head.KEY], store.consumed[:] = at
+                store.position[Head.NUMBER], store.consumed[:] = at
                 store.drawn[:] = -1
                 store.ledger.begin()
                 placed, _ = store.ledger.place(
@@ -377,7 +377,7 @@ class Run:
                 for slot, row in zip(placed.tolist(), own, strict=True):
                     store.write(slot, *row)
                 store.ledger.restore(ledger, drawn)
-                store.position[Head.KEY], store.consumed[:] = at
+                store.position[Head.NUMBER], store.consumed[:] = at
                 self.ask(store)
             self.begin()
             self.counts["loads"] += 1
@@ -453,7 +453,7 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
     stores = [Store(index, 2, **how) for index in range(2)]
     selected = 3 if case == "too old" else 2
     for store in stores:
-        store.position[Head.KEY] = selected
+        store.position[Head.NUMBER] = selected
         store.consumed[:] = 1 if case == "more are trained" else 2
         for number in range(2 * selected + store.spec.store, 2 * selected + 6, 2):
             store.write(number // 2, number, SlotState.EVICTED, -1, 1, 0)
@@ -464,7 +464,7 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
             store.ledger.begin()
     known = np.stack([store.ledger.progress() for store in stores])
     for store in stores:
-        store.ledger.agree(known)
+        store.ledger.take_progress(known)
         assert case != "begun" or not store.ledger.lease(1)  # before the second exchange
     exchange(
         stores,

@@ -62,7 +62,7 @@ class Store(NodeStore):
         slot = [slot for slot in self.slots_in(SlotState.COMMITTED) if self.numbers[slot] == number]
         is_drawn = counter == Left.DRAWN
         self.slots[slot, Slot.STATE] = SlotState.EVICTED if is_drawn else SlotState.FREE
-        self.drawn[slot] = self.position[Head.KEY] - 1
+        self.drawn[slot] = self.position[Head.NUMBER] - 1
         self.ledger.leave(np.array([number]), counter)
 
     def train(self) -> None:
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def selected(self) -> int:
-        return min(int(store.position[Head.KEY]) for store in self.stores)
+        return min(int(store.position[Head.NUMBER]) for store in self.stores)
 
     @property
     def num_trained(self) -> int:
@@ -263,7 +263,7 @@ class Run:
         whole = Store(0, 1, **self.how)
         entries = np.concatenate([store.ledger.export()["prompt_entries"] for store in self.stores])
         whole.ledger.entries[: len(entries)] = entries
-        whole.position[Head.KEY] = self.selected
+        whole.position[Head.NUMBER] = self.selected
         for store in self.stores:
             for slot in store.slots_in(SlotState.COMMITTED).tolist():
                 number = int(store.numbers[slot])
@@ -297,7 +297,7 @@ class Run:
             return False
 
         def commit(store: Store) -> None:
-            store.position[Head.KEY] += 1
+            store.position[Head.NUMBER] += 1
             for number in filter(store.owns, numbers):
                 store.leave(number, Left.DRAWN)
 
@@ -400,7 +400,7 @@ class Run:
             assert len(self.stores) == 1 or not store.ledger.lease(
                 9
             )  # before the stores have agreed
-            store.position[Head.KEY], store.consumed[:] = at
+            store.position[Head.NUMBER], store.consumed[:] = at
         self.agree()
         self.counts["loads"] += 1
 
@@ -488,11 +488,11 @@ def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> 
 
     known = np.stack([store.ledger.progress() for store in stores])
     for store in stores:
-        store.ledger.agree(known)
+        store.ledger.take_progress(known)
     slow = one.ledger.lease(2)
     assert (commit(one, slow[:1]), commit(other, other.ledger.lease(1))) == ([0], [1])
     for number, store in enumerate(stores):
-        store.position[Head.KEY] = 1
+        store.position[Head.NUMBER] = 1
         store.leave(number, Left.DRAWN)
     of_other = other.ledger.progress()  # and then the batch ends
     for store in stores:
@@ -501,7 +501,7 @@ def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> 
     assert commit(one, slow[1:] + one.ledger.lease(1)) == [2, 4]
     known = np.stack([one.ledger.progress(), of_other])
     for store in stores:
-        store.ledger.agree(known)
+        store.ledger.take_progress(known)
     slots = [store.ledger.in_order(store.complete) for store in stores]
     due = np.stack([store.ledger.due(at) for store, at in zip(stores, slots, strict=True)])
     assert one.ledger.admits(due)

@@ -59,7 +59,7 @@ def take(scene: StoreScene, key: int) -> np.ndarray:
     stream = scene.streams[0]
     table = scene.table
     stream.state.ask(key)
-    records = np.array(stream.get(key).records.numpy())
+    records = np.array(stream.get(key).resolutions.numpy())
     check_drawn(scene, records)
     assert (table.slots[records[:, 1], Slot.STATE] == SlotState.COMMITTED).all()
     return records

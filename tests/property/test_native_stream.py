@@ -284,7 +284,7 @@ def values_of(batch: Batch) -> list[Any]:
     found = [(name, tensor.tolist()) for name, tensor in tensors.items()]
     return [
         *found,
-        batch.host_records.tolist(),
+        batch.host_resolutions.tolist(),
         batch.is_weight.tolist(),
         batch.probability.tolist(),
     ]

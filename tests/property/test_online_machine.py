@@ -562,7 +562,8 @@ class EpochMachine(Machine):
         for batch in wanted:
             again = self.replay.sample()
             assert torch.equal(
-                again.host_records[:, [0, 4, 5, 6, 7]], batch.host_records[:, [0, 4, 5, 6, 7]]
+                again.host_resolutions[:, [0, 4, 5, 6, 7]],
+                batch.host_resolutions[:, [0, 4, 5, 6, 7]],
             )
             assert torch.equal(again.epoch, batch.epoch)
             assert all(torch.equal(again[name], batch[name]) for name in batch)

@@ -23,9 +23,9 @@ LENGTHS = st.lists(st.integers(1, 50) | st.sampled_from([1, 25, 50]), max_size=8
 
 def sums(plan: PackingPlan, values: torch.Tensor) -> torch.Tensor:
     """Return the sum of the values in each pack. [K, width]."""
-    found = torch.zeros(plan.num_micro * plan.width, dtype=torch.int64)
-    packs = torch.from_numpy(plan.micro * plan.width + plan.rank)
-    return found.index_add(0, packs, values).view(plan.num_micro, plan.width)
+    found = torch.zeros(plan.num_micro_steps * plan.width, dtype=torch.int64)
+    packs = torch.from_numpy(plan.micro_step * plan.width + plan.rank)
+    return found.index_add(0, packs, values).view(plan.num_micro_steps, plan.width)
 
 
 def check_plan(plan: PackingPlan, values: torch.Tensor, budget: PackBudget) -> None:
@@ -35,18 +35,18 @@ def check_plan(plan: PackingPlan, values: torch.Tensor, budget: PackBudget) -> N
     placed = [i for rank in range(width) for pack in plan.packs(rank) for i in pack.tolist()]
     assert sorted(placed) == list(range(len(values)))
     if not len(values):
-        assert plan.num_micro == 0
+        assert plan.num_micro_steps == 0
         return
     tokens = sums(plan, values)
     padded = -(-tokens // budget.multiple) * budget.multiple
     assert int(padded.max()) <= budget.tokens
     count = sums(plan, torch.ones_like(values))
     assert int(count.max()) <= most
-    if len(values) >= plan.num_micro * width:
+    if len(values) >= plan.num_micro_steps * width:
         assert int(count.min()) > 0
     least = -(-int(values.sum()) // (budget.room * width))
     least = max(least, -(-len(values) // (most * width)))
-    assert least <= plan.num_micro <= -(-len(values) // width)
+    assert least <= plan.num_micro_steps <= -(-len(values) // width)
     costs = sums(plan, budget.linear * values + budget.quadratic * values * values)
     assert (costs.max(1).values.diff() <= 0).all(), "the costliest micro step first"
     assert costs.max(1).values.sum() >= costs.sum(0).max()
@@ -82,17 +82,17 @@ def test_every_plan_holds(
     other = plan_packs(shuffled, budget, width, OPS)
     for rank in range(width):
         packs = plan.packs(rank)
-        assert len(packs) == plan.num_micro, "as many on every rank"
+        assert len(packs) == plan.num_micro_steps, "as many on every rank"
         for micro, (one, two) in enumerate(zip(packs, other.packs(rank), strict=True)):
             np.testing.assert_array_equal(
-                one, np.nonzero((plan.micro == micro) & (plan.rank == rank))[0]
+                one, np.nonzero((plan.micro_step == micro) & (plan.rank == rank))[0]
             )
             assert values[one].sort().values.equal(shuffled[two].sort().values)
     if lengths:
         least = -(-int(values.sum()) // (budget.room * width))
         if most:
             least = max(least, -(-len(lengths) // (most * width)))
-        assert plan.num_micro <= (2 if most is None else 3) * least
+        assert plan.num_micro_steps <= (2 if most is None else 3) * least
 
 
 @settings(max_examples=30)
@@ -120,10 +120,10 @@ def test_plans_of_real_distributions(kind: str, count: int, width: int, seed: in
     }[kind]()
     values = torch.from_numpy(lengths)
     # The budget that makes the fewest packs exactly full, and others with room.
-    num_micro = int(random.integers(1, 20))
-    full = max(-(-int(lengths.sum()) // (width * num_micro)), int(lengths.max()))
+    num_micro_steps = int(random.integers(1, 20))
+    full = max(-(-int(lengths.sum()) // (width * num_micro_steps)), int(lengths.max()))
     for tokens in (full, full + full // 100 + 1, 4 * full, max(8192, full)):
-        for most in (MOST_PACK_TOKENS, max(1, count // (width * num_micro))):
+        for most in (MOST_PACK_TOKENS, max(1, count // (width * num_micro_steps))):
             budget = PackBudget(tokens, 24576, 1, 1, most)
             check_plan(plan_packs(values, budget, width, OPS), values, budget)
 
@@ -158,7 +158,7 @@ def test_plans_are_the_same_in_every_version(
     number = np.arange(700)
     values = torch.from_numpy((number * number * 7919 + number * 104729) % 4096 + 1)
     plan = plan_packs(values, PackBudget(tokens, 24576, 1, 1, most), width, OPS)
-    made = np.concatenate([plan.micro, plan.rank]).astype("<i8").tobytes()
+    made = np.concatenate([plan.micro_step, plan.rank]).astype("<i8").tobytes()
     assert hashlib.sha256(made).hexdigest()[:16] == digest
 
 
@@ -216,11 +216,11 @@ def test_no_simple_rule_needs_fewer_packs(
     plan = plan_packs(torch.from_numpy(values), PackBudget(tokens, 24576, 1), width, OPS)
     ordered = sorted(values.tolist(), reverse=True)
     for fits in (emptiest, rounds, best_fit):
-        for num_micro in range(-(-sum(ordered) // (tokens * width)), plan.num_micro):
-            assert not fits(ordered, num_micro * width, tokens), (
+        for num_micro_steps in range(-(-sum(ordered) // (tokens * width)), plan.num_micro_steps):
+            assert not fits(ordered, num_micro_steps * width, tokens), (
                 fits.__name__,
-                num_micro,
-                plan.num_micro,
+                num_micro_steps,
+                plan.num_micro_steps,
             )
 
 
@@ -229,7 +229,8 @@ def test_lengths_near_a_third_of_the_budget(spread: int) -> None:
     """Packs of two hold the longest ones, so that three others fit; the tokens need 32."""
     lengths = np.random.default_rng(1).integers(16384 // 3 - spread, 16384 // 3 + spread, 768)
     assert (
-        plan_packs(torch.from_numpy(lengths), PackBudget(16384, 24576, 1), 8, OPS).num_micro <= 34
+        plan_packs(torch.from_numpy(lengths), PackBudget(16384, 24576, 1), 8, OPS).num_micro_steps
+        <= 34
     )
 
 
@@ -247,11 +248,11 @@ def fewest(lengths: list[int], tokens: int, width: int) -> int:
             rooms[pack] = room
         return False
 
-    num_micro = 1
+    num_micro_steps = 1
     ordered = sorted(lengths, reverse=True)
-    while not fits([tokens] * (num_micro * width), ordered):
-        num_micro += 1
-    return num_micro
+    while not fits([tokens] * (num_micro_steps * width), ordered):
+        num_micro_steps += 1
+    return num_micro_steps
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_the_number_of_packs_against_all_packings(
         lengths = draw(random, int(random.integers(1, 12)))
         width = int(random.choice([1, 2, 4]))
         plan = plan_packs(torch.from_numpy(lengths), PackBudget(tokens, 3 * tokens, 1), width, OPS)
-        more.append(plan.num_micro - fewest(lengths.tolist(), tokens, width))
+        more.append(plan.num_micro_steps - fewest(lengths.tolist(), tokens, width))
     assert set(more) <= {0, 1}
     assert more.count(0) >= 0.95 * len(more)
 
@@ -287,7 +288,7 @@ def test_the_balance_against_all_packings() -> None:
         tokens = 100
         lengths = np.minimum(np.exp(random.normal(3.2, 0.7, count)).astype(int) + 1, tokens)
         plan = plan_packs(torch.from_numpy(lengths), PackBudget(tokens, 300, 1), width, OPS)
-        size = plan.num_micro * width
+        size = plan.num_micro_steps * width
         if size > 4:
             continue
         costs = 300 * lengths + lengths * lengths

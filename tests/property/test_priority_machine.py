@@ -199,7 +199,7 @@ class PriorityMachine(RuleBasedStateMachine):
             self.alpha_of.setdefault(self.key, self.alpha)
             return
         cut = self.streams[peer].get(self.key)
-        records = cut.records.numpy().copy()
+        records = cut.resolutions.numpy().copy()
         self._check(cut.head, records, total)
         for stream in self.streams:
             stream.release(self.key)

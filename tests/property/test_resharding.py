@@ -52,7 +52,7 @@ def content_of(
     log[by_id, PriorityUpdate.GENERATION] = records[log[by_id, PriorityUpdate.SLOT], Slot.ID]
     log[by_id, PriorityUpdate.SLOT] = -1
     heads = random.integers(0, 9, (cuts, Head.NUM_WORDS))
-    heads[:, Head.KEY] = 4 + np.arange(cuts)
+    heads[:, Head.NUMBER] = 4 + np.arange(cuts)
     heads[:, Head.COUNT] = random.integers(0, BATCH + 1, cuts) if count else 0
     ring = random.integers(0, 9, (cuts, BATCH, Resolution.NUM_WORDS))
     ring[..., Resolution.SLOT] = random.integers(0, max(count, 1), (cuts, BATCH))

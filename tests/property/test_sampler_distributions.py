@@ -222,7 +222,7 @@ def counted(scene: StoreScene, count: int = NUM_BATCHES, by_row: bool = False) -
     counts = np.zeros(size, np.int64)
     for key in range(int(stream.position[0]), int(stream.position[0]) + count):
         stream.state.ask(key)
-        records = stream.get(key).records.numpy()
+        records = stream.get(key).resolutions.numpy()
         hit = records[:, 3] + records[:, 5] if by_row else records[:, 1]
         counts += np.bincount(hit, minlength=size)
         stream.release(key)
@@ -369,7 +369,7 @@ def test_an_epoch_has_every_order(scenes: Any, drop: bool) -> None:
     counts = np.zeros((4, 6), np.int64)
     stream = scenes("epoch", "trajectory", [1] * 6, batch=4, drop=drop).streams[0]
     for key in range(3000):
-        counts[np.arange(4), stream.get(key).records[:, 0].numpy()] += 1
+        counts[np.arange(4), stream.get(key).resolutions[:, 0].numpy()] += 1
         stream.release(key)
     assert p_value(counts.reshape(-1), np.ones(24)) > 1e-3
 

@@ -70,7 +70,7 @@ def add_groups(replay: Replay, numbers: Any, size: int = 3, **options: Any) -> d
 
 def drawn(selection: Selection) -> list[list[int]]:
     """Return the ids of each drawn group, and check the words that its records share."""
-    records = selection.records[: selection.head[Head.COUNT]].numpy()
+    records = selection.resolutions[: selection.head[Head.COUNT]].numpy()
     numbers = records[:, Resolution.SAMPLE_NUMBER]
     assert (np.diff(numbers) >= 0).all()
     assert len(np.unique(numbers)) == len(range(int(numbers[0]), selection.head[Head.SAMPLES]))

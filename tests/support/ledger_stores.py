@@ -26,7 +26,7 @@ class NodeStore:
     def __init__(
         self, index: int, count: int, batches: int, workers: Collection[int], **how: Any
     ) -> None:
-        how = {"seed": 0, "key": 0, **how}
+        how = {"seed": 0, "random_key": 0, **how}
         self.spec = PromptSpec("", "", 20, size=1, **how, num_stores=count, store=index)
         room = max(-(-(self.spec.max_lag + batches) * self.spec.groups // count), self.spec.groups)
         self.alive = set(workers)
@@ -95,7 +95,7 @@ def exchange(
     """
     spec = stores[0].spec
     known = np.stack(each(progress))
-    each(lambda store: store.ledger.agree(known))
+    each(lambda store: store.ledger.take_progress(known))
 
     def record(store: NodeStore) -> tuple[int, int, np.ndarray]:
         slots = store.ledger.in_order(store.complete)

@@ -277,7 +277,7 @@ def fill_stages(replay: Replay, config: dict[str, Any]) -> list[list[list[int]]]
     batch of each pass.
     """
     topology = replay._parts.plan.topology
-    barrier = replay._parts.plan.exchange.barrier
+    barrier = replay._parts.plan.control_plane.barrier
     passes = []
     for node in range(topology.num_nodes):
         passes.append(fill_column(replay, "ref"))
@@ -386,7 +386,7 @@ def prepare(replay: Replay) -> tuple[Any, list[int]]:
 
 
 def sent_bytes(replay: Replay) -> int:
-    exchange = replay._parts.exchange
+    exchange = replay._parts.links
     return 0 if True not in exchange._channels else exchange._channels[True].bytes_sent
 
 
@@ -434,7 +434,7 @@ def run_case(
             fill(replay)
         if asks:
             found["missing"] += [replay.missing_groups(), replay.can_sample()]
-        replay._parts.plan.exchange.barrier()
+        replay._parts.plan.control_plane.barrier()
         before = sent_bytes(replay)
         seen = Seen(replay)
         for _ in range(2):
@@ -453,7 +453,7 @@ def run_case(
             trained = [n for packs in seen.packs[first:] for pack in packs for n in pack["numbers"]]
             found["gathered"].append(sorted({*filled, *trained}))
         found["sent"] = sent_bytes(replay) - before
-        replay._parts.plan.exchange.barrier()  # every rank has ended the batch
+        replay._parts.plan.control_plane.barrier()  # every rank has ended the batch
         found["statistics"] = replay.statistics()
     found |= {"packs": seen.packs, "gradients": seen.gradients, "shared_tokens": seen.shared_tokens}
     if folder is not None:

@@ -21,7 +21,7 @@ class ThreadPlane(ControlPlane):
         self._values = values
         self._barrier = barrier
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self._values[self.rank] = value
         self._barrier.wait()
         found = list(self._values)

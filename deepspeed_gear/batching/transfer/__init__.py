@@ -1,1 +1,1 @@
-"""Host-to-device copies of a batch: zero-copy, copy engine or staged."""
+"""Host-to-device transfer of a batch: direct or staged."""

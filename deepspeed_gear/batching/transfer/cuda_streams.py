@@ -194,27 +194,27 @@ class DeferredRelease:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def hold(self, event: Event, release: Release, key: int) -> None:
+    def hold(self, event: Event, release: Release, number: int) -> None:
         """Release a selection after the event that follows its last kernel; events come in stream
         order.
         """
         with self._lock:
-            self._waiting.append((event, release, key))
+            self._waiting.append((event, release, number))
 
     def settle(self) -> None:
         if not self._waiting:
             return
         with self._lock:
             while self._waiting and self._waiting[0][0].query():
-                _, release, key = self._waiting.popleft()
-                release(key)
+                _, release, number = self._waiting.popleft()
+                release(number)
 
     def drain(self) -> bool:
         """Wait for all events and release their selections; return whether there were any."""
         with self._lock:
             had_some = bool(self._waiting)
             while self._waiting:
-                event, release, key = self._waiting.popleft()
+                event, release, number = self._waiting.popleft()
                 event.synchronize()
-                release(key)
+                release(number)
         return had_some

@@ -60,7 +60,7 @@ def column_name(field: ResolvedField) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """The columns of one table that a device reads in place (zero-copy)."""
+    """The columns of one table that a device reads in place, for direct fields."""
 
     columns: Mapping[
         str, torch.Tensor
@@ -214,19 +214,17 @@ class DeviceGatherer(Gatherer):
         return self._named([known[i] for i in range(len(sizes))])
 
     def gather(
-        self, records: torch.Tensor, goal_step: torch.Tensor | None = None
+        self, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gather a batch of one table, as `gather_from` does: through the ring entry and pinned
         memory.
         """
-        return self.gather_from([(self, records, goal_step)])
+        return self.gather_from([(self, resolutions, goal_step)])
 
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather samples of records in host memory; ready after the work on the transfer stream so
-        far.
-        """
+        """Gather samples of resolutions on the host; ready after the transfer stream's work."""
         self.made = self._turn
         buffers = self._next()
         slot = self._slots[self.made]
@@ -235,26 +233,26 @@ class DeviceGatherer(Gatherer):
         some = []
         first = 0
         whole = len(parts) == 1
-        for gatherer, records, goals in parts:
+        for gatherer, resolutions, goals in parts:
             assert isinstance(gatherer, DeviceGatherer)
-            end = first + len(records)
+            end = first + len(resolutions)
             if end > first:
                 host, there = (
                     (b if whole else b.part(first, end)) for b in (pinned.buffers, buffers)
                 )
-                some.append((gatherer, records, goals, host, there))
+                some.append((gatherer, resolutions, goals, host, there))
             first = end
         with self._lane.running():
             self._reuse(slot)
             if pinned.copied is not None:
                 pinned.copied.synchronize()
-            for gatherer, records, goals, host, _ in some:
-                gatherer.fill(host, records, goals)
+            for gatherer, resolutions, goals, host, _ in some:
+                gatherer.fill(host, resolutions, goals)
             if slot.front.numel():
                 slot.front.copy_(pinned.flat, non_blocking=True)
                 pinned.copied = self._lane.record()
-            for gatherer, records, _, _, there in some:
-                gatherer.place(there, records)
+            for gatherer, resolutions, _, _, there in some:
+                gatherer.place(there, resolutions)
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _reuse(self, slot: _Slot) -> None:
@@ -289,17 +287,15 @@ class DeviceGatherer(Gatherer):
                 if old.turn == turn and old.consumer == consumer:
                     old.free = until_now
 
-    def place(self, buffers: Buffers, records: torch.Tensor) -> None:
-        """Enqueue the device's gather of the fields that `fill` does not stage; `records` in host
-        memory.
-        """
+    def place(self, buffers: Buffers, resolutions: torch.Tensor) -> None:
+        """Enqueue the gather of fields that `fill` does not stage; `resolutions` on the host."""
         if not self.reads_in_place:
             return
-        (there,) = self._lane.bring([records])
+        (there,) = self._lane.bring([resolutions])
         order = None
         if self._direct.which:
             # Samples in the order of their rows: neighbours in memory are read in sequence. Sorted
-            # where the records lie: on the device, as a host takes 2 ms for 65,536 samples.
+            # where the resolutions lie: on the device, as a host takes 2 ms for 65,536 samples.
             order = torch.argsort(there[:, Resolution.FIRST_ROW] + there[:, Resolution.ANCHOR])
         ops = self._transfer.ops
         counters = self._counters_there

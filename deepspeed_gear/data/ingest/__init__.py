@@ -229,7 +229,7 @@ def ingest(
     The same sources give the same bytes.
 
     Args:
-        sources: Files or folders whose columns agree; or what `open_source` returns of them, for
+        sources: Files or folders with the same columns; or what `open_source` returns of them, for
             its other options. Readers are closed.
         dest: The folder to make.
         format: Of all sources; "auto" detects it by the content of each.
@@ -363,7 +363,7 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
 
 
 def _without_bounds(column: Column) -> Column:
-    """Return a column as sources must agree in it: without `allow_nan` and the size of the longest
+    """Return a column as it must be in all sources: without `allow_nan` and the size of the longest
     value.
     """
     if column.is_opaque:

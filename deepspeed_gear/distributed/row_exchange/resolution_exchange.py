@@ -23,7 +23,7 @@ Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 @dataclass
 class NodeSelection:
-    key: int
+    number: int
     entry: int  # of the ring
     count: int  # samples
     offset: int  # of its first sample among those of all tables
@@ -37,28 +37,28 @@ class NodeSelection:
     own: list[np.ndarray] = field(
         default_factory=list
     )  # samples that this node holds, by draw; ascending
-    records: list[torch.Tensor] = field(
+    resolutions: list[torch.Tensor] = field(
         default_factory=list
     )  # their resolutions. [n, 8] each, int64
 
     def draw(
-        self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int
+        self, first: int, own: np.ndarray, resolutions: torch.Tensor, owner: np.ndarray, done: int
     ) -> None:
         """Add draws after the `done` in the selection, from sample number `first`: this node's
-        `own`, with their records; `owner` is the node of each of all draws. [count], int64.
+        `own`, with their resolutions; `owner` is the node of each of all draws. [count], int64.
         """
         self.first = first - done
         self.own.append(own + done if done else own)
-        self.records.append(records)
+        self.resolutions.append(resolutions)
         begin, end = np.searchsorted(self.asked, [done, done + len(owner)])
         self.owner[begin:end] = owner[self.asked[begin:end] - done]
 
     def drawn(self) -> tuple[np.ndarray, torch.Tensor]:
         if len(self.own) == 1:
-            return self.own[0], self.records[0]
+            return self.own[0], self.resolutions[0]
         own = np.concatenate([np.empty(0, np.int64), *self.own])
         return own, torch.cat(
-            [torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *self.records]
+            [torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *self.resolutions]
         )
 
 
@@ -95,27 +95,29 @@ class ResolutionExchange:
 
     def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
         """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number
-        of records, and this node's, [n, 8], int64.
+        of resolutions, and this node's, [n, 8], int64.
         """
-        own, records = selection.drawn()
+        own, resolutions = selection.drawn()
         ring = self._state.ring[selection.entry][: selection.count]
         assert self._state.origins is not None
         with self._rows.channel.abandoned_on_error():
             sample = torch.from_numpy(own)
-            steps = self._rows.steps_of(records)
-            goals = self._goals(self._state.spec.key, records) if self._draws_goals else None
+            steps = self._rows.steps_of(resolutions)
+            goals = (
+                self._goals(self._state.spec.random_key, resolutions) if self._draws_goals else None
+            )
             samples, parts = self._encode(
-                (records, sample, steps, goals), self._needs, selection.offset
+                (resolutions, sample, steps, goals), self._needs, selection.offset
             )
             if selection.needs_all:
-                parts = self._encode((records, sample, steps, None), self._everyone, 0)[1]
+                parts = self._encode((resolutions, sample, steps, None), self._everyone, 0)[1]
             parts[self._index] = NO_WORDS
-            masses = records.numpy()[:, Resolution.MASS]
+            masses = resolutions.numpy()[:, Resolution.MASS]
             least = int(np.minimum.reduce(masses)) if len(masses) else MOST_MASS
             received = self._rows.send(np.array([least]), parts, samples)
 
             self.least_drawn = min(int(words[0]) for words in received)
-            most = len(records) + len(selection.asked)
+            most = len(resolutions) + len(selection.asked)
             if most > len(self._which):
                 self._samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
                 self._which = torch.empty(most, dtype=torch.int64)
@@ -133,18 +135,20 @@ class ResolutionExchange:
                 self._needs[1],
             )
             route = selection.first, selection.offset, self._index, int(self._rows.takes_own)
-            self._ops.decode_draws_(*outs, words, records, sample, steps, *asked, *route)
+            self._ops.decode_draws_(*outs, words, resolutions, sample, steps, *asked, *route)
             found = self._found_words[0]
             samples = self._samples[:found]
             which = self._which[:found]
-            goals = self._goals(self._state.spec.key, ring[which]) if self._draws_goals else None
+            goals = (
+                self._goals(self._state.spec.random_key, ring[which]) if self._draws_goals else None
+            )
             if goals is not None:
                 samples[:, RowSample.GOAL] = goals
             counts: list[int] = np.bincount(selection.owner, minlength=self._num_nodes).tolist()
             counts[self._index] = 0
             sizes = [1 + count * self._words for count in counts]
             self._rows.fill(selection.entry, ring, which, samples, received, sizes)
-        return selection.count, records.numpy()
+        return selection.count, resolutions.numpy()
 
     def _encode(
         self,
@@ -153,8 +157,8 @@ class ResolutionExchange:
         offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
         """Return the samples that other nodes need, and the words of their resolutions for each
-        node. `drawn`: this node's records, ascending, the selection index, n-step length and goal
-        of each (or None).
+        node. `drawn`: this node's resolutions, ascending, the selection index, n-step length and
+        goal of each (or None).
         """
         most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
@@ -167,10 +171,8 @@ class ResolutionExchange:
         return samples[: self._end_words[-1]], parts
 
 
-class RecordExchange:
-    """Sends records of this node's trajectories to all nodes; fills its ring (rows:
-    `TrajectoryExchange`).
-    """
+class ResolutionSender:
+    """Sends resolutions of this node's trajectories to all nodes, without rows; fills its ring."""
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         self._state = state
@@ -178,7 +180,7 @@ class RecordExchange:
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
 
     def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
-        """Exchange all records to the ring; the selection has leaders, or of a checkpoint all
+        """Exchange all resolutions to the ring; the selection has leaders, or of a checkpoint all
         members. Returns their number, and those of this node, [m, 8], int64.
         """
         state = self._state
@@ -191,22 +193,22 @@ class RecordExchange:
                 with state.table.lock:
                     words, item = state.members(words)
                 own = own[item]  # places in the selection; the members of a group share one
-            every, shard = self._channel.gather_ragged(
+            every, shard = self._channel.all_gather_ragged(
                 np.concatenate([own[:, None], words], axis=1)
             )
         order = np.argsort(every[:, 0], kind="stable")
-        places, records, shard = every[order, 0], every[order, 1:], shard[order]
-        masses = records[:, Resolution.MASS]
+        places, resolutions, shard = every[order, 0], every[order, 1:], shard[order]
+        masses = resolutions[:, Resolution.MASS]
         self.least_drawn = int(masses.min(initial=MOST_MASS))
         assert state.origins is not None
-        state.origins.numpy()[entry, : len(records)] = (
-            shard << SHARD_BITS | records[:, Resolution.SLOT]
+        state.origins.numpy()[entry, : len(resolutions)] = (
+            shard << SHARD_BITS | resolutions[:, Resolution.SLOT]
         )
         elsewhere = shard != self._channel.index
-        records[elsewhere, Resolution.SLOT] = len(state.table.slots)
-        records[elsewhere, Resolution.FIRST_ROW] = NO_ROW
-        state.ring_words[entry, : len(records)] = records
+        resolutions[elsewhere, Resolution.SLOT] = len(state.table.slots)
+        resolutions[elsewhere, Resolution.FIRST_ROW] = NO_ROW
+        state.ring_words[entry, : len(resolutions)] = resolutions
         if expands:
             epochs = state.drawn[entry][1]
             state.entries[entry][1][: len(places)] = epochs[torch.from_numpy(places)]
-        return len(records), words
+        return len(resolutions), words

@@ -163,14 +163,15 @@ class RowExchange:
         self._outgoing: list[np.ndarray] = []  # for the transport
         self._coming: list[int] = []  # words that it gets from each node
 
-    def steps_of(self, records: torch.Tensor) -> torch.Tensor | None:
-        """Return the steps of the n-step returns of this node's records, where windows follow them.
+    def steps_of(self, resolutions: torch.Tensor) -> torch.Tensor | None:
+        """Return the steps of the n-step returns of this node's resolutions, if windows follow.
+
         [n].
         """
         if self._n_step is None:
             return None
-        values = [torch.empty(len(records), dtype=dtype) for dtype in N_STEP_DTYPES]
-        return self._n_step.fill(self._ops, values, records)
+        values = [torch.empty(len(resolutions), dtype=dtype) for dtype in N_STEP_DTYPES]
+        return self._n_step.fill(self._ops, values, resolutions)
 
     def send(
         self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor

@@ -43,13 +43,13 @@ class TrajectoryExchange:
         channel = self._rows.channel
         with channel.abandoned_on_error():
             self._number += 1
-            # As the status of a selection, whose key is no number of a global batch.
+            # As the status of a selection, but the number is not that of a global batch.
             status = np.zeros(StatusMessage.NUM_WORDS, np.int64)
-            status[StatusMessage.KEY] = NO_BATCH - self._number
+            status[StatusMessage.NUMBER] = NO_BATCH - self._number
             received = self._rows.send(
                 status, [NO_WORDS] * channel.count, torch.from_numpy(moves.outgoing)
             )
-            found = [NO_BATCH - int(words[StatusMessage.KEY]) for words in received]
+            found = [NO_BATCH - int(words[StatusMessage.NUMBER]) for words in received]
             if any(
                 number != self._number for number in found
             ):  # it selects, or has done more or fewer steps
@@ -102,7 +102,7 @@ class TrajectoryExchange:
         wanted = [
             (asked[number], number) for number, lacks in zip(named, lacking, strict=True) if lacks
         ]
-        every, node = channel.gather_ragged(np.array(wanted, np.int64).reshape(-1, 2))
+        every, node = channel.all_gather_ragged(np.array(wanted, np.int64).reshape(-1, 2))
         messages = []
         for to in range(channel.count):
             numbers = every[(node == to) & (every[:, 0] == channel.index), 1]

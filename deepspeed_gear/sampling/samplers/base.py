@@ -48,7 +48,9 @@ class Draw:
         """
         spec = self.selector.spec
         coordinates = torch.empty(self.count, dtype=torch.int64)
-        self.selector.state.ops.draw_(coordinates, spec.seed, spec.key, self.first, self.total)
+        self.selector.state.ops.draw_(
+            coordinates, spec.seed, spec.random_key, self.first, self.total
+        )
         return coordinates
 
     def permuted(self) -> torch.Tensor:
@@ -58,7 +60,7 @@ class Draw:
         spec = self.selector.spec
         coordinates = torch.empty(self.count, dtype=torch.int64)
         self.selector.state.ops.permute_(
-            coordinates, spec.seed, spec.key, self.epoch, self.at, self.total
+            coordinates, spec.seed, spec.random_key, self.epoch, self.at, self.total
         )
         return coordinates
 

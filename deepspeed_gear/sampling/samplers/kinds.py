@@ -125,8 +125,8 @@ class Prioritized(RandomDraws):
         alpha = schedule(options.alpha, "gear.sampler.alpha")
         every = options.alpha_every
 
-        def held(key: int) -> float:
-            return alpha(key - key % every)
+        def held(number: int) -> float:
+            return alpha(number - number % every)
 
         beta = schedule(options.beta, "gear.sampler.beta")
         rule = scope.priority_rule(options.initial, held, beta, options.normalize)
@@ -227,4 +227,4 @@ def schedule(value: Any, name: str) -> Callable[[int], float]:
     if isinstance(value, (int, float)):
         constant = float(value)
         return lambda _: constant
-    return lambda key: value_at(value, key, name)
+    return lambda number: value_at(value, number, name)

@@ -241,14 +241,14 @@ inline void Pack(at::TensorList outs, at::TensorList columns, at::TensorList shi
     cpu::Pack(fields.data(), static_cast<int64_t>(fields.size()), records, at, count, first, rows);
 }
 
-inline void PlanPacks(at::Tensor& micro, at::Tensor& rank, at::Tensor& num_micro,
+inline void PlanPacks(at::Tensor& micro_step, at::Tensor& rank, at::Tensor& num_micro_steps,
                       const at::Tensor& lengths, int64_t tokens, int64_t linear, int64_t quadratic,
                       int64_t width, int64_t trajectories) {
   const int64_t count = lengths.numel();
   const int64_t* values = Values<int64_t>(lengths, "lengths");
-  int64_t* micro_of = Values<int64_t>(micro, "micro", count);
+  int64_t* step_of = Values<int64_t>(micro_step, "micro_step", count);
   int64_t* rank_of = Values<int64_t>(rank, "rank", count);
-  int64_t* found = Values<int64_t>(num_micro, "num_micro", 1);
+  int64_t* found = Values<int64_t>(num_micro_steps, "num_micro_steps", 1);
   TORCH_CHECK(tokens >= 1 && tokens <= cpu::kMostPackTokens,
               "gear: tokens must be in [1, 2^31), got ", tokens);
   TORCH_CHECK(width >= 1 && width <= cpu::kMostPackWidth, "gear: width must be in [1, 2^20], got ",
@@ -268,7 +268,7 @@ inline void PlanPacks(at::Tensor& micro, at::Tensor& rank, at::Tensor& num_micro
     TORCH_CHECK(cost < static_cast<unsigned __int128>(kEnd),
                 "gear: the cost of all trajectories must be below 2^62");
   }
-  *found = cpu::PlanPacks(values, count, {tokens, linear, quadratic, trajectories}, width, micro_of,
+  *found = cpu::PlanPacks(values, count, {tokens, linear, quadratic, trajectories}, width, step_of,
                           rank_of);
 }
 

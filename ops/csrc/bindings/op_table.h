@@ -24,7 +24,7 @@
      "float[] pad_values, int threads, Tensor? order=None")
 
 // Only on the host: draws, and changes of masses and priorities, of tables in host memory (a table on
-// a device has the ring's ops), what nodes exchange (draws, reports, rows), the goals of hindsight,
+// a device has the ring's ops), what nodes send each other (draws, reports, rows), the goals of hindsight,
 // packs and their plan. Their bytes come from the host's store and go to the host's network or back
 // into the store; a device would only add two copies. A pack is copied to a device as a whole.
 #define GEAR_HOST_OPS(OP) \
@@ -61,7 +61,7 @@
      "Tensor(a!)[] outs, Tensor[] columns, Tensor[] shifts, Tensor[] gains, Tensor resolutions, " \
      "Tensor places, int[] spec, float[] pad_values, int first, int rows") \
   OP(plan_packs_, PlanPacks, \
-     "Tensor(a!) micro, Tensor(b!) rank, Tensor(c!) num_micro, Tensor lengths, int tokens, " \
+     "Tensor(a!) micro_step, Tensor(b!) rank, Tensor(c!) num_micro_steps, Tensor lengths, int tokens, " \
      "int linear, int quadratic, int width, int trajectories") \
   OP(assign_draws_, AssignDraws, \
      "Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, " \

@@ -26,7 +26,7 @@ inline cpu::Stream MakeStream(const WordMap& words, const std::vector<int64_t>& 
   ReadWords(words, "position", &stream.position, "heads", &stream.heads, "ring", &stream.ring);
   ReadWords(words, "changes", &stream.changes, "last_drawn", &stream.last_drawn);
   ReadWords(words, "batch", &stream.batch, "depth", &stream.depth);
-  ReadWords(words, "seed", &stream.seed, "key", &stream.key, "unit", &stream.unit);
+  ReadWords(words, "seed", &stream.seed, "random_key", &stream.random_key, "unit", &stream.unit);
   ReadWords(words, "sums", &stream.sums, "num_items", &stream.num_items);
   ReadWords(words, "plain_unit", &stream.plain_unit, "has_priorities", &stream.has_priorities);
   ReadWords(words, "moments_head", &stream.moments_head, "moments", &stream.moments);
@@ -51,14 +51,14 @@ inline cpu::Stream MakeStream(const WordMap& words, const std::vector<int64_t>& 
 
 // The part of a selection that a process gathers: its head, records and weights, or None. They are
 // copies, valid after the ring entry is reused.
-inline PyObject* TakeSelection(cpu::Stream& stream, int64_t key, int64_t alpha, int64_t beta,
+inline PyObject* TakeSelection(cpu::Stream& stream, int64_t number, int64_t alpha, int64_t beta,
                                int64_t part, int64_t num_parts) {
   int64_t words[cpu::kNumSet];
   at::Tensor taken, weights;
   const auto take = [&] {
     const WithoutLock unlocked;
-    if (!cpu::Select(stream, key, alpha, beta)) return false;
-    const int64_t entry = key % stream.depth, count = stream.batch / num_parts;
+    if (!cpu::Select(stream, number, alpha, beta)) return false;
+    const int64_t entry = number % stream.depth, count = stream.batch / num_parts;
     std::copy_n(stream.heads + entry * cpu::kSelectionWords, cpu::kNumSet, words);
     taken = at::detail::empty_cpu({count, 8}, at::kLong);
     auto* records = reinterpret_cast<Resolution*>(taken.mutable_data_ptr<int64_t>());

@@ -18,6 +18,6 @@ inline constexpr int64_t kMostPackWidth = int64_t{1} << 20;
 // together must be below 2^62.
 // O(n log n) for each number of packs that is tried, and O(packs) of the search that balances.
 int64_t PlanPacks(const int64_t* lengths, int64_t count, const PackBudget& budget, int64_t width,
-                  int64_t* micro, int64_t* rank);
+                  int64_t* micro_step, int64_t* rank);
 
 }  // namespace gear::cpu

@@ -7,13 +7,13 @@
 //    wastes the fewest tokens; a binary search finds how many are "the longest ones". Where that
 //    fails too, each goes into the pack with the most room, or every pack gets one a round, and the
 //    longest go to packs with one less: these suit lengths near a third of the budget.
-// 2. Balancing sorts the packs by cost, so that `width` neighbours are a micro step, and exchanges
+// 2. Balancing sorts the packs by cost, so that `width` neighbours are a micro step, and swaps
 //    trajectories between packs above and below the mean of their micro steps.
 // 3. In each micro step the costliest pack goes to the rank with the least cost so far.
 //
 // Every choice is among integers, and ties go to the lower pack or the longer trajectory, so every
-// rank computes the same plan. tests/property/test_packing_plan.py holds the invariants, and digests
-// of plans that must never change.
+// rank computes the same plan. tests/property/test_packing_plan.py holds the invariants, and
+// digests of plans that must never change.
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -62,22 +62,22 @@ struct Sorted {
   int64_t Count() const { return static_cast<int64_t>(index.size()); }
 };
 
-// What lies in which of num_micro * width packs. Packs [k * width, (k + 1) * width) get what the
-// micro step k takes at first.
+// What lies in which of num_micro_steps * width packs. Packs [k * width, (k + 1) * width) get what
+// the micro step k takes at first.
 struct Packs {
-  int64_t num_micro = 0, empty = 0;
+  int64_t num_micro_steps = 0, empty = 0;
   Values pack;                // of each trajectory, by falling length
   Values cost, room, places;  // of each pack; room in tokens, places in trajectories
 
   int64_t Count() const { return static_cast<int64_t>(cost.size()); }
 
-  Packs(int64_t micro, int64_t width, int64_t count, const PackBudget& budget)
-      : num_micro(micro),
-        empty(micro * width),
+  Packs(int64_t num_steps, int64_t width, int64_t count, const PackBudget& budget)
+      : num_micro_steps(num_steps),
+        empty(num_steps * width),
         pack(count, 0),
-        cost(micro * width, 0),
-        room(micro * width, budget.tokens),
-        places(micro * width, budget.trajectories) {}
+        cost(num_steps * width, 0),
+        room(num_steps * width, budget.tokens),
+        places(num_steps * width, budget.trajectories) {}
 };
 
 class Filling {
@@ -87,22 +87,24 @@ class Filling {
 
   // Finds the number of micro steps, and fills their packs.
   Packs Run() {
-    int64_t num_micro = CeilDiv(CountAtLeast(), width_);
-    if (Fill(num_micro, true)) return std::move(best_);
+    int64_t num_micro_steps = CeilDiv(CountAtLeast(), width_);
+    if (Fill(num_micro_steps, true)) return std::move(best_);
     const int64_t num_best_fit = CountBestFit();
     do {
-      ++num_micro;
-    } while (!Fill(num_micro, num_micro * width_ >= num_best_fit));
+      ++num_micro_steps;
+    } while (!Fill(num_micro_steps, num_micro_steps * width_ >= num_best_fit));
     return std::move(best_);
   }
 
  private:
-  Packs Empty(int64_t num_micro) const { return {num_micro, width_, items_.Count(), budget_}; }
+  Packs Empty(int64_t num_micro_steps) const {
+    return {num_micro_steps, width_, items_.Count(), budget_};
+  }
 
   // `by_cost`: also by the ways that look at costs, and take longer.
-  bool Fill(int64_t num_micro, bool by_cost) {
-    return (by_cost && FillBySpread(num_micro)) || FillRoomiest(num_micro) ||
-           FillInRounds(num_micro, false) || FillInRounds(num_micro, true) ||
+  bool Fill(int64_t num_micro_steps, bool by_cost) {
+    return (by_cost && FillBySpread(num_micro_steps)) || FillRoomiest(num_micro_steps) ||
+           FillInRounds(num_micro_steps, false) || FillInRounds(num_micro_steps, true) ||
            (by_cost && FillByBestFit());
   }
 
@@ -120,8 +122,8 @@ class Filling {
 
   // Puts each trajectory into the pack with the most room. False if one has none, else `best_` has
   // the packs.
-  bool FillRoomiest(int64_t num_micro) {
-    Packs packs = Empty(num_micro);
+  bool FillRoomiest(int64_t num_micro_steps) {
+    Packs packs = Empty(num_micro_steps);
     const int64_t in_order = Min(packs.Count(), items_.Count());  // an empty pack has the most room
     for (int64_t i = 0; i < in_order; ++i) Put(&packs, i, i);
     std::vector<Keyed> keys;
@@ -142,8 +144,8 @@ class Filling {
   // Gives every pack one trajectory a round, the longest to the one with the most room; `evenly`:
   // at first the longest to those packs that get one less than the others. False if one has no
   // room, else `best_` has the packs.
-  bool FillInRounds(int64_t num_micro, bool evenly) {
-    Packs packs = Empty(num_micro);
+  bool FillInRounds(int64_t num_micro_steps, bool evenly) {
+    Packs packs = Empty(num_micro_steps);
     const int64_t most = CeilDiv(items_.Count(), packs.Count());
     const int64_t fewer = evenly ? most * packs.Count() - items_.Count() : 0;
     const int64_t longest = fewer * (most - 1);
@@ -170,8 +172,8 @@ class Filling {
   }
 
   // Puts each trajectory into the pack furthest below its target cost. False if one has no room.
-  bool FillBySpread(int64_t num_micro) {
-    spread_ = Spread(num_micro);
+  bool FillBySpread(int64_t num_micro_steps) {
+    spread_ = Spread(num_micro_steps);
     if (spread_count_ < items_.Count()) return false;
     best_ = std::move(spread_);
     return true;
@@ -203,12 +205,12 @@ class Filling {
   }
 
   // What a pack of each micro step should cost: the same, but no less than its longest trajectory.
-  Values Targets(int64_t num_micro) const {
-    Values targets(num_micro);
+  Values Targets(int64_t num_micro_steps) const {
+    Values targets(num_micro_steps);
     int64_t rest = items_.total;
     bool is_level = false;
-    for (int64_t k = 0; k < num_micro; ++k) {
-      const int64_t level = rest / ((num_micro - k) * width_);
+    for (int64_t k = 0; k < num_micro_steps; ++k) {
+      const int64_t level = rest / ((num_micro_steps - k) * width_);
       const int64_t longest = k * width_ < items_.Count() ? items_.cost[k * width_] : 0;
       is_level = is_level || longest <= level;
       targets[k] = is_level ? level : longest;
@@ -218,9 +220,9 @@ class Filling {
   }
 
   // Puts each trajectory into the pack furthest below its target, of those with room for it.
-  Packs Spread(int64_t num_micro) {
-    Packs packs = Empty(num_micro);
-    const Values targets = Targets(num_micro);
+  Packs Spread(int64_t num_micro_steps) {
+    Packs packs = Empty(num_micro_steps);
+    const Values targets = Targets(num_micro_steps);
     std::vector<Keyed> keys(packs.Count());
     for (int64_t p = 0; p < packs.Count(); ++p) keys[p] = {-targets[p / width_], p};
     std::priority_queue<Keyed, std::vector<Keyed>, std::greater<>> open({}, std::move(keys));
@@ -256,7 +258,7 @@ class Filling {
   // Puts each trajectory from `first` on into the fullest pack with room for it; those before stay
   // as they were spread. False if one has none, else `best_` has the packs.
   bool BestFit(const Packs& spread, int64_t first) {
-    Packs packs = Empty(spread.num_micro);
+    Packs packs = Empty(spread.num_micro_steps);
     for (int64_t i = 0; i < first; ++i) Put(&packs, i, spread.pack[i]);
     std::vector<Keyed> keys;
     for (int64_t p = 0; p < packs.Count(); ++p)
@@ -316,7 +318,7 @@ Values OrderOf(const Values& values, const Precedes& precedes) {
 // The packs by falling cost: `width` neighbours are a micro step.
 Values ByCost(const Packs& packs) { return OrderOf(packs.cost, std::greater<>()); }
 
-// Exchanges trajectories, so that the packs of a micro step cost the same.
+// Swaps trajectories, so that the packs of a micro step cost the same.
 class Balancing {
  public:
   Balancing(const Sorted& items, int64_t width, Packs* packs)
@@ -350,7 +352,7 @@ class Balancing {
 
   void SetTargets() {
     const Values order = ByCost(packs_);
-    for (int64_t k = 0; k < packs_.num_micro; ++k) {
+    for (int64_t k = 0; k < packs_.num_micro_steps; ++k) {
       int64_t target = 0;
       for (int64_t r = 0; r < width_; ++r) target += packs_.cost[order[k * width_ + r]];
       target /= width_;
@@ -368,7 +370,7 @@ class Balancing {
     return Min(kMembers, static_cast<int64_t>(members_[pack].size()));
   }
 
-  // Moves a trajectory to the pack furthest below its target, or exchanges two.
+  // Moves a trajectory to the pack furthest below its target, or swaps two.
   bool GiveToLowest(int64_t pack) {
     const int64_t count = packs_.Count();
     while (next_lowest_ < count && excess_[lowest_[next_lowest_]] >= 0) ++next_lowest_;
@@ -396,7 +398,7 @@ class Balancing {
     return true;
   }
 
-  // Exchanges a trajectory for a slightly shorter one of any other pack.
+  // Swaps a trajectory for a slightly shorter one of any other pack.
   bool GiveToSimilar(int64_t pack) {
     const int64_t excess = excess_[pack];
     Change best{excess};
@@ -457,7 +459,7 @@ class Balancing {
 }  // namespace
 
 int64_t PlanPacks(const int64_t* lengths, int64_t count, const PackBudget& budget, int64_t width,
-                  int64_t* micro, int64_t* rank) {
+                  int64_t* micro_step, int64_t* rank) {
   if (count == 0) return 0;
   const Sorted items(lengths, count, budget);
   Packs packs = Filling(items, budget, width).Run();
@@ -466,21 +468,21 @@ int64_t PlanPacks(const int64_t* lengths, int64_t count, const PackBudget& budge
   const Values order = ByCost(packs);
   std::vector<Keyed> ranks(width);  // cost so far, rank
   for (int64_t r = 0; r < width; ++r) ranks[r] = {0, r};
-  Values rank_of(packs.Count()), micro_of(packs.Count());
-  for (int64_t k = 0; k < packs.num_micro; ++k) {
+  Values rank_of(packs.Count()), step_of(packs.Count());
+  for (int64_t k = 0; k < packs.num_micro_steps; ++k) {
     std::sort(ranks.begin(), ranks.end());
     for (int64_t r = 0; r < width; ++r) {
       const int64_t pack = order[k * width + r];
-      micro_of[pack] = k;
+      step_of[pack] = k;
       rank_of[pack] = ranks[r].second;
       ranks[r].first += packs.cost[pack];
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    micro[items.index[i]] = micro_of[packs.pack[i]];
+    micro_step[items.index[i]] = step_of[packs.pack[i]];
     rank[items.index[i]] = rank_of[packs.pack[i]];
   }
-  return packs.num_micro;
+  return packs.num_micro_steps;
 }
 
 }  // namespace gear::cpu

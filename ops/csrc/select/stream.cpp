@@ -15,20 +15,20 @@ namespace {
 // Keeps the order of writes: a process may die between any two of them.
 void Write(int64_t& word, int64_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
 
-int64_t* HeadOf(const Stream& stream, int64_t key) {
-  return stream.heads + key % stream.depth * kSelectionWords;
+int64_t* HeadOf(const Stream& stream, int64_t number) {
+  return stream.heads + number % stream.depth * kSelectionWords;
 }
 
-bool HaveReached(const int64_t* words, int64_t count, int64_t key) {
+bool HaveReached(const int64_t* words, int64_t count, int64_t number) {
   for (int64_t i = 0; i < count; ++i) {
-    if (__atomic_load_n(&words[i], __ATOMIC_ACQUIRE) < key) return false;
+    if (__atomic_load_n(&words[i], __ATOMIC_ACQUIRE) < number) return false;
   }
   return true;
 }
 
 // Whether every process has released what the ring entry of a global batch holds.
-bool IsReleased(const Stream& stream, int64_t key) {
-  const int64_t held = HeadOf(stream, key)[kKey];
+bool IsReleased(const Stream& stream, int64_t number) {
+  const int64_t held = HeadOf(stream, number)[kNumber];
   return held == kNothing || HaveReached(stream.consumed, stream.num_peers, held + 1);
 }
 
@@ -70,10 +70,10 @@ bool ApplySlots(Stream& stream) {
   return true;
 }
 
-// Collects the updates that a selection applies, process by process; notes where their logs end.
-void TakeReports(Stream& stream, int64_t key) {
+// Takes the updates that a selection applies, process by process; notes where their logs end.
+void TakeReports(Stream& stream, int64_t number) {
   const StreamPriorities& given = stream.priorities;
-  const int64_t until = key - given.lag;
+  const int64_t until = number - given.lag;
   stream.reports.clear();
   for (int64_t peer = 0; peer < given.num_peers; ++peer) {
     int64_t* ends = given.ends + peer * kLogEndWords;
@@ -95,10 +95,10 @@ void DropReports(const StreamPriorities& given) {
   Write(given.ends[kLogTaking], 0);
 }
 
-bool ApplyReports(Stream& stream, int64_t key) {
+bool ApplyReports(Stream& stream, int64_t number) {
   const StreamPriorities& given = stream.priorities;
-  int64_t* window = given.window + key % given.window_size * 2;
-  TakeReports(stream, key);
+  int64_t* window = given.window + number % given.window_size * 2;
+  TakeReports(stream, number);
   const auto count = static_cast<int64_t>(stream.reports.size());
   if (count == 0) {
     window[0] = window[1] = 0;
@@ -123,16 +123,16 @@ bool ApplyReports(Stream& stream, int64_t key) {
 }
 
 // Draws and resolves the samples of a global batch. False: a row is no step of its slot.
-bool DrawSamples(Stream& stream, int64_t key, int64_t first, uint64_t total) {
+bool DrawSamples(Stream& stream, int64_t number, int64_t first, uint64_t total) {
   int64_t* coordinates = stream.coordinates.data();
-  Resolution* ring = stream.ring + key % stream.depth * stream.batch;
-  Draw(stream.seed, stream.key, first, total, stream.batch, coordinates);
+  Resolution* ring = stream.ring + number % stream.depth * stream.batch;
+  Draw(stream.seed, stream.random_key, first, total, stream.batch, coordinates);
   if (stream.has_priorities && stream.priorities.known.row_slots != nullptr)
     return ResolveRows(stream.sums, stream.slots, stream.num_slots,
                        stream.priorities.known.row_slots, stream.num_items, coordinates,
                        stream.batch, first, ring) == stream.batch;
   Resolve(stream.sums, stream.slots, stream.num_slots, coordinates, stream.batch, stream.rule,
-          stream.unit, stream.seed, stream.key, first, ring);
+          stream.unit, stream.seed, stream.random_key, first, ring);
   return true;
 }
 
@@ -155,39 +155,40 @@ void Weigh(const Stream& stream, const Resolution* samples, int64_t beta, int64_
 }
 
 // Draws for the next selection, so that ranks that sample concurrently do not wait for each other.
-void DrawAhead(Stream& stream, int64_t key) {
+void DrawAhead(Stream& stream, int64_t number) {
   int64_t* position = stream.position;
-  if (position[kKey] != key || position[kAhead] == key || HasChanges(stream)) return;
-  if (!IsReleased(stream, key)) return;
+  if (position[kNumber] != number || position[kAhead] == number || HasChanges(stream)) return;
+  if (!IsReleased(stream, number)) return;
   const uint64_t total = TotalOfTree(stream.sums, ShapeOfTree(stream.num_items));
-  Write(HeadOf(stream, key)[kKey], kNothing);
+  Write(HeadOf(stream, number)[kNumber], kNothing);
   if (total == 0) return;
-  DrawSamples(stream, key, position[kSamples], total);
-  Write(position[kAhead], key);
+  DrawSamples(stream, number, position[kSamples], total);
+  Write(position[kAhead], number);
 }
 
-bool SelectHeld(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
+bool SelectHeld(Stream& stream, int64_t number, int64_t alpha, int64_t beta) {
   int64_t* position = stream.position;
-  int64_t* head = HeadOf(stream, key);
+  int64_t* head = HeadOf(stream, number);
   if (position[kRecovered] != stream.control[kRecoveries]) return false;
-  if (head[kKey] == key) return true;
-  if (position[kKey] != key || head[kKey] > key || !IsReleased(stream, key)) return false;
+  if (head[kNumber] == number) return true;
+  if (position[kNumber] != number || head[kNumber] > number || !IsReleased(stream, number))
+    return false;
   const bool by_priority = stream.has_priorities;
   if (by_priority && !HaveReached(stream.priorities.asked, stream.priorities.num_peers,
-                                  key - stream.priorities.lag))
+                                  number - stream.priorities.lag))
     return false;
   if (!CanApply(stream, alpha)) return false;
-  const bool is_drawn = position[kAhead] == key && !HasChanges(stream);
+  const bool is_drawn = position[kAhead] == number && !HasChanges(stream);
   int64_t after[kNumSet];
   std::copy_n(position, kNumSet, after);
-  Write(head[kKey], kNothing);
-  if (!ApplySlots(stream) || (by_priority && !ApplyReports(stream, key))) return false;
+  Write(head[kNumber], kNothing);
+  if (!ApplySlots(stream) || (by_priority && !ApplyReports(stream, number))) return false;
   const uint64_t total = TotalOfTree(stream.sums, ShapeOfTree(stream.num_items));
   if (total == 0 || total >> kMostTotalBits != 0) return false;
-  Resolution* samples = stream.ring + key % stream.depth * stream.batch;
-  if (!is_drawn && !DrawSamples(stream, key, after[kSamples], total)) return false;
+  Resolution* samples = stream.ring + number % stream.depth * stream.batch;
+  if (!is_drawn && !DrawSamples(stream, number, after[kSamples], total)) return false;
   if (stream.last_drawn != nullptr) {
-    for (int64_t i = 0; i < stream.batch; ++i) stream.last_drawn[samples[i].slot] = key;
+    for (int64_t i = 0; i < stream.batch; ++i) stream.last_drawn[samples[i].slot] = number;
   }
   after[kTotal] = static_cast<int64_t>(total);
   after[kFillers] = 0;
@@ -198,22 +199,22 @@ bool SelectHeld(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
   if (stream.numbers != nullptr) {
     const int64_t size = stream.moments_size;
     const double* current = stream.moments + stream.moments_head[kCurrent] * size;
-    std::copy_n(current, size, stream.numbers + key % stream.depth * size);
+    std::copy_n(current, size, stream.numbers + number % stream.depth * size);
   }
-  Write(head[kKey], key);  // the commit point
+  Write(head[kNumber], number);  // the commit point
   std::copy_n(after + 1, kNumSet - 1, position + 1);
   Write(position[kDone], 0);
-  Write(position[kKey], key + 1);
+  Write(position[kNumber], number + 1);
   return true;
 }
 
 }  // namespace
 
-bool Select(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
+bool Select(Stream& stream, int64_t number, int64_t alpha, int64_t beta) {
   const Held held(stream.mutex, stream.holder, stream.timeout_s);
-  if (held.refusal() != 0 || !SelectHeld(stream, key, alpha, beta)) return false;
-  const bool is_turn = stream.num_peers > 1 && (key + 1) % stream.num_peers == stream.peer;
-  if (is_turn) DrawAhead(stream, key + 1);
+  if (held.refusal() != 0 || !SelectHeld(stream, number, alpha, beta)) return false;
+  const bool is_turn = stream.num_peers > 1 && (number + 1) % stream.num_peers == stream.peer;
+  if (is_turn) DrawAhead(stream, number + 1);
   return true;
 }
 

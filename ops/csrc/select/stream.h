@@ -13,9 +13,10 @@
 
 namespace gear::cpu {
 
-// Words of a selection; of the stream's position, those of its latest selection with the next key.
+// Words of a selection; of the stream's position, those of its latest selection with the next
+// number.
 enum SelectionWord : int64_t {
-  kKey,
+  kNumber,
   kSamples,
   kEpoch,
   kEpochFirst,
@@ -32,7 +33,7 @@ enum SelectionWord : int64_t {
   kRecovered,  // kRecoveries of the store when the stream was last repaired
   kSelectionWords = 16,
 };
-inline constexpr int64_t kNothing = -1;  // the key of an empty ring entry
+inline constexpr int64_t kNothing = -1;  // the number of an empty ring entry
 
 // Words of the mass changes that wait for a selection.
 enum ChangeWord : int64_t { kNumQueued, kApplying, kAlpha, kSeen };
@@ -76,7 +77,7 @@ struct Stream {
   int64_t unit;        // of a draw's item
   int64_t plain_unit;  // of the masses of changed slots; -1: they do not follow from the slots
   uint64_t seed;
-  uint32_t key;
+  uint32_t random_key;
   int64_t batch, depth;
   double timeout_s;
   bool has_priorities;
@@ -94,6 +95,6 @@ struct Stream {
 // Makes the selection of a global batch, or finds it made; draws for the next one where it is this
 // process's turn. Takes the lock. False: Python must make it; at most changes that precede the
 // selection were written to the tree, as Python does again.
-bool Select(Stream& stream, int64_t key, int64_t alpha, int64_t beta);
+bool Select(Stream& stream, int64_t number, int64_t alpha, int64_t beta);
 
 }  // namespace gear::cpu

@@ -33,7 +33,7 @@ enum Control : int64_t {
   kRowsHeld,    // rows that are reserved or committed
   kLoads,       // how often everything was replaced by a checkpoint
   // Of rate limiters: trajectories and steps that are reserved and not committed; over several
-  // nodes, the items that this node's writers may ever add, by the last exchange of quotas, and the
+  // nodes, the items that this node's writers may ever add, by the last round of quotas, and the
   // most items of an addition that the quota has refused since then.
   kPending = 16,
   kStepsPending,

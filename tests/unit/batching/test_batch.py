@@ -93,7 +93,7 @@ def test_parts_by_the_names_of_a_pipeline() -> None:
         "valid",
     ):
         assert batch.part(name).equal(getattr(batch, name)), name
-    for name in ("handle", "host_records", "mask", "mask.other", "observation"):
+    for name in ("handle", "host_resolutions", "mask", "mask.other", "observation"):
         with pytest.raises(KeyError, match=name.removeprefix("mask.")):
             batch.part(name)
 
@@ -166,7 +166,7 @@ def known_of(batch: Batch) -> dict[str, torch.Tensor]:
     learns = {f"learns.{name}": batch.learns(name) for name in batch.mask}
     more = {name: batch.part(name) for name in SAMPLE_NAMES}
     own = {"handle": batch.handle, "source": batch.source, "num_steps": batch.num_steps}
-    host = {"host_records": batch.host_records, "reported": batch.reported}
+    host = {"host_resolutions": batch.host_resolutions, "reported": batch.reported}
     return {**batch, **masks, **learns, **more, **own, **host}
 
 
@@ -174,7 +174,7 @@ def full(count: int) -> Batch:
     """A batch with all that may be known of its samples."""
     plain = make(count)
     samples = BatchSamples(
-        plain.host_records,
+        plain.host_resolutions,
         plain.valid,
         step_items=False,
         total=100,
@@ -218,7 +218,7 @@ def test_parts_take_everything_along(made: Callable[..., Batch], name: str) -> N
             part["reward"].untyped_storage().data_ptr()
             == batch["reward"].untyped_storage().data_ptr()
         )
-    assert part.host_records.is_contiguous()  # as the priority log takes them
+    assert part.host_resolutions.is_contiguous()  # as the priority log takes them
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_minibatches_visit_each_sample_once_an_epoch() -> None:
     assert order(batch) == orders[0] == order(batch.clone())
     assert order(batch, seed=1) != orders[0]
     later = make(11)
-    later.host_records[:, 7] += 88  # of the next global batch
+    later.host_resolutions[:, 7] += 88  # of the next global batch
     assert [n - 88 for n in order(later)] != orders[0]
     assert list(make(1)[:0].minibatches(4)) == []
     for bad in ({"size": 0}, {"size": 4, "epochs": 0}, {"size": 4, "seed": -1}):
@@ -489,7 +489,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
         lambda batch: Batch(
             {**batch},
             batch.mask,
-            BatchSamples(batch.host_records, batch.valid, False, 0, batch.epoch),
+            BatchSamples(batch.host_resolutions, batch.valid, False, 0, batch.epoch),
         ),
         True,
     ),
@@ -503,7 +503,7 @@ def test_what_a_transform_returns_lives_as_long_as_its_memory(replay: Replay, na
         derived = (
             None if name == "made anew" else change(replay.sample())
         )  # then nothing can be known of it
-        replay.transform = lambda batch, keys: change(batch)
+        replay.transform = lambda batch, words: change(batch)
         returned = replay.sample()
         for _ in range(2):
             replay.sample()
@@ -517,7 +517,7 @@ def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> No
         batches = [replay.sample() for _ in range(2)]
         codes = [batch["code"].clone() for batch in batches]
 
-        def fail(batch: Batch, keys: torch.Tensor) -> Batch:
+        def fail(batch: Batch, words: torch.Tensor) -> Batch:
             raise ValueError("a transform")
 
         replay.transform = fail
@@ -527,7 +527,7 @@ def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> No
         for batch, code in zip(batches, codes, strict=True):
             with pytest.raises(StaleBatchError):
                 assert batch["code"].equal(code)
-        replay.transform = lambda batch, keys: None  # type: ignore[assignment,return-value]
+        replay.transform = lambda batch, words: None  # type: ignore[assignment,return-value]
         with pytest.raises(ConfigError, match="transform must return a Batch, got 'NoneType'"):
             replay.sample()
 

@@ -133,7 +133,7 @@ def test_parts_of_sequence_ranks() -> None:
                 burn_in = BurnIn.of(replay.config.burn_in, replay.fields, [field])
                 assert burn_in is not None
                 mask = batch.mask[name][:, first : first + 4]
-                parts.append(burn_in.learns(name, mask, batch.host_records))
+                parts.append(burn_in.learns(name, mask, batch.host_resolutions))
             assert torch.equal(torch.cat(parts, 1), whole)
 
 
@@ -146,7 +146,7 @@ def test_a_stage_may_read_steps_that_learn() -> None:
         table = replay.tables["main"]
         fields = [replace(field, mask_only=True) for field in replay.fields]
         gatherer = Gatherer(GatherOptions(fields, {}, None, 32, torch.float32, 1), table, 2)
-        tensors, mask = gatherer.gather(batch.host_records)
+        tensors, mask = gatherer.gather(batch.host_resolutions)
         assert not tensors
         assert all(torch.equal(mask[name], batch.mask[name]) for name in FIELDS)
     with pytest.raises(ConfigError, match=r"gear.pipeline.labels\[0\] must name a field, its mask"):

@@ -15,7 +15,7 @@ from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import RandomPurpose
-from deepspeed_gear.sampling.mass_rules import key_of
+from deepspeed_gear.sampling.mass_rules import random_key_of
 
 COLUMNS = [
     Column("observation", "float32", (2,), "observation", "T+1"),
@@ -97,7 +97,7 @@ def test_against_a_loop(column: str, final_row: int, section: dict[str, Any]) ->
         "own": {"column": "desired_steps", "offset": 1},
         "observation": {},
     }
-    key = key_of("main", "train")
+    key = random_key_of("main", "train")
     seen = set()
     with replay_of(hindsight=section, fields=fields) as replay:
         for _ in range(4):
@@ -154,7 +154,7 @@ FIELDS = {"goal": GOAL, "next_achieved_goal": {"column": "achieved", "offset": 1
 def test_a_program_s_reward(prefetch: int) -> None:
     section = {"reward": f"{__name__}:reached"}
     with replay_of(hindsight=section, fields=FIELDS, prefetch=prefetch) as replay:
-        replay.transform = lambda batch, keys: batch  # comes behind the rewards
+        replay.transform = lambda batch, words: batch  # comes behind the rewards
         batch = replay.sample()
         reached = batch.relabelled & (batch.goal_step == batch.anchor + 1)
         assert reached.any()
@@ -190,7 +190,7 @@ def test_evaluation_passes_relabel_alike(tmp_path: Path) -> None:
         first, second = ([batch.clone() for batch in replay.iterator("eval")] for _ in range(2))
         assert len(first) == len(second) > 3
         assert sum(int(batch.relabelled.sum()) for batch in first) > 8
-        key = key_of("main", "eval")
+        key = random_key_of("main", "eval")
         for one, other in zip(first, second, strict=True):
             assert torch.equal(one.goal_step, other.goal_step)
             assert torch.equal(one["goal"], other["goal"])
@@ -211,7 +211,7 @@ def test_mixtures() -> None:
         for _ in range(3):
             batch = replay.sample()
             for i in range(40):
-                key = key_of("ab"[int(batch.source[i])], "train")
+                key = random_key_of("ab"[int(batch.source[i])], "train")
                 step = oracle(batch, i, {}, 1, key)
                 assert batch.goal_step[i] == step
                 stored = trajectory(

@@ -13,11 +13,14 @@ OPS = load_backend("cpu").on_host()
 
 def test_lengths_may_be_a_view_and_padding_counts() -> None:
     view = torch.tensor([[5, 99], [7, 99], [2, 99]])[:, 0]
-    assert plan_packs(view, PackBudget(7), 1, OPS).num_micro == 2
+    assert plan_packs(view, PackBudget(7), 1, OPS).num_micro_steps == 2
     lengths = torch.full((8,), 100)
-    assert plan_packs(lengths, PackBudget(400), 1, OPS).num_micro == 2
-    assert plan_packs(lengths, PackBudget(400, multiple=128), 1, OPS).num_micro == 3
-    assert plan_packs(torch.full((3,), 1 << 30), PackBudget(1 << 30, 0, 1), 2, OPS).num_micro == 2
+    assert plan_packs(lengths, PackBudget(400), 1, OPS).num_micro_steps == 2
+    assert plan_packs(lengths, PackBudget(400, multiple=128), 1, OPS).num_micro_steps == 3
+    assert (
+        plan_packs(torch.full((3,), 1 << 30), PackBudget(1 << 30, 0, 1), 2, OPS).num_micro_steps
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,10 +101,12 @@ def test_language_models(count: int, width: int, most: float, seed: int) -> None
     prompts = random.integers(100, 600, count // 8).repeat(8)
     lengths = np.minimum(prompts + np.exp(random.normal(7.6, 0.9, count)).astype(int) + 1, 12288)
     plan = plan_packs(torch.from_numpy(lengths), PackBudget(16384, 24576, 1), width, OPS)
-    assert plan.num_micro == -(-int(lengths.sum()) // (16384 * width))
+    assert plan.num_micro_steps == -(-int(lengths.sum()) // (16384 * width))
     costs = 24576 * lengths + lengths * lengths
-    pack = plan.micro * width + plan.rank
-    of_pack = np.bincount(pack, costs, plan.num_micro * width).reshape(plan.num_micro, width)
+    pack = plan.micro_step * width + plan.rank
+    of_pack = np.bincount(pack, costs, plan.num_micro_steps * width).reshape(
+        plan.num_micro_steps, width
+    )
     assert of_pack.max(1).sum() * width / costs.sum() - 1 <= most
     assert of_pack.sum(0).max() * width / costs.sum() - 1 <= most / 10, (
         "of a rank over all micro steps"

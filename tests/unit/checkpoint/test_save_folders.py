@@ -71,13 +71,13 @@ STEPS = Steps()
 
 @pytest.fixture(params=["exchange", "renames"], autouse=True)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = save_folders.exchange_names
+    plain = save_folders.swap_names
 
     def exchange(one: Path, other: Path) -> bool:
         STEPS.take()
         return request.param == "exchange" and plain(one, other)
 
-    monkeypatch.setattr(save_folders, "exchange_names", exchange)
+    monkeypatch.setattr(save_folders, "swap_names", exchange)
 
 
 @pytest.fixture

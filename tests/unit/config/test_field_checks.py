@@ -64,10 +64,10 @@ def test_derived_fields() -> None:
 
 def test_parts_of_a_window() -> None:
     whole = one(length=6)
-    assert (whole.part_first, whole.part_length, whole.collected_length) == (0, None, 6)
+    assert (whole.part_first, whole.part_length, whole.gathered_length) == (0, None, 6)
     part = replace(whole, part_first=2, part_length=3)
-    assert (part.length, part.collected_length) == (6, 3)
-    assert one().collected_length is None
+    assert (part.length, part.gathered_length) == (6, 3)
+    assert one().gathered_length is None
 
 
 def test_dtypes() -> None:

@@ -128,7 +128,7 @@ def test_a_kill_at_any_line_leaves_the_old_or_the_new(
     """Without an exchange of names (NFS) the next writer may have to move the old one back."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill loses no page
     if not exchanges:
-        monkeypatch.setattr(dataset_writer, "exchange_names", lambda *_: False)
+        monkeypatch.setattr(dataset_writer, "swap_names", lambda *_: False)
     dest = tmp_path / "set"
     line = 1
     found = Counter[str]()

@@ -151,7 +151,7 @@ def test_parts_of_windows_and_of_batches(sets: tuple[Dataset, Dataset]) -> None:
     """
     sections = [config_of(data.path, batch_size=24, fields=WINDOWS, n_step=N_STEP) for data in sets]
     with Replay(sections[0]) as plain, Replay(sections[1]) as packed:
-        records = plain.sample()._samples.records.clone()
+        records = plain.sample()._samples.resolutions.clone()
         records[5] = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 9])  # no sample
         halves = [
             replace(f, part_first=f.length // 2, part_length=1) for f in plain.fields if f.length
@@ -241,7 +241,7 @@ def test_a_data_set_grows_and_travels(
     write(tmp_path / "grown", LENGTHS[:3], compress=COMPRESSED, split={"eval": 0.2})
     grown = write(tmp_path / "grown", LENGTHS[3:], 3, append=True)
     assert grown.fingerprint == packed.fingerprint
-    for name in packed._records:
+    for name in packed._entries:
         assert (grown.path / name).read_bytes() == (packed.path / name).read_bytes(), name
     assert (
         run_command(export_command, str(packed.path), str(tmp_path / "e.npz"), "--format", "npz")

@@ -102,5 +102,5 @@ def test_only_batches_of_the_training_stream_have_priorities(data: Path) -> None
                 change()
         batch = replay.sample()
         replay.update_priorities_(batch, torch.full((8,), 1e-60, dtype=torch.float64))
-        items = replay.table.priorities[batch.records[:, 3] + batch.anchor]
+        items = replay.table.priorities[batch.resolutions[:, 3] + batch.anchor]
         assert bool((items > 0).all())

@@ -25,16 +25,16 @@ from deepspeed_gear.sampling.rate_limiting import ItemsHeld
 
 
 def test_one_process_agrees_with_itself() -> None:
-    exchange = ControlPlane()
-    assert (exchange.rank, exchange.world_size) == (0, 1)
-    assert exchange.gather("x") == ["x"]
-    assert exchange.broadcast(7) == 7
-    exchange.barrier()
-    assert exchange.agree("adding", lambda: 1 + 1) == 2
+    control_plane = ControlPlane()
+    assert (control_plane.rank, control_plane.world_size) == (0, 1)
+    assert control_plane.all_gather("x") == ["x"]
+    assert control_plane.broadcast(7) == 7
+    control_plane.barrier()
+    assert control_plane.attempt("adding", lambda: 1 + 1) == 2
     with pytest.raises(ZeroDivisionError):  # its own error stays as it is
-        exchange.agree("dividing", lambda: 1 / 0)
-    exchange.close()
-    exchange.close()
+        control_plane.attempt("dividing", lambda: 1 / 0)
+    control_plane.close()
+    control_plane.close()
 
 
 def test_place_of_one_process() -> None:
@@ -82,7 +82,7 @@ def test_a_rank_that_is_not_ready_is_no_peer_that_failed(
         raise kind("table main", "must be filled", 0)
 
     own, other = on_ranks(
-        2, lambda plane: plane.agree("a cut", fail if plane.rank == 0 else lambda: None)
+        2, lambda plane: plane.attempt("a cut", fail if plane.rank == 0 else lambda: None)
     )
     assert type(own) is kind
     assert type(other) is there
@@ -102,7 +102,7 @@ def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> Non
     def missing(plane: ThreadPlane) -> int:
         readiness: Any = Readiness.__new__(Readiness)
         topology = SimpleNamespace(place=RankCoordinates())
-        plan = SimpleNamespace(exchange=plane, leads_shard=True, topology=topology)
+        plan = SimpleNamespace(control_plane=plane, leads_shard=True, topology=topology)
         readiness._parts = SimpleNamespace(plan=plan)
         readiness._peer = 0
         readiness._asked = np.zeros(1, np.int64)

@@ -273,7 +273,7 @@ def test_sequence_ranks_share_windows_out(world: int) -> None:
     parts = [needs(place, fields=fields, pipeline=None) for place in places]
     for name in ("observation", "action"):
         steps = [
-            range(p[name].part_first, p[name].part_first + p[name].collected_length) for p in parts
+            range(p[name].part_first, p[name].part_first + p[name].gathered_length) for p in parts
         ]
         assert list(itertools.chain.from_iterable(steps)) == list(range(6))
     assert all(part["task"].part_length is None for part in parts)

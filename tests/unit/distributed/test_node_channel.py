@@ -93,7 +93,7 @@ def test_messages_of_any_size_arrive(count: int, turns: list[list[int]]) -> None
         for j, wait in enumerate(waits):
             for i, part in enumerate(wait()):
                 assert part.tolist() == words[i][j].tolist()
-    assert [link.num_exchanges for link in made] == [len(turns)] * count
+    assert [link.num_rounds for link in made] == [len(turns)] * count
     assert sum(link.bytes_sent for link in made) == sum(link.bytes_received for link in made)
     for way, wire in wires.items():
         backwards = {(a, b) for a, b, _ in wire.sent if (a < b) == way.endswith("up")}
@@ -108,14 +108,14 @@ def test_the_last_message_of_a_node_that_has_ended_is_heard() -> None:
     assert [[part.tolist() for part in wait()] for wait in waits] == [[[5], [6]]] * 2
     for _ in range(2):  # it stays broken
         with pytest.raises(LostNodeError, match="Connection closed by peer"):
-            made[0].gather(np.array([1]))
+            made[0].all_gather(np.array([1]))
 
 
 def test_a_node_that_has_ended_is_called_so() -> None:
     made, _ = links(2)
     made[0]._detector = SimpleNamespace(note=lambda error: False, check=lambda: None)  # type: ignore[assignment]
     with pytest.raises(LostNodeError, match="must take as many batches as this rank; it has ended"):
-        made[0].gather(np.array([1]))
+        made[0].all_gather(np.array([1]))
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_an_error_says_what_has_happened(ends: bool, text: str) -> None:
         buffer, _ = made[0]._buffers[node]
         made[0]._buffers[node] = buffer, made[0]._begin_receive(node, buffer)
     with pytest.raises(LostNodeError, match=text):
-        made[0].gather(np.array([1]))
+        made[0].all_gather(np.array([1]))
 
 
 def test_a_link_that_parts_tells_nobody_of_a_loss() -> None:
     made, _ = links(2)
     told: Any = lambda *error: pytest.fail("told")  # noqa: E731
     made[0]._detector = SimpleNamespace(note=told, check=told)  # type: ignore[assignment]
-    wait = made[0].begin_gather(np.array([1]))
+    wait = made[0].begin_all_gather(np.array([1]))
     made[0].part()
     with pytest.raises(LostNodeError, match="Timed out"):
         wait()

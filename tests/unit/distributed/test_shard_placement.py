@@ -374,7 +374,7 @@ class Others(ControlPlane):
         super().__init__()
         self._other = other
 
-    def gather(self, value: object) -> list[object]:
+    def all_gather(self, value: object) -> list[object]:
         return (
             [value, {"main": self._other.whole_fingerprint}] if isinstance(value, dict) else [value]
         )

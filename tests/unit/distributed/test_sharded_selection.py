@@ -79,12 +79,16 @@ class Part(NamedTuple):
 
 
 def edges(window: AgeWindow, parts: list[Part]) -> tuple[list[WindowEdge], int]:
-    """Return the edge that each node finds, and how many exchanges that took."""
+    """Return the edge that each node finds, and how many rounds that took."""
 
     def ask(plane: ThreadPlane) -> tuple[WindowEdge, int]:
         ids, counts, values = parts[plane.rank]
-        channel: Any = SimpleNamespace(gather=lambda words: np.stack(plane.gather(words.copy())))
-        edge = window.edge(ids, counts, None if window.column is None else values, channel.gather)
+        channel: Any = SimpleNamespace(
+            all_gather=lambda words: np.stack(plane.all_gather(words.copy()))
+        )
+        edge = window.edge(
+            ids, counts, None if window.column is None else values, channel.all_gather
+        )
         return edge, plane.num_gathered
 
     found = on_ranks(len(parts), ask)
@@ -143,34 +147,34 @@ def test_the_edge_is_that_of_all_together(
 
 
 @pytest.mark.parametrize("newest", [1, 1000, 10**6])
-def test_few_exchanges_for_many_trajectories(newest: int) -> None:
+def test_few_rounds_for_many_trajectories(newest: int) -> None:
     random = np.random.default_rng(0)
     ids = random.permutation(10**7)[:30_000]
     parts = [Part(own, np.ones(len(own), np.int64), own) for own in np.array_split(ids, 3)]
-    found, num_exchanges = edges(AgeWindow(newest=newest), parts)
+    found, num_rounds = edges(AgeWindow(newest=newest), parts)
     wanted = np.sort(ids)[::-1][newest - 1] if newest <= len(ids) else -1
     assert {edge.oldest for edge in found} == {int(wanted)}
-    assert num_exchanges <= 6
+    assert num_rounds <= 6
 
 
 class Rows:
     """Stands in for the row exchange of the first of two nodes, and for its channel.
 
     Args:
-        key: What the other node sends.
+        number: What the other node sends.
     """
 
     count = 2
     table = SimpleNamespace(media=None)
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, number: int) -> None:
         self.channel = self
-        self.key = key
+        self.number = number
         self.broken = False
 
     def send(self, head: np.ndarray, *_: Any) -> list[np.ndarray]:
         other = np.zeros(StatusMessage.NUM_WORDS, np.int64)
-        other[StatusMessage.KEY] = self.key
+        other[StatusMessage.NUMBER] = self.number
         return [head, other]
 
     def fill(self, *given: Any) -> None:
@@ -189,10 +193,10 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    ("key", "fits"), [(NO_BATCH - 1, True), (NO_BATCH - 2, False), (0, False), (-1, False)]
+    ("number", "fits"), [(NO_BATCH - 1, True), (NO_BATCH - 2, False), (0, False), (-1, False)]
 )
-def test_all_nodes_exchange_the_rows_of_one_step(key: int, fits: bool) -> None:
-    rows: Any = Rows(key)
+def test_all_nodes_exchange_the_rows_of_one_step(number: int, fits: bool) -> None:
+    rows: Any = Rows(number)
     moves = TrajectoryPlaces(np.array([0]), np.array([3]), 0, 2, 0, False).move(
         np.array([[False], [True]])
     )

@@ -153,11 +153,11 @@ def test_a_prebuilt_op_of_another_torch_is_left_alone(
     path, why = builder.prebuilt()
     assert path is None
     assert "gear_op.json" in why
-    record = builder.prebuilt_record()
-    (tmp_path / "gear_op.json").write_text(json.dumps(record))
+    facts = builder.prebuilt_facts()
+    (tmp_path / "gear_op.json").write_text(json.dumps(facts))
     assert builder.prebuilt() == (tmp_path / "gear_op.so", "prebuilt")
-    for key in record:
-        (tmp_path / "gear_op.json").write_text(json.dumps({**record, key: "other"}))
+    for key in facts:
+        (tmp_path / "gear_op.json").write_text(json.dumps({**facts, key: "other"}))
         path, why = builder.prebuilt()
         assert path is None
         assert f"{key} other instead of" in why

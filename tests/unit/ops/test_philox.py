@@ -82,7 +82,7 @@ def test_samples_of_any_numbers_are_those_of_the_whole(
         masses.apply(0)
         assert masses.total > 0
         coordinates = torch.empty(count, dtype=torch.int64)
-        scene.ops.draw_(coordinates, spec.seed, spec.key, first, masses.total)
+        scene.ops.draw_(coordinates, spec.seed, spec.random_key, first, masses.total)
         whole = torch.empty(count, 8, dtype=torch.int64)
         masses.resolve(whole, coordinates, first)
         own = np.nonzero(np.random.default_rng(1).random(count) < 0.3)[0]

@@ -172,10 +172,10 @@ def test_the_prebuilt_op_is_loaded_without_a_compiler(
     assert "YES" in in_op_table
     assert op in in_own_section
     # Under another torch it gives way to the just-in-time build.
-    record = next(environment.folder.rglob("gear_op.json"))
-    found = json.loads(record.read_text())
+    facts = next(environment.folder.rglob("gear_op.json"))
+    found = json.loads(facts.read_text())
     assert found["torch"] == toolchain.release(torch.__version__)
-    record.write_text(json.dumps({**found, "torch": "2.4.99"}))
+    facts.write_text(json.dumps({**found, "torch": "2.4.99"}))
     package, op, _ = environment.output(SHOW).splitlines()
     assert not op.startswith(str(Path(package).parent))
 
@@ -326,9 +326,9 @@ def test_prebuilt_kernels_load_without_nvcc_up_to_the_missing_driver(
 
 def test_a_wheel_of_kernels_records_what_they_are_for(kernel_wheel: Path) -> None:
     files = zipfile.ZipFile(kernel_wheel)
-    record = json.loads(files.read("deepspeed_gear/ops/gear_cuda_op.json"))
-    assert record["architectures"] == ARCHITECTURES
-    assert record["sources"] == GearCudaBuilder().source_digest()
+    facts = json.loads(files.read("deepspeed_gear/ops/gear_cuda_op.json"))
+    assert facts["architectures"] == ARCHITECTURES
+    assert facts["sources"] == GearCudaBuilder().source_digest()
     assert "deepspeed_gear/ops/gear_op.json" not in files.namelist()
 
 
@@ -338,8 +338,8 @@ def test_kernels_of_other_architectures_are_left_alone(
     op = CudaOp()
     monkeypatch.setattr("deepspeed_gear.ops.native_op.__file__", str(tmp_path / "native_op.py"))
     (tmp_path / "gear_cuda_op.so").touch()
-    record = {**op.prebuilt_record(), "architectures": "9.0"}
-    (tmp_path / "gear_cuda_op.json").write_text(json.dumps(record))
+    facts = {**op.prebuilt_facts(), "architectures": "9.0"}
+    (tmp_path / "gear_cuda_op.json").write_text(json.dumps(facts))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
     assert op.prebuilt()[0] is not None, "which does not initialise CUDA"

@@ -1,4 +1,4 @@
-"""The resolved plan continues with what its caller has parsed and agreed on."""
+"""The resolved plan continues with what its caller has parsed and compared."""
 
 from deepspeed_gear.config import parse
 from deepspeed_gear.distributed.control_plane import ControlPlane
@@ -9,8 +9,8 @@ TABLE = {"capacity_steps": 9, "schema": {"columns": {"x": {"dtype": "float32"}}}
 
 def test_a_parsed_section_and_a_control_plane_are_used_as_they_are() -> None:
     config = parse({"batch_size": 2, "tables": {"main": TABLE}})
-    exchange = ControlPlane()
-    plan = resolve_plan(config, exchange, None, None, None)
+    control_plane = ControlPlane()
+    plan = resolve_plan(config, control_plane, None, None, None)
     assert plan.config is config
-    assert plan.exchange is exchange
+    assert plan.control_plane is control_plane
     assert plan.group is None

@@ -73,7 +73,7 @@ def test_new_items_get_their_first_priorities(tmp_path: Path, unit: str, prefetc
             batch = replay.sample()
             replay.update_priorities(batch, batch.trajectory_id.float() + 2.5)
         stream = streams_of(replay)["train"].state
-        wait_until(lambda: stream.words[Head.KEY] >= 4 + prefetch, "batches are selected ahead")
+        wait_until(lambda: stream.words[Head.NUMBER] >= 4 + prefetch, "batches are selected ahead")
         state = replay.save(tmp_path / "save")
         ahead = take(replay, prefetch + 1)  # until the last update is applied
         values = stream.with_priorities.values.copy()

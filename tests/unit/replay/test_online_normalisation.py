@@ -258,7 +258,7 @@ def test_a_resumed_run_has_the_same_batches(tmp_path: Path, prefetch: int) -> No
                 assert torch.equal(ours.shift, theirs.shift), name
             if not prefetch:
                 table = replay.tables["main"]
-                rows = [int(record[3] + record[5]) for record in batch.host_records]
+                rows = [int(record[3] + record[5]) for record in batch.host_resolutions]
                 stored = table.tensor("observation")[rows]
                 assert torch.equal(loaded.normalize("observation", stored), batch["observation"])
             expected = go_on(replay)

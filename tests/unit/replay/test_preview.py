@@ -132,6 +132,26 @@ def test_a_thousand_ranks_fit_one_screen(shown_by: Any, data: Path) -> None:
     assert [rank["rank"] for rank in ranks] == [*range(1024)]
 
 
+def test_the_steps_of_construction_are_a_line(shown_by: Any, data: Path) -> None:
+    config = {**section(data), "batch_size": 8}
+    steps: list[str] = json.loads(shown_by(config, "--json", "--batches", "1"))["steps"]
+    text = " ".join(shown_by(config, "--batches", "1").split())
+    assert f"made in {len(steps)} steps: {' -> '.join(steps)} " in text
+    line = (
+        "reading the config",
+        "loading the ops",
+        "opening the data sets",
+        "the schemas",
+        "the fields",
+        "the sampler",
+        "the sizes of the tables",
+        "naming the run",
+        "creating the store of table main",
+        "attaching to the store of table main",
+    )
+    assert [step for step in steps if step in line] == [*line, "the fields"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [

@@ -321,7 +321,7 @@ def test_whitened_columns_have_mean_0_and_deviation_1(rollout: Any) -> None:
     rollout.set("b", np.arange(rollout.num_trajectories, dtype=np.float32))
     rollout.whiten("b", over="sequence")
     has = rollout.reader.columns.counts > 0
-    values = rollout.column("b").numpy()[rollout.reader.columns.records.starts][has]
+    values = rollout.column("b").numpy()[rollout.reader.columns.trajectories.starts][has]
     assert (values.mean(), values.std(ddof=1)) == pytest.approx((0, 1), abs=1e-6)
 
 
@@ -446,7 +446,7 @@ def test_a_loop_that_ends_early_ends_the_rollout_batch(after: str, tmp_path: Pat
             if after == "inside a step":
                 next(iter(step))
             break
-        assert replay._loader.next_key == 1
+        assert replay._loader.next_number == 1
         assert replay.state_dict().get("rollout") is None
         with pytest.raises(
             StoreError, match="rollout batch 0 must not be used after its loop has ended"
@@ -657,7 +657,7 @@ def test_other_batches_are_refused() -> None:
             with pytest.raises(ConfigError, match=r"gear\.pack must not be given where splits are"):
                 read("eval")
         with pytest.raises(ConfigError, match=r"transform must not be set with gear\.pack"):
-            replay.transform = lambda batch, keys: batch
+            replay.transform = lambda batch, words: batch
         with pytest.raises(ConfigError, match=r"gear\.batch must be given for steps"):
             replay.step()
     config = {key: value for key, value in section().items() if key not in ("pack", "rollout")}

@@ -15,7 +15,7 @@ import torch
 from rollout_support import COLUMNS, TABLE, filled, micros, responses, section
 
 from deepspeed_gear import Replay
-from deepspeed_gear.batching.rollout_records import TableRecords
+from deepspeed_gear.batching.rollout_trajectories import TableTrajectories
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves
 from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
@@ -65,7 +65,7 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
         for _ in range(4):
             rollout = replay.rollout()
             assert rollout.num_tokens <= 400
-            source = rollout.reader.columns.records.source
+            source = rollout.reader.columns.trajectories.source
             assert abs((source == 1).mean() - 0.25) <= 1 / len(source)
             for table, ids in taken.items():
                 ids += rollout.trajectory_id[torch.from_numpy(source == table)].tolist()
@@ -243,7 +243,7 @@ class Nodes:
     def __init__(self, whole: RolloutColumns) -> None:
         self._whole = whole
         [part] = whole.tables
-        slots = part.records.resolutions[:, Resolution.SLOT].numpy()
+        slots = part.trajectories.resolutions[:, Resolution.SLOT].numpy()
         self._shard = np.arange(len(slots)) * 7 % 3 // 2
         self._origins = self._shard << SHARD_BITS | slots
         self._sent: list[torch.Tensor] = []
@@ -253,10 +253,10 @@ class Nodes:
         [part] = self._whole.tables
         table = copy.copy(part.table)
         table.spec = replace(table.spec, shard=Shard(shard, 2, 0, 0))
-        exchange = SimpleNamespace(sum=self._send if shard == 0 else self._add)
-        context: Any = SimpleNamespace(control_plane=exchange)
-        records = part.records._replace(origins=torch.from_numpy(self._origins))
-        own = TableRows(part.gatherer, table, records, context, spread_over(2, shard))
+        plane = SimpleNamespace(sum=self._send if shard == 0 else self._add)
+        context: Any = SimpleNamespace(control_plane=plane)
+        trajectories = part.trajectories._replace(origins=torch.from_numpy(self._origins))
+        own = TableRows(part.gatherer, table, trajectories, context, spread_over(2, shard))
         return RolloutColumns([own], whole.context)
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
@@ -283,11 +283,12 @@ def replay() -> Any:
 
 
 def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
-    """And records are reported by the shard that holds them."""
+    """And trajectories are reported by the shard that holds them."""
     whole = replay.rollout().reader.columns
     nodes = Nodes(whole)
     assert (
-        nodes.columns(0).records.resolutions[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
+        nodes.columns(0).trajectories.resolutions[:, Resolution.SLOT].tolist()
+        == nodes._origins.tolist()
     )
     for name in ("reward", "prompt", "half", "pair"):
         found = nodes.together(lambda columns: columns.values(name))  # noqa: B023
@@ -299,7 +300,7 @@ def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
 def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, shard: int) -> None:
     whole = replay.rollout().reader.columns
     nodes = Nodes(whole)
-    ids = whole.records.resolutions[:, Resolution.ID].tolist()
+    ids = whole.trajectories.resolutions[:, Resolution.ID].tolist()
     absent = int(np.nonzero(nodes._shard == shard)[0][2])
     for at, number in enumerate(ids):
         if at != absent:
@@ -362,13 +363,13 @@ def test_an_exchange_that_fails_is_made_again() -> None:
     resolutions = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
     resolutions[:, Resolution.NUM_STEPS] = 3
     origins = torch.tensor([0, 1 << SHARD_BITS])
-    records = TableRecords(resolutions, torch.ones(2), origins, torch.zeros(2).bool())
+    trajectories = TableTrajectories(resolutions, torch.ones(2), origins, torch.zeros(2).bool())
     spec = SimpleNamespace(shard=Shard(0, 2, 0, 0))
     given = {"first_arrival": (100, 10), "gathers_own_rows": True, "shared_prompts": None}
     table: Any = SimpleNamespace(spec=spec, **given)
     context: Any = SimpleNamespace(agree=agree)
     none: Any = None  # no part of an exchange
-    part = TableRows(none, table, records, context, spread)
+    part = TableRows(none, table, trajectories, context, spread)
     reader = PackReader(RolloutColumns([part], context))
 
     def placed() -> list[int]:

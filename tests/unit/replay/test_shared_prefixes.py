@@ -175,7 +175,7 @@ def test_plans(data: Any) -> None:
     pack = PackConfig(tokens=most, cost=[9, 1], pad={"multiple": 1})
     planned = PlannedPacks(lengths, pack, 3, OPS, found)
     plan = planned.plan
-    assert (plan.micro[found.leader] == plan.micro).all()
+    assert (plan.micro_step[found.leader] == plan.micro_step).all()
     assert (plan.rank[found.leader] == plan.rank).all()
     assert planned.rows.max() <= most
     pairs = np.concatenate(

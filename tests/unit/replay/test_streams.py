@@ -187,12 +187,12 @@ def test_adding_while_batches_are_prepared() -> None:
         check_whole(replay.tables["main"], list(streams_of(replay).values()))
 
 
-def test_a_transform_sees_keys_of_samples(data: Path) -> None:
+def test_a_transform_gets_a_word_for_each_sample(data: Path) -> None:
     seen: list[torch.Tensor] = []
 
-    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
-        seen.append(keys.clone())
-        batch["noisy"] = batch["code"] + (keys % 7)[:, None]
+    def transform(batch: Batch, words: torch.Tensor) -> Batch:
+        seen.append(words.clone())
+        batch["noisy"] = batch["code"] + (words % 7)[:, None]
         return batch
 
     with split(data) as replay, split(data, seed=1) as other:
@@ -202,9 +202,9 @@ def test_a_transform_sees_keys_of_samples(data: Path) -> None:
         replay.sample()
         next(replay.iterator("eval"))
         other.sample()
-    keys = torch.cat(seen)
-    assert keys.dtype == torch.int64
-    assert len(keys.unique()) == len(keys)
+    words = torch.cat(seen)
+    assert words.dtype == torch.int64
+    assert len(words.unique()) == len(words)
 
 
 # ---- several tables ------------------------------------------------------------------------------

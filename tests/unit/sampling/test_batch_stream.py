@@ -24,20 +24,22 @@ LENGTHS = [1, 2, 7, 33, 5, 64, 12, 100]
 ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in range(steps)}
 
 
-def rows(stream: BatchStream, key: int) -> np.ndarray:
+def rows(stream: BatchStream, number: int) -> np.ndarray:
     """Return the resolutions of a selection, and release it."""
-    found = stream.get(key).records.numpy().copy()
-    stream.release(key)
+    found = stream.get(number).resolutions.numpy().copy()
+    stream.release(number)
     return found
 
 
 def draws(stream: BatchStream, first: int, count: int) -> np.ndarray:
     """Take selections; return id, anchor and sample number of each sample. [n, 3]."""
-    return np.concatenate([rows(stream, key)[:, [0, 5, 7]] for key in range(first, first + count)])
+    return np.concatenate(
+        [rows(stream, number)[:, [0, 5, 7]] for number in range(first, first + count)]
+    )
 
 
 def items(cut: Selection) -> list[tuple[int, int]]:
-    return [(int(r[0]), int(r[5])) for r in cut.records.numpy()]
+    return [(int(r[0]), int(r[5])) for r in cut.resolutions.numpy()]
 
 
 def test_changes_take_effect_at_the_next_selection(scenes: Any) -> None:
@@ -72,14 +74,14 @@ def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
     """Each batch is of one epoch, and no item is in two batches of it."""
     scene = scenes(stream_spec("epoch", batch=3, drop=True), lengths=[1] * 12, num_slots=12)
     seen: dict[int, list[int]] = {}
-    for key in range(20):
-        cut = scene.streams[0].get(key)
+    for number in range(20):
+        cut = scene.streams[0].get(number)
         assert len(set(cut.epochs[:3].tolist())) == 1
-        seen.setdefault(int(cut.epochs[0]), []).extend(cut.records[:, 0].tolist())
-        scene.streams[0].release(key)
+        seen.setdefault(int(cut.epochs[0]), []).extend(cut.resolutions[:, 0].tolist())
+        scene.streams[0].release(number)
         oldest = min(scene.table.slots[scene.table.slots[:, 0] == 2, 2].tolist())
-        table_access.remove(scene.table, [oldest] * (key % 2))
-        assert scene.add(1) > 11 if key % 2 else True
+        table_access.remove(scene.table, [oldest] * (number % 2))
+        assert scene.add(1) > 11 if number % 2 else True
     assert all(len(visited) == len(set(visited)) for visited in seen.values())
     assert len(seen) > 4
     check_whole(scene.table, scene.streams)
@@ -127,7 +129,7 @@ def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
         while index * batch < size:
             cut = stream.get(number << PASS_SHIFT | index)
             size = int(cut.head[4])
-            found += zip(items(cut), cut.records[:, 7].tolist(), strict=True)
+            found += zip(items(cut), cut.resolutions[:, 7].tolist(), strict=True)
             assert set(cut.epochs.tolist()) == {number}
             stream.release(number << PASS_SHIFT | index)
             index += 1
@@ -233,10 +235,10 @@ def alone(scenes: Any) -> Any:
     def make(count: int, change: Any = None, at: int = 0) -> list[np.ndarray]:
         scene = scenes(stream_spec(unit="step", batch=16), lengths=LENGTHS, num_peers=1)
         found = []
-        for key in range(count):
-            if change is not None and key == at:
+        for number in range(count):
+            if change is not None and number == at:
                 change(scene)
-            found.append(rows(scene.streams[0], key))
+            found.append(rows(scene.streams[0], number))
             assert scene.streams[0].position[Position.AHEAD] == NOTHING
         return found
 
@@ -246,13 +248,15 @@ def alone(scenes: Any) -> Any:
 def test_peers_draw_ahead_in_turn(pair: Any, alone: Any) -> None:
     _, first, second = pair
     wanted = alone(12)
-    for key in range(12):
-        mine = key % 2 == 1  # the next selection is the first peer's to draw
-        assert (rows(first, key) == wanted[key]).all()
-        assert first.position[Position.AHEAD] == (key + 1 if mine else key if key else NOTHING)
-        assert (rows(second, key) == wanted[key]).all()
-        assert first.position[Position.AHEAD] == key + 1
-        assert first.position[Head.KEY] == key + 1, "what is drawn ahead is no cut yet"
+    for number in range(12):
+        mine = number % 2 == 1  # the next selection is the first peer's to draw
+        assert (rows(first, number) == wanted[number]).all()
+        assert first.position[Position.AHEAD] == (
+            number + 1 if mine else number if number else NOTHING
+        )
+        assert (rows(second, number) == wanted[number]).all()
+        assert first.position[Position.AHEAD] == number + 1
+        assert first.position[Head.NUMBER] == number + 1, "what is drawn ahead is no cut yet"
 
 
 @pytest.mark.parametrize("what", ["add", "remove", "clear", "seek"])
@@ -272,26 +276,26 @@ def test_a_change_forgets_what_was_drawn(pair: Any, alone: Any, what: str) -> No
     scene, first, second = pair
     wanted = alone(4, change, 2)
     assert what != "seek" or (wanted[2][:, :7] == wanted[0][:, :7]).all()
-    for key in range(2):
-        rows(first, key)
-        rows(second, key)
+    for number in range(2):
+        rows(first, number)
+        rows(second, number)
     assert first.position[Position.AHEAD] == 2
     change(scene)
     assert what == "seek" or first.masses.waiting
-    for stream, key in ((second, 2), (first, 2), (second, 3)):
-        assert (rows(stream, key) == wanted[key]).all()
+    for stream, number in ((second, 2), (first, 2), (second, 3)):
+        assert (rows(stream, number) == wanted[number]).all()
 
 
 def test_nothing_is_drawn_over_a_cut_that_a_peer_reads(pair: Any) -> None:
     _, first, second = pair
-    for key in range(3):
-        rows(first, key)
+    for number in range(3):
+        rows(first, number)
     late = second.get(0)
-    kept = late.records.numpy().copy()
+    kept = late.resolutions.numpy().copy()
     rows(first, 3)
-    assert (second.get(3).records.numpy() == rows(first, 3)).all()
+    assert (second.get(3).resolutions.numpy() == rows(first, 3)).all()
     assert first.position[Position.AHEAD] != 4, "the ring has no room for cut 4"
-    assert (late.records.numpy() == kept).all()
+    assert (late.resolutions.numpy() == kept).all()
 
 
 def test_a_death_while_drawing_ahead_leaves_a_whole_stream(scenes: Any, alone: Any) -> None:
@@ -312,8 +316,8 @@ def test_a_death_while_drawing_ahead_leaves_a_whole_stream(scenes: Any, alone: A
     assert (rows(stream, 0) == wanted[0]).all()
     child = in_child(die)
     assert exit_status(child) == -signal.SIGKILL
-    for key in range(1, 4):
-        assert (rows(stream, key) == wanted[key]).all()
+    for number in range(1, 4):
+        assert (rows(stream, number) == wanted[number]).all()
     check_whole(scene.table, scene.streams)
 
 
@@ -322,11 +326,11 @@ def test_what_is_not_drawn_ahead(scenes: Any, kind: str) -> None:
     """Orders; and a table of a mixture, which may have no sample in the next batch."""
     spec = stream_spec("stratified" if kind == "mixture" else kind, unit="step", batch=16)
     if kind == "mixture":
-        spec = replace(spec, count=lambda key: 16 * (key % 2))
+        spec = replace(spec, count=lambda number: 16 * (number % 2))
     scene = scenes(spec, lengths=LENGTHS)
     table, (other,) = scene.attach(1)
-    for key in range(6):
-        assert (rows(scene.streams[0], key) == rows(other, key)).all()
-        assert other.state.heads[key % 4, Head.COUNT] == spec.num_samples(key)
+    for number in range(6):
+        assert (rows(scene.streams[0], number) == rows(other, number)).all()
+        assert other.state.heads[number % 4, Head.COUNT] == spec.num_samples(number)
     assert other.position[Position.AHEAD] == NOTHING
     table.close()

@@ -71,7 +71,7 @@ def test_every_sampler_draws_whole_groups(name: str) -> None:
                 number = add(replay, prompt, sample, steps=int(words.integers(1, 9)))
                 wanted.setdefault(prompt, []).append((sample, number))
         add(replay, 99, 0)  # incomplete
-        found = [ids for key in range(4) for ids in take(train(replay), key)]
+        found = [ids for number in range(4) for ids in take(train(replay), number)]
         whole = [[number for _, number in sorted(members)] for members in wanted.values()]
         assert all(ids in whole for ids in found)
         in_age = sorted(whole, key=max)
@@ -117,8 +117,8 @@ def test_frequencies_follow_the_masses_of_groups(sampler: dict[str, Any], masses
             assert replay.set_priorities(firsts, [1.0 + prompt % 4 for prompt in range(12)]) == 12
             first = 1
         counts = np.zeros(12)
-        for key in range(first, first + 8):
-            for ids in take(stream, key):
+        for number in range(first, first + 8):
+            for ids in take(stream, number):
                 counts[replay.read(ids[:1])[0]["prompt"]] += 1
         if sampler["kind"] == "prioritized":
             assert replay.priorities(firsts).tolist() == [1.0 + prompt % 4 for prompt in range(12)]
@@ -538,11 +538,11 @@ def test_groups_leave_whole_after_their_last_draw(kind: str) -> None:
     with Replay(section(GROUP, {"kind": kind}, batch={"groups": 3}, max_times_sampled=2)) as replay:
         groups = add_groups(replay, range(6))
         draws = list[list[int]]()
-        for key in range(4):
+        for number in range(4):
             draws += trained(replay)
             gone = {one for ids in groups.values() if draws.count(ids) == 2 for one in ids}
             assert stored(replay) == {one for ids in groups.values() for one in ids} - gone
-            assert replay.missing_groups() == max(3 - (12 - 3 * (key + 1)), 0)
+            assert replay.missing_groups() == max(3 - (12 - 3 * (number + 1)), 0)
             check_groups(replay)
         assert all(draws.count(ids) == 2 for ids in groups.values())
 
@@ -609,8 +609,8 @@ def test_fresh_and_replayed_groups(tmp_path: Path) -> None:
     with Replay(config) as replay:
         assert replay.missing_groups("main") == 6
         groups = add_groups(replay, range(7), table="main")
-        for key in range(3):
-            fresh, old = (take(train(replay, name), key) for name in ("main", "old"))
+        for number in range(3):
+            fresh, old = (take(train(replay, name), number) for name in ("main", "old"))
             assert len(fresh) == 6
             assert len(old) == 2
             assert all(ids in groups.values() for ids in fresh)

@@ -360,7 +360,7 @@ def joint(scene: StoreScene) -> Any:
 
 
 def say(scenes: list[StoreScene]) -> np.ndarray:
-    return np.stack([joint(scene).record(BATCH) for scene in scenes])
+    return np.stack([joint(scene).rate(BATCH) for scene in scenes])
 
 
 def meet(scenes: list[StoreScene]) -> bool:

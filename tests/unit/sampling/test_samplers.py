@@ -35,10 +35,10 @@ LENGTHS = [1, 2, 7, 33, 5, 12]
 Item = tuple[int, int]
 
 
-def taken(stream: Any, key: int) -> list[Item]:
-    stream.state.ask(key)
-    found = [(int(r[0]), int(r[5])) for r in stream.get(key).records]
-    stream.release(key)
+def taken(stream: Any, number: int) -> list[Item]:
+    stream.state.ask(number)
+    found = [(int(r[0]), int(r[5])) for r in stream.get(number).resolutions]
+    stream.release(number)
     return found
 
 
@@ -243,7 +243,7 @@ def test_ages_while_trajectories_come_and_go(scenes: Any, kind: str, unit: str) 
     stored = dict(enumerate(LENGTHS))
     stream = scene.streams[0]
     chance = np.random.default_rng(0)
-    for key in range(25):
+    for batch in range(25):
         gone = [int(n) for n in chance.choice(sorted(stored), 2, replace=False)]
         table_access.remove(scene.table, gone)
         for number in gone:
@@ -251,7 +251,7 @@ def test_ages_while_trajectories_come_and_go(scenes: Any, kind: str, unit: str) 
         for steps in chance.integers(1, 9, 2).tolist():
             stored[scene.add(steps)] = steps
         items = [(n, step) for n in sorted(stored) for step in range(stored[n] if by_step else 1)]
-        found = [item if by_step else (item[0], 0) for item in taken(stream, key)]
+        found = [item if by_step else (item[0], 0) for item in taken(stream, batch)]
         if kind == "recent":
             assert {number for number, _ in found} == {number for number, _ in items[-newest:]}
         else:
@@ -287,7 +287,7 @@ def test_a_dropped_tail(scenes: Any, batch: int) -> None:
         for _ in range(60 // batch):
             made = stream.get(len(numbers))
             assert set(made.epochs.tolist()) == {epoch}
-            numbers.append(int(made.records[0, 7]))
+            numbers.append(int(made.resolutions[0, 7]))
             visited += taken(stream, len(numbers) - 1)
         assert len(set(visited)) == len(visited) == 60 // batch * batch
         orders.append(visited)

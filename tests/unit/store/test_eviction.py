@@ -53,13 +53,13 @@ def ids(scene: StoreScene) -> list[int]:
     return sorted(slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist())
 
 
-def take(scene: StoreScene, key: int) -> np.ndarray:
+def take(scene: StoreScene, number: int) -> np.ndarray:
     """Return a copy of what a selection has drawn; the stream has no other reader. [B,
     8], int64.
     """
     stream = scene.streams[0]
-    stream.state.ask(key)
-    return np.array(stream.get(key).records.numpy())
+    stream.state.ask(number)
+    return np.array(stream.get(number).resolutions.numpy())
 
 
 # ---- who goes ------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_what_cannot_fit_is_refused(
 def full_and_drawn(make: Make) -> StoreScene:
     """Two trajectories fill the store, and the selection 0 has drawn both."""
     scene = make("fifo", [stream_spec(batch=32)], lengths=[9, 9])
-    drawn = scene.streams[0].get(0).records[:, 0]
+    drawn = scene.streams[0].get(0).resolutions[:, 0]
     assert set(drawn.tolist()) == {0, 1}
     return scene
 

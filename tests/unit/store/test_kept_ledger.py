@@ -236,13 +236,13 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
     ):
         Replay(plain)
     runs = [RunIdentity(one, "", "") for one in ("b", "a")]
-    exchange = SimpleNamespace(
-        agree=lambda what, action: "", collect=lambda what, action: runs, rank=0
+    control_plane = SimpleNamespace(
+        attempt=lambda what, action: "", all_results=lambda what, action: runs, rank=0
     )
     config: Any = SimpleNamespace(
         shared_memory=SimpleNamespace(prefix="g", run=None), timeout_s=1.0
     )
-    plan: Any = SimpleNamespace(config=config, exchange=exchange, topology=None, ops=None)
+    plan: Any = SimpleNamespace(config=config, control_plane=control_plane, topology=None, ops=None)
     with pytest.raises(
         StoreError,
         match=r"kept stores of g must be of one run on all .*\['a', 'b'\].* --kept --prefix g`",

@@ -23,7 +23,7 @@ from deepspeed_gear.store.records import Head
 def test_only_anchors_are_items(scenes: Any, rule: AnchorRule) -> None:
     scene = scenes(anchors=rule, batch=400)
     stream = scene.streams[0]
-    found = cut(stream, 0).records
+    found = cut(stream, 0).resolutions
     places = {
         (number, step)
         for number, steps in enumerate(LENGTHS)
@@ -57,13 +57,13 @@ def test_weights_are_those_of_the_formula(
     made = cut(stream, 0)
     weights = torch.empty(16)
     words = [int(made.head[word]) for word in (Head.NUMERATOR, Head.DIVISOR, Head.EXPONENT)]
-    scene.ops.importance_(weights, made.records.contiguous(), *words)
+    scene.ops.importance_(weights, made.resolutions.contiguous(), *words)
     priorities = np.array(stored(stream, items), np.float64)
     share = priorities**alpha * (priorities > 0)
     share /= share.sum()
     everything = (31 * share[5:]) ** -beta
     place = {item: i for i, item in enumerate(items)}
-    drawn = [place[int(r[0]), int(r[5]) if unit == "step" else 0] for r in made.records]
+    drawn = [place[int(r[0]), int(r[5]) if unit == "step" else 0] for r in made.resolutions]
     wanted = (31 * share[drawn]) ** -beta
     if normalize is not None:
         wanted /= wanted.max() if normalize == "batch" else everything.max()
@@ -72,8 +72,8 @@ def test_weights_are_those_of_the_formula(
 
 
 def test_beta_follows_its_schedule(scenes: Any) -> None:
-    stream = scenes(beta=lambda key: key / 8).streams[0]
-    assert [int(cut(stream, key).head[Head.EXPONENT]) for key in range(9)] == [
+    stream = scenes(beta=lambda number: number / 8).streams[0]
+    assert [int(cut(stream, number).head[Head.EXPONENT]) for number in range(9)] == [
         ONE_Q62 // 8 * k for k in range(9)
     ]
 
@@ -84,13 +84,13 @@ def test_clamped_updates_are_counted(scenes: Any, most_bits: int) -> None:
     items = [(3, step) for step in range(33)]
     report(stream, items, 1e30)
     masses = stream.masses
-    made = cut(stream, 0).records
+    made = cut(stream, 0).resolutions
     assert (masses.leaves[masses.leaves > ONE] == 1 << most_bits).all()
     assert (made[made[:, 0] == 3][:, Resolution.MASS] == 1 << most_bits).all()
     assert (masses.counts[UpdateCount.CLAMPED], masses.recent()) == (33, (33, 33))
-    for key in range(1, WINDOW):
+    for number in range(1, WINDOW):
         report(stream, items[:1], 2)
-        cut(stream, key)
+        cut(stream, number)
     assert masses.recent() == (33 + WINDOW - 1, 33)
     cut(stream, WINDOW)  # the first one is no longer among the latest
     assert masses.recent() == (WINDOW - 1, 0)

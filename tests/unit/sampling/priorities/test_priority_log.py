@@ -24,14 +24,14 @@ from deepspeed_gear.store.pins import SelectionPins
 def test_a_cut_sees_the_reports_of_batches_before_its_lag(scenes: Any, lag: int) -> None:
     stream = scenes(lag=lag, depth=8).streams[0]
     report(stream, [(2, 1)], 0.5)  # before anything was asked for
-    for key in range(12):
-        stream.state.ask(key)
-        for ahead in range(key, key + lag + 1):  # as prefetching does
+    for number in range(12):
+        stream.state.ask(number)
+        for ahead in range(number, number + lag + 1):  # as prefetching does
             stream.get(ahead)
-        seen = key - 1  # the newest batch whose reports selection key + lag has seen
+        seen = number - 1  # the newest batch whose reports selection number + lag has seen
         assert stored(stream, [(2, 1)]) == [0.5 if seen < 0 else seen + 2]
-        report(stream, [(2, 1)], key + 2)
-        stream.release(key)
+        report(stream, [(2, 1)], number + 2)
+        stream.release(number)
 
 
 def test_a_cut_waits_until_all_have_asked_for_the_batch_behind_the_reports(scenes: Any) -> None:
@@ -123,7 +123,12 @@ def busy(scenes: Any, unit: str) -> tuple[StoreScene, Any]:
     ranks.
     """
     scene = scenes(
-        unit=unit, lag=1, alpha=lambda key: 0.9 - 0.1 * key, normalize="table", batch=40, depth=6
+        unit=unit,
+        lag=1,
+        alpha=lambda number: 0.9 - 0.1 * number,
+        normalize="table",
+        batch=40,
+        depth=6,
     )
     stream = scene.streams[0]
     (table, (other,)) = scene.attach(1)
@@ -149,16 +154,16 @@ def test_what_is_exported_goes_on_alike(scenes: Any, unit: str) -> None:
         saved = stream.masses.export(slots)
         position = [int(stream.position[word]) for word in range(5)]
     wanted = []
-    for key in (2, 3, 4):
-        wanted.append(cut(stream, key).records.clone())
+    for number in (2, 3, 4):
+        wanted.append(cut(stream, number).resolutions.clone())
     priorities = stream.masses.values.copy()
     with scene.table.lock:
         stream.masses.restore(slots, saved)
         stream.state.seek(*position)
     assert (stream.masses.reports.asked == NEVER).all()
     check_whole(scene.table, scene.streams)
-    for key, resolutions in zip((2, 3, 4), wanted, strict=True):
-        assert cut(stream, key).records.equal(resolutions)
+    for number, resolutions in zip((2, 3, 4), wanted, strict=True):
+        assert cut(stream, number).resolutions.equal(resolutions)
     assert (stream.masses.values == priorities).all()
     assert max(stored(stream, [(2, 3), (3, 9), (5, 0)])) == 15
     check_whole(scene.table, scene.streams)
@@ -171,8 +176,8 @@ def test_reports_after_a_load_follow_those_that_wait(scenes: Any) -> None:
     report(stream, [(0, 0)], 2)  # of batch 1, for selection 3
     stream.state.seek(2, 16, 0, 0, 0)
     report(stream, [(1, 0)], 3)
-    for key, wanted in ((2, [1, 1]), (3, [2, 3])):
-        cut(stream, key)
+    for number, wanted in ((2, [1, 1]), (3, [2, 3])):
+        cut(stream, number)
         assert stored(stream, [(0, 0), (1, 0)]) == wanted
 
 
@@ -219,10 +224,10 @@ def test_a_withdrawn_request_counts_reports_for_the_batch_that_was_not_made(scen
     stream = scene.streams[0]
     table, (other,) = scene.attach(1)
     log = stream.state.reports
-    for key in (0, 1):
+    for number in (0, 1):
         for each in (stream, other):
-            each.request(key)
-        if key == 0:
+            each.request(number)
+        if number == 0:
             report(stream, [(2, 1)], 5)
             stream.get(0)
             stream.release(0)

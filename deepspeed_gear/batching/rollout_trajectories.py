@@ -1,4 +1,4 @@
-"""Rollout records: the trajectories of a rollout batch, as its selections stored them."""
+"""Rollout trajectories: those of a rollout batch, as its selections stored them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from deepspeed_gear.ops.records import Resolution
 
 
-class TableRecords(NamedTuple):
+class TableTrajectories(NamedTuple):
     """The trajectories of a rollout batch that lie in one table."""
 
     #: Of at most as many steps as a pack has room for; of trajectories of other nodes without slot
@@ -29,7 +29,7 @@ class TableRecords(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RolloutRecords:
+class RolloutTrajectories:
     """The trajectories of a rollout batch, in the order of the selection, table by table."""
 
     resolutions: torch.Tensor  # with the origin as slot, as priority updates have it. [n, 8], int64
@@ -43,8 +43,10 @@ class RolloutRecords:
     has_neighbours: bool = True  # the trajectories of an item stand side by side
 
     @classmethod
-    def of(cls, tables: Sequence[TableRecords], has_neighbours: bool = True) -> RolloutRecords:
-        """Join the records of the tables."""
+    def of(
+        cls, tables: Sequence[TableTrajectories], has_neighbours: bool = True
+    ) -> RolloutTrajectories:
+        """Join the trajectories of the tables."""
         resolutions = np.concatenate([table.resolutions.numpy() for table in tables])
         origins = np.concatenate([table.origins.numpy() for table in tables])
         resolutions[:, Resolution.SLOT] = origins

@@ -1,4 +1,4 @@
-"""Staging of rows: the open trajectories of N environments, before the store has them."""
+"""Open rows: the open trajectories of N environments, before the store has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import address, form_of
 
 
-class Staging:
+class OpenRows:
     """Arrays in which the open trajectories of N environments grow.
 
     Each environment has one place in every array; all places have room for `length` steps and the
@@ -44,8 +44,8 @@ class Staging:
     @classmethod
     def private(
         cls, columns: Sequence[Column], num_envs: int, length: int, native: ModuleType | None
-    ) -> Staging:
-        """Allocate staging in private memory, for trajectories of up to `length` steps."""
+    ) -> OpenRows:
+        """Allocate open rows in private memory, for trajectories of up to `length` steps."""
         arrays = {
             c.name: np.zeros((num_envs, length + 1, *c.shape), c.numpy_dtype) for c in columns
         }
@@ -55,12 +55,12 @@ class Staging:
         """Return an environment's rows of a column. [length + 1, *shape], a view."""
         return np.asarray(self.arrays[name][self.places[env]])
 
-    def rows(self, columns: Sequence[Column]) -> StagedRows:
+    def rows(self, columns: Sequence[Column]) -> ColumnRows:
         """Return access to the rows of some columns by their numbers over all places."""
-        return StagedRows(columns, self.arrays, self._native, self.places)
+        return ColumnRows(columns, self.arrays, self._native, self.places)
 
 
-class StagedRows:
+class ColumnRows:
     """Rows of some columns, addressed by their numbers over all places.
 
     Args:

@@ -1,4 +1,4 @@
-"""This rank's exchanges with other nodes: channels, and the selectors of tables that several nodes
+"""This rank's links to other nodes: channels, and the selectors of tables that several nodes
 hold.
 """
 
@@ -16,14 +16,14 @@ from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTrans
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
     Goals,
-    RecordExchange,
     ResolutionExchange,
+    ResolutionSender,
 )
 from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
 from deepspeed_gear.distributed.row_exchange.trajectory_exchange import TrajectoryExchange
 from deepspeed_gear.distributed.sharded_selection import (
+    JointSelector,
     ReplicatedSelector,
-    SelectionAgreement,
     ShardedSelector,
 )
 from deepspeed_gear.plan.resolved_plan import Resolved
@@ -43,8 +43,8 @@ class SpreadTrajectories:
     exchange: TrajectoryExchange | None  # sends their rows; None: another rank of this node does
 
 
-class NodeExchange:
-    """The exchanges of this rank with other nodes; empty with one node, and on ranks
+class NodeLinks:
+    """The links of this rank to other nodes; empty with one node, and on ranks
     without any.
     """
 
@@ -53,7 +53,7 @@ class NodeExchange:
         self._device = device
         self._channels: dict[bool, NodeChannel] = {}  # key: whether for training streams
         self._transports: dict[bool, DeviceTransport] = {}
-        self._training: list[SelectionAgreement] = []  # selectors of the training streams
+        self._training: list[JointSelector] = []  # selectors of the training streams
         self._taken: np.ndarray | float = 0.0  # sums at the last `take_metrics`
         self._found = dict[str, float]()  # what it has returned
         #: Of the tables of packed batches that several nodes hold, by name.
@@ -61,7 +61,7 @@ class NodeExchange:
 
     def selectors(
         self, states: States, goals: Goals, detector: FailureDetector | None
-    ) -> dict[StreamState, SelectionAgreement]:
+    ) -> dict[StreamState, JointSelector]:
         """Open the channels and return the selectors of streams that nodes select together, on the
         leaders of nodes that hold such tables. Collective. `goals` draws the achieved goals of
         samples.
@@ -79,8 +79,8 @@ class NodeExchange:
                 self._channels[trains] = channel
                 if config.exchange != "host":
                     self._transports[trains] = DeviceTransport(channel, self._device)
-        plan.exchange.barrier()
-        routes_of = {state: plan.tables[state.table.spec.name].exchange for state in every}
+        plan.control_plane.barrier()
+        routes_of = {state: plan.tables[state.table.spec.name].exchange_plan for state in every}
         packs = config.pack is not None
         for state, routes in routes_of.items():
             if packs and routes is not None:
@@ -91,15 +91,15 @@ class NodeExchange:
                 self.trajectories[state.table.spec.name] = spread
         if not self._channels:
             return {}
-        found: dict[StreamState, SelectionAgreement] = {}
+        found: dict[StreamState, JointSelector] = {}
         for state in sorted(every, key=lambda state: routes_of[state] is not None):
             routes = routes_of[state]
             trains = state.spec.name == TRAIN
             if routes is not None:
                 channel = self._channels[trains]
-                records: RecordExchange | ResolutionExchange
+                records: ResolutionSender | ResolutionExchange
                 if packs:
-                    records = RecordExchange(state, channel)
+                    records = ResolutionSender(state, channel)
                 else:
                     records = ResolutionExchange(
                         state, routes, self._rows(state, routes, trains), goals
@@ -125,7 +125,7 @@ class NodeExchange:
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean of training selections' exchanges since the last call, or before if there
+        """Return the mean of training selections since the last call, or before if there
         was none; empty elsewhere. `late_ms.<node>` is how long the first node to be ready waited
         for it.
         """
