@@ -52,24 +52,22 @@ class Store:
     def set_columns(self, columns: Sequence[tuple[int, int, RowForm]], /) -> None:
         """Set the columns: address, code of `rows`, form."""
 
-    def set_compaction(self, compacts: bool, spare_rows: int, ahead: Sequence[int], /) -> None:
-        """Set whether extents are moved, through how many rows, and the words of draws
-        made ahead.
+    def set_row_arrays(self, arrays: Sequence[tuple[int, int]], /) -> None:
+        """Set all that is stored by row: address of each array, bytes of its row."""
+
+    def set_eviction(self, policy: int, column: int, dtype: int, /) -> None:
+        """Set the EvictionCode, and for LOWEST_VALUE the index of a column and the code of its
+        dtype.
         """
+
+    def set_rate(self, unit: int, min_size: int, samples_per_insert: float, most: float, /) -> None:
+        """Set the rate limiter; its unit is a RateUnitCode."""
+
+    def add_stream(self, words: Mapping[str, int], /) -> None:
+        """Add what writers read of a batch stream: addresses and sizes of its regions, by name."""
 
     def set_ends(self, terminated: int, truncated: int, /) -> None:
         """Set the addresses of the columns of these roles, of one byte a row; 0: there is none."""
-
-    def set_retention(
-        self,
-        pins: Sequence[tuple[int, int, int]],
-        eviction: int,
-        rate: Sequence[tuple[bool, int, float, float]],
-        /,
-    ) -> None:
-        """Set what pins trajectories, what is evicted when there is no room, and the rate limiter,
-        if any.
-        """
 
     def set_moments(
         self,
@@ -88,11 +86,76 @@ class Store:
         Wants the lock.
         """
 
-    def publish_moments(self) -> None:
-        """Let staged moments count, after the commit. Wants the lock."""
-
     def reserve(self, num_rows: int, num_steps: int, /) -> int:
         """Take a slot and a run of rows. Wants the lock."""
+
+    def reserve_with_removal(
+        self,
+        num_rows: int,
+        num_steps: int,
+        inserts: int,
+        latest: tuple[int, int],
+        samples: bool,
+        selects: bool,
+        has_victim: bool,
+        has_released: bool,
+        /,
+    ) -> int:
+        """Take a slot and a run of rows: free, move and evict for them as the retention defines.
+
+        Args:
+            num_rows: Rows.
+            num_steps: Steps of the rows.
+            inserts: Those that are inserted now.
+            latest: Slot and generation of what the same writer has published last; slot -1:
+                nothing. samples: Whether this process samples too, and must not wait for itself.
+                selects: Whether selections over several nodes that are under way belong to living
+                ranks. has_victim: Whether the caller can evict a trajectory. has_released: Whether
+                the caller has just released what dead processes hold.
+        Returns:
+            The slot, or a refusal; after NEEDS_VICTIM and NEEDS_RELEASE the caller does so, and
+            calls again. Wants the lock.
+        """
+
+    def may_insert(self, num_steps: int, /) -> bool:
+        """Return whether the rate limiter admits so many steps of a trajectory. Wants the lock."""
+
+    def free_retired(self) -> int:
+        """Free the retired slots that are not pinned; return their number. Wants the lock."""
+
+    def victim(self) -> int:
+        """Return the slot that the policy evicts next; -1: there is none. Wants the lock."""
+
+    def first_complete(self, link: int, /) -> int:
+        """Return the first slot along a SlotLink whose trajectory does not grow; -1: none. Wants
+        the lock.
+        """
+
+    def find_held(self, slots: int, count: int, found: int, /) -> None:
+        """Find which slots are read, or stay until a pass ends: int64 and bool, by address. Wants
+        the lock.
+        """
+
+    def are_frozen(self) -> bool:
+        """Return whether a pass is under way in a stream, whose items stay. Wants the lock."""
+
+    def make_run(self, num_rows: int, /) -> bool:
+        """Move extents until a run of rows is free; return whether one is. Wants the lock."""
+
+    def slide(self, slot: int, to: int, /) -> None:
+        """Move an extent to free rows before it. Wants the lock."""
+
+    def finish_move(self) -> None:
+        """Finish the move that a dead process has left, if there is one. Wants the lock."""
+
+    def grow(self, slot: int, num_steps: int, /) -> None:
+        """Publish the first steps of an open trajectory, whose rows are written. Wants the lock."""
+
+    def end(self, slot: int, truncated: bool, returns: bool, /) -> None:
+        """End a trajectory; `returns`: its writer comes back for its rows. Wants the lock."""
+
+    def note(self, slot: int, /) -> None:
+        """Log a changed slot, and wake a sampler that waits. Wants the lock."""
 
     def commit(self, slot: int, num_steps: int, num_rows: int, born: int, /) -> int:
         """Publish a reserved slot; return its id. Wants the lock."""

@@ -44,7 +44,7 @@ from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.eviction import policy_class
+from deepspeed_gear.store.eviction import user_policy
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
 from deepspeed_gear.store.prompt_ledger import PromptSpec
 from deepspeed_gear.store.rate_limiter import RateLimiter
@@ -496,7 +496,8 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
     """
     table = config.resolved_tables[name]
     at = f"gear.tables.{name}"
-    policy_class(table.remove, f"{at}.remove")
+    if ":" in table.remove:
+        user_policy(table.remove, f"{at}.remove")
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     times = table.max_times_sampled or int(queue)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)

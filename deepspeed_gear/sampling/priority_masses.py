@@ -18,7 +18,7 @@ from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import NOTHING, Control
 from deepspeed_gear.store.row_allocator import distinct, is_among, rows_of
-from deepspeed_gear.store.step_priorities import StepPriorities
+from deepspeed_gear.store.step_priorities import repair_step_priorities
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
@@ -187,9 +187,7 @@ class PriorityMasses(ItemMasses):
 
     def recover(self) -> None:
         self.reports.recover()
-        steps = StepPriorities.find(self.ops, self.table.views, self.spec.at.rstrip("/"))
-        if steps is not None:
-            steps.repair(self.table)
+        repair_step_priorities(self.table, self.spec.at.rstrip("/"))
         if self.words[TreeChanges.APPLYING] < 0:  # a slot is done or to be done again: finish
             changed = -1 - self.words[TreeChanges.APPLYING]
             assert self._log is not None

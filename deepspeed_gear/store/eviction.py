@@ -1,4 +1,9 @@
-"""Reserves rows for new trajectories: evicts, compacts or blocks."""
+"""Reserves rows for new trajectories: evicts, compacts or blocks.
+
+The native store does it all (store/store.cpp), alike for every writer of a node. Python chooses
+what it cannot: a group, or by a class of the user's. And it finds who has died: what a dead process
+has reserved or reads is released before a writer waits, and once a second before one evicts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 import numpy as np
 
@@ -15,27 +19,19 @@ from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
-from deepspeed_gear.store.compaction import make_run
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.records import (
-    Control,
-    EvictionCode,
-    Head,
-    Refusal,
-    SlotLink,
-    SlotRetention,
-)
+from deepspeed_gear.store.records import Control, Refusal, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
 
 _POLL_S = 200e-6
 _ROUND_S = 0.25
-_PARTS = 4  # of a store that is kept one of so many parts of the retired slots is freed at once
+NO_LATEST = (-1, 0)  # slot and generation: a writer has no latest trajectory
 
 
 class Evictor:
-    """Reserves rows for this process's trajectories where the native module cannot. Methods require
-    the lock where documented; `wait` takes none. If it `samples` too, it must not wait for itself.
+    """Reserves rows for this process's trajectories. Methods require the lock where documented;
+    `wait` takes none. If it `samples` too, it must not wait for itself.
     """
 
     def __init__(self, table: Table, context: Context, samples: bool = False) -> None:
@@ -44,112 +40,103 @@ class Evictor:
         self.timeout_s = context.timeout_s
         self._check = context.check
         self._samples = samples
-        self.retention = table.spec.retention
-        self.policy = policy_class(self.retention.eviction)(self.retention)
+        self._store = table.extents.handle
+        self._limits = table.spec.retention.rate_limiter is not None
+        self._evicts = table.spec.retention.eviction != "none"
+        self._policy = python_policy(table)
         self.waited_s = 0.0  # of this process
-        self._position = table.views.get("stream/train/position")
         self._is_shared = table.spec.own_shard.count > 1
 
     def may_insert(self, num_steps: int) -> bool:
-        rate = self.retention.rate_limiter
-        control = self.table.control
-        if rate is None:
-            return True
-        size, inserted, pending = self.table.counted(rate)
-        count = num_steps if rate.unit == "step" else 1
-        if self._is_shared and rate.holds_back:
-            if inserted + pending + count <= control[Control.QUOTA]:
-                return True
-            control[Control.WANTED] = max(int(control[Control.WANTED]), count)
-            return False
-        sampled = 0 if self._position is None else int(self._position[Head.SAMPLES])
-        return rate.may_insert(size + pending, inserted + pending, sampled, count)
+        """Return whether the rate limiter admits steps of a trajectory. Requires the lock."""
+        if self._limits and self.table.groups is not None:
+            self.table.groups.update()
+        return bool(self._store.may_insert(num_steps))
 
-    def reserve(self, num_steps: int, inserts: int | None = None) -> int:
-        """Reserve a slot with rows for `num_steps`, `inserts` of them inserted now (None: all);
-        evict as the retention defines. Returns the slot, or a Refusal. Requires the lock.
+    def reserve(
+        self,
+        num_steps: int,
+        inserts: int | None = None,
+        latest: tuple[int, int] = NO_LATEST,
+    ) -> int:
+        """Reserve a slot with rows; evict as the retention defines. Requires the lock.
+
+        Args:
+            num_steps: Steps of the rows.
+            inserts: Those that are inserted now; None: all.
+            latest: Slot and generation of what the writer has published last, near which rows may
+                be free.
+        Returns:
+            The slot, or a Refusal.
         """
+        table = self.table
+        if self._limits and table.groups is not None:
+            table.groups.update()
+        num_rows = table.rows_for(num_steps)
         inserted = num_steps if inserts is None else inserts
-        if not self.may_insert(inserted):
-            return Refusal.RATE_LIMITED
-        extents = self.table.extents
-        num_rows = self.table.rows_for(num_steps)
-        is_clear = False
+        selects = not table.control[Control.SELECTING] or table.is_selecting
+        has_victim = True
+        has_released = False
         while True:
-            found = (
-                Refusal.NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
+            slot: int = self._store.reserve_with_removal(
+                num_rows,
+                num_steps,
+                inserted,
+                latest,
+                self._samples,
+                selects,
+                has_victim,
+                has_released,
             )
-            if found >= 0:
-                return found
-            if not is_clear:
-                is_clear = self.free_retired()
+            if slot >= 0 or slot == Refusal.RATE_LIMITED:
+                return slot
+            latest = NO_LATEST
+            if not has_released:  # rows of the dead come before those of the living
+                self._release_dead()
+                has_released = True
                 continue
-            if found == Refusal.SCATTERED and make_run(self.table, self.readers, num_rows):
-                continue
-            waiting = self.being_read()
-            if self.policy.evicts:
-                control = self.table.control
-                freed = self.table.slots[waiting, Slot.NUM_ROWS].sum()
-                has_rows = len(waiting) > 0 and control[Control.FREE_ROWS] + freed >= num_rows
-                if self.table.is_selecting or (has_rows and not self._is_over(num_steps)):
-                    return Refusal.PINNED
-                victim = self.policy.victim(self.table, self.readers)
-                if victim >= 0:
-                    self.table.evict(np.array([victim]))
-                    self.free_retired()
-                    continue
-            # Rows may become free once writers or readers finish.
-            is_written = self.policy.evicts and self.table.control[Control.PENDING] > 0
-            is_read = len(waiting) > 0 and not self._samples
-            return Refusal.PINNED if is_written or is_read else found
+            if slot != Refusal.NEEDS_VICTIM:
+                return slot
+            victim = self._victim()
+            has_victim = victim >= 0
+            if has_victim:
+                table.evict(np.array([victim]))
 
-    def _is_over(self, num_steps: int) -> bool:
-        control = self.table.control
-        retention = self.retention
-        held = control[Control.NUM_COMMITTED] + control[Control.PENDING]
-        steps = control[Control.ROWS_HELD] - held * self.table.rows_for(0)
-        return bool(
-            held + 1 > retention.max_trajectories or steps + num_steps > retention.max_steps
-        )
+    def _victim(self) -> int:
+        """Return the trajectory, or one of the group, that is evicted next; -1: there is none."""
+        if self._policy is None:
+            return int(self._store.victim())
+        return self._policy.victim(self.table, self.readers)
 
-    def being_read(self) -> np.ndarray:
-        """Return the retired slots that are free as soon as no selection pins them, by age. [n],
-        int64.
-        """
-        slots = self.table.extents.retired()
-        return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
-
-    def free_retired(self) -> bool:
-        """Free retired slots that no selection pins, and those of dead processes. Requires the
-        lock.
-
-        Of a store that is kept only the oldest ones. Returns whether all are free.
+    def _release_dead(self) -> None:
+        """Free what dead processes have reserved, end what they were writing, release what they
+        read.
         """
         self.table.extents.end_abandoned()
-        # Open ones are freed by their writers, which have not detected the eviction yet.
-        slots = self.being_read()
-        prompts = self.table.spec.prompts
-        free = slots[~self.readers.pinned(slots)].tolist() if len(slots) else []
-        count = -(-len(free) // _PARTS) if prompts is not None and prompts.members else len(free)
-        for slot in free[:count]:
-            self.readers.forget(slot)
-            self.table.extents.free(slot)
-        return count == len(free)
+        self.readers.release_dead()
+
+    def free_retired(self) -> int:
+        """Free retired slots that no selection pins, and those of dead processes; return the number
+        of retired ones that are free. Requires the lock.
+
+        Of a store that is kept only the oldest ones. Open ones are freed by their writers, which
+        have not detected the eviction yet.
+        """
+        self._release_dead()
+        return int(self._store.free_retired())
 
     def release(self, may_evict: bool = True) -> bool:
         """Free retired slots, or else evict one; return whether it has done either. Requires the
         lock.
         """
-        waiting = len(self.being_read())
-        self.free_retired()
-        if len(self.being_read()) < waiting:
+        if self.free_retired():
             return True
-        may_evict &= self.policy.evicts and not self.table.control[Control.SELECTING]
-        victim = self.policy.victim(self.table, self.readers) if may_evict else -1
+        may_evict &= self._evicts and not self.table.control[Control.SELECTING]
+        victim = self._victim() if may_evict else -1
         if victim < 0:
             return False
         self.table.evict(np.array([victim]))
-        self.free_retired()
+        self._store.free_retired()
         return True
 
     def pinned(self) -> np.ndarray:
@@ -216,11 +203,6 @@ class EvictionPolicy(ABC):
     few.
     """
 
-    evicts: ClassVar[bool] = True
-    code: ClassVar[int] = (
-        EvictionCode.BY_CALLER
-    )  # what the native module does without calling `victim`
-
     def __init__(self, retention: Retention) -> None:
         self.retention = retention
 
@@ -231,62 +213,10 @@ class EvictionPolicy(ABC):
         """
 
 
-class NoEviction(EvictionPolicy):
-    """Adding to a full table is an error."""
-
-    evicts = False
-    code = EvictionCode.NONE
-
-    def victim(self, table: Table, pins: SelectionPins) -> int:
-        return -1
-
-
-class EvictOldest(EvictionPolicy):
-    """First in, first out."""
-
-    code = EvictionCode.OLDEST
-
-    def victim(self, table: Table, pins: SelectionPins) -> int:
-        return table.extents.first_complete(SlotLink.NEWER)
-
-
-class EvictNewest(EvictionPolicy):
-    """Last in, first out; of groups the newest complete one, as the newest may still be
-    added to.
-    """
-
-    code = EvictionCode.NEWEST
-
-    def victim(self, table: Table, pins: SelectionPins) -> int:
-        if table.groups is not None:
-            held = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-            leaders = held[table.groups.is_leader(held)]
-            if len(leaders):
-                return int(leaders[table.slots[leaders, Slot.ID].argmax()])
-        return table.extents.first_complete(SlotLink.OLDER)
-
-
 def _complete(table: Table) -> np.ndarray:
     """Return the committed slots whose trajectories do not grow any more. [n], int64."""
     slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
     return np.asarray(slots[table.views["retention"][slots, SlotRetention.OPEN] == 0])
-
-
-class EvictUniform(EvictionPolicy):
-    """Each trajectory or group with the same probability, keyed by the next id: runs are
-    reproducible.
-    """
-
-    def victim(self, table: Table, pins: SelectionPins) -> int:
-        slots = _complete(table)
-        if not len(slots):
-            return -1
-        if table.groups is not None:  # the newest trajectory of each group
-            ids = table.slots[slots, Slot.ID]
-            slots = slots[table.groups.highest(slots, ids) == ids]
-        number = np.array([table.control[Control.NEXT_ID]], np.uint64)
-        words = philox(0, number, 0, np.array([[RandomPurpose.EVICTION]], np.uint64))
-        return int(slots[below(tuple(quarter[0] for quarter in words), np.array([len(slots)]))[0]])
 
 
 class EvictLowest(EvictionPolicy):
@@ -308,20 +238,54 @@ class EvictLowest(EvictionPolicy):
         """Return the value of each trajectory. [n] -> [n], float64."""
 
 
-class EvictLowestPriority(EvictLowest):
-    """The trajectory whose highest priority is the lowest; incomplete groups, which have none,
-    last.
-    """
+class OldestGroup(EvictionPolicy):
+    """First in, first out: the group of the oldest trajectory."""
+
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        return table.extents.first_complete(SlotLink.NEWER)
+
+
+class NewestGroup(EvictionPolicy):
+    """Last in, first out: the newest complete group, as the newest may still be added to."""
+
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        assert table.groups is not None
+        held = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        leaders = held[table.groups.is_leader(held)]
+        if len(leaders):
+            return int(leaders[table.slots[leaders, Slot.ID].argmax()])
+        return table.extents.first_complete(SlotLink.OLDER)
+
+
+class AnyGroup(EvictionPolicy):
+    """Each group with the same probability, keyed by the next id: runs are reproducible."""
+
+    def victim(self, table: Table, pins: SelectionPins) -> int:
+        assert table.groups is not None
+        slots = _complete(table)
+        if not len(slots):
+            return -1
+        ids = table.slots[slots, Slot.ID]
+        slots = slots[table.groups.highest(slots, ids) == ids]  # the newest trajectory of each
+        number = np.array([table.control[Control.NEXT_ID]], np.uint64)
+        words = philox(0, number, 0, np.array([[RandomPurpose.EVICTION]], np.uint64))
+        return int(slots[below(tuple(quarter[0] for quarter in words), np.array([len(slots)]))[0]])
+
+
+class LowestPriorityGroup(EvictLowest):
+    """The group whose highest priority is the lowest; incomplete groups, which have none, last."""
 
     def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
+        assert table.groups is not None
         found = pins.highest_priorities(slots)
-        if table.groups is not None:
-            found[~table.groups.is_complete(slots)] = np.inf
+        found[~table.groups.is_complete(slots)] = np.inf
         return found
 
 
-class KeepBest(EvictLowest):
-    """The lowest value of a per-trajectory column; NaN is lower than all."""
+class LowestValueGroup(EvictLowest):
+    """The group whose highest value of a per-trajectory column is the lowest; NaN is lower than
+    all.
+    """
 
     def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
         assert self.retention.column is not None
@@ -329,22 +293,28 @@ class KeepBest(EvictLowest):
         return np.where(np.isnan(values), -np.inf, values)
 
 
-POLICIES: dict[str, type[EvictionPolicy]] = {
-    "none": NoEviction,
-    "fifo": EvictOldest,
-    "lifo": EvictNewest,
-    "uniform": EvictUniform,
-    "lowest_priority": EvictLowestPriority,
-    "keep_best": KeepBest,
+#: By what a table of groups evicts; the native store does not know groups.
+GROUP_POLICIES: dict[str, type[EvictionPolicy]] = {
+    "fifo": OldestGroup,
+    "lifo": NewestGroup,
+    "uniform": AnyGroup,
+    "lowest_priority": LowestPriorityGroup,
+    "keep_best": LowestValueGroup,
 }
 
 
-def policy_class(name: str, option: str = "remove") -> type[EvictionPolicy]:
-    """Return the class of a key of `POLICIES` or of a "module:Class"; `option` names it in
-    ConfigErrors.
-    """
-    if ":" not in name:
-        return POLICIES[name]
+def python_policy(table: Table) -> EvictionPolicy | None:
+    """Return the policy of a table that chooses in Python; None: the native store chooses."""
+    retention = table.spec.retention
+    if ":" in retention.eviction:
+        return user_policy(retention.eviction)(retention)
+    if table.groups is None or retention.eviction == "none":
+        return None
+    return GROUP_POLICIES[retention.eviction](retention)
+
+
+def user_policy(name: str, option: str = "remove") -> type[EvictionPolicy]:
+    """Return the class of a "module:Class"; `option` names it in ConfigErrors."""
     found = imported(name, option)
     if not (isinstance(found, type) and issubclass(found, EvictionPolicy)):
         raise ConfigError(option, "must name a subclass of EvictionPolicy", name)

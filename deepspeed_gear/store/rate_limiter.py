@@ -1,5 +1,7 @@
 """Rate limiter: when the writers or samplers of a table must block, on one node and over several.
 Pure.
+
+The native store tests whether writers may add (`MayInsert` in store/store.cpp).
 """
 
 from __future__ import annotations
@@ -57,12 +59,6 @@ class RateLimiter:
             size >= self.min_size
             and inserted * self.samples_per_insert - sampled - count >= self.least
         )
-
-    def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
-        """Return whether `count` items may be added; arguments as `may_sample`."""
-        if size + count <= self.min_size:
-            return True
-        return (inserted + count) * self.samples_per_insert - sampled <= self.most
 
     def missing(self, size: int, inserted: int, sampled: int, count: int) -> int:
         """Return how many items must be added before `count` samples; arguments as `may_sample`."""

@@ -122,7 +122,9 @@ class Growing:
     FIRST: Final = 3  # steps before the stored ones
     PUBLISHED: Final = 4
     ID: Final = 5  # of the stored trajectory
-    NUM_WORDS: Final = 6
+    LATEST_SLOT: Final = 6  # of the writer's latest published trajectory that has ended; -1: none
+    LATEST_GENERATION: Final = 7
+    NUM_WORDS: Final = 8
 
 
 class StepCount:
@@ -147,15 +149,28 @@ class Refusal:
     LOCK_BROKEN: Final = -7
     MUST_RECOVER: Final = -8  # a process died inside the store: the next lock in Python repairs it
     NOT_FINITE: Final = -9  # a column holds NaN or an infinity and must not
+    NEEDS_VICTIM: Final = -10  # the caller must evict one: policies in Python, and groups
+    NEEDS_RELEASE: Final = -11  # the caller must release what dead processes hold
 
 
 class EvictionCode:
-    """Codes of the eviction policies of the native path."""
+    """Codes of the eviction policies of the native store: `Removal`."""
 
     NONE: Final = 0
     OLDEST: Final = 1
     NEWEST: Final = 2
-    BY_CALLER: Final = 3
+    BY_CALLER: Final = 3  # it returns Refusal.NEEDS_VICTIM where one must be evicted
+    UNIFORM: Final = 4
+    LOWEST_PRIORITY: Final = 5
+    LOWEST_VALUE: Final = 6
+
+
+class RateUnitCode:
+    """Codes of the unit of a rate limiter: `RateUnit`."""
+
+    TRAJECTORY: Final = 0
+    STEP: Final = 1
+    GROUP: Final = 2
 
 
 class Peer:

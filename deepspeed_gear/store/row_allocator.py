@@ -11,10 +11,9 @@ Its writer writes after the published steps, where no process reads, and then pu
 number (`grow`). It is never evicted to free rows. Where it is retired all the same (by hand, or by
 age), its rows are not free before its writer has detected that.
 
-An extent moves to lower rows in pieces (`move`), which a death at any instruction leaves to the
-next owner of the lock. A piece is as long as the distance, so that it overlaps no row that is still
-to be copied, or as the spare rows, through which it goes then. Control words hold the move and how
-many rows of it are done: a piece that is copied again is copied from rows that are as they were.
+The native store of this process owns all that writers do to rows (`handle`, in store/store.cpp): it
+reserves, evicts, frees and moves them. Python repairs what dead processes have left, as it knows
+who lives.
 """
 
 from __future__ import annotations
@@ -26,14 +25,10 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.schema import DTYPES
-from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
-from deepspeed_gear.store.native_rows import ROWS_CODES, address, form_of
+from deepspeed_gear.store.native_store import native_store
 from deepspeed_gear.store.records import Control, Growing, MomentHead, SlotLink, SlotRetention
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import TableSpec
-
-_TRAIN_POSITION = "stream/train/position"
 
 
 class RowAllocator:
@@ -50,9 +45,7 @@ class RowAllocator:
         columns: Mapping[str, np.ndarray],
         arrays: Sequence[np.ndarray],
     ) -> None:
-        self._native = native
         self._memory = memory
-        self._arrays = arrays
         self.control = views["control"]
         self.slots = views["slots"]
         self.links = views["links"]
@@ -60,118 +53,31 @@ class RowAllocator:
         self.retention = views["retention"]
         self._open: np.ndarray = self.retention[:, SlotRetention.OPEN]
         self.num_rows = spec.capacity_rows
-        self.spare_rows = range(spec.capacity_rows, spec.num_rows)
         self._final_rows = int(spec.schema.has_final_row)  # rows of a trajectory beyond its steps
-        roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
-        self._end_flags = [None if column is None else columns[column.name] for column in roles]
         self._shard = spec.own_shard
         self.ends = len(self.slots)
         self.retired_ends = self.ends + 1
-        base = address(np.frombuffer(memory.buffer, np.uint8, 1))
-        words = {
-            name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")
-        }
-        words |= {
-            "mutex": base + MUTEX_OFFSET,
-            "holder": base + HOLDER_OFFSET,
-            "num_slots": spec.num_slots,
-            "num_rows": self.num_rows,
-            "log_size": len(self.log),
-            "id_index": self._shard.index,
-            "id_count": self._shard.count,
-            "peer": memory.peer,
-            "most_trajectories": spec.retention.max_trajectories,
-            "most_steps": spec.retention.max_steps,
-            "position": address(views[_TRAIN_POSITION]) if _TRAIN_POSITION in views else 0,
-            "least_free_rows": spec.least_free_rows,
-        }
-        self.handle: Any = native.Store(words=words)  #: the native Store
-        self.handle.set_columns(
-            [
-                (address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c))
-                for c in spec.schema
-            ]
-        )
-        self.handle.set_ends(*(0 if flags is None else address(flags) for flags in self._end_flags))
         self._counts = bool(spec.normalized)
         if self._counts:
             self._moments_head = views["moments_head"]
             self._moments = views["moments"]
-            counted = []
-            first = 0
-            for column in spec.normalized_columns:
-                index = spec.schema.names.index(column.name)
-                dtype = list(DTYPES).index(column.dtype)
-                counted.append((index, dtype, column.num_elements, first))
-                first += column.num_elements
-            self.handle.set_moments(
-                address(self._moments_head), address(self._moments), first, counted
-            )
+        self.handle: Any = native_store(native, spec, memory, views, columns, arrays)
         #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of
         #: the last search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
         self.reserve: Callable[[int, int], int] = self.handle.reserve
         #: Publish the steps of a reserved slot and free what follows its rows: slot, steps, rows,
         #: and number of the global batch that is selected next. Returns the new id.
         self.commit: Callable[[int, int, int, int], int] = self.handle.commit
+        #: Publish the first steps of an open trajectory, whose rows are written.
+        self.grow: Callable[[int, int], None] = self.handle.grow
         #: Retire a committed trajectory.
         self.retire: Callable[[int], None] = self.handle.retire
         #: Free a reserved or retired slot and its rows.
         self.free: Callable[[int], None] = self.handle.free
-
-    def note(self, slot: int) -> None:
-        """Log a changed slot, which the next selection of each stream reads; wake a sampler that
-        waits.
-        """
-        self.log[self.control[Control.CHANGED] % len(self.log)] = slot
-        self.control[Control.CHANGED] += 1
-        if self.control[Control.LISTENING]:
-            self.control[Control.LISTENING] = 0
-            self._native.bell_ring(address(self.control[Control.EVENT :]))
-
-    def move(self, slot: int, to: int) -> None:
-        """Move an unread extent to the lower row `to`, over free rows; `end_move` follows when all
-        derived from its place is derived anew.
-        """
-        control = self.control
-        control[Control.MOVE_FROM] = self.slots[slot, Slot.FIRST_ROW]
-        control[Control.MOVE_TO] = to
-        control[Control.MOVE_DONE] = 0
-        control[Control.MOVING] = slot + 1  # from here on the next owner of the lock finishes it
-        self._finish_move()
-
-    def _finish_move(self) -> None:
-        """Finish the move that is under way, if there is one."""
-        control = self.control
-        if not control[Control.MOVING]:
-            return
-        record = self.slots[int(control[Control.MOVING]) - 1]
-        source = int(control[Control.MOVE_FROM])
-        to = int(control[Control.MOVE_TO])
-        num_rows = int(record[Slot.NUM_ROWS])
-        distance = source - to
-        spare = self.spare_rows
-        longest = max(distance, len(spare))
-        # Twice the rows that are done, and 1 if the next piece lies in the spare rows: one word,
-        # one store.
-        while (word := int(control[Control.MOVE_DONE])) < 2 * num_rows:
-            done, is_spare = divmod(word, 2)
-            count = min(longest, num_rows - done)
-            begin = source + done
-            if count > distance:
-                if not is_spare:
-                    self._copy(begin, spare.start, count)
-                    control[Control.MOVE_DONE] = word + 1
-                begin = spare.start
-            self._copy(begin, to + done, count)
-            control[Control.MOVE_DONE] = 2 * (done + count)
-        record[Slot.FIRST_ROW] = to  # publishes the new place
-
-    def end_move(self) -> None:
-        self.control[Control.MOVING] = 0
-
-    def _copy(self, source: int, to: int, count: int) -> None:
-        for rows in self._arrays:
-            rows[to : to + count] = rows[source : source + count]
+        #: Log a changed slot, which the next selection of each stream reads; wake a sampler.
+        self.note: Callable[[int], None] = self.handle.note
+        #: Return the oldest (SlotLink.NEWER) or newest (OLDER) complete committed slot; -1: none.
+        self.first_complete: Callable[[int], int] = self.handle.first_complete
 
     def open(self, slot: int, num_steps: int) -> None:
         """Mark a reserved slot as open, and set the steps that its commit publishes."""
@@ -203,40 +109,12 @@ class RowAllocator:
         """
         return self.is_own(words) and bool(self.slots[words[0], Slot.STATE] != SlotState.EVICTED)
 
-    def grow(self, slot: int, num_steps: int) -> None:
-        """Publish the first `num_steps` steps of an open trajectory, whose rows are written."""
-        control = self.control
-        known = int(self.slots[slot, Slot.NUM_STEPS])
-        more = num_steps - known
-        if self._counts:
-            self.handle.stage_moments(slot, known, num_steps)
-        self.slots[slot, Slot.NUM_STEPS] = num_steps  # the commit point
-        if self._counts:
-            self.handle.publish_moments()
-        control[Control.STEPS_COMMITTED] += more
-        control[Control.STEPS_INSERTED] += more
-        self.note(slot)
-
-    def end(self, slot: int, truncated: bool) -> None:
+    def end(self, slot: int, truncated: bool, returns: bool = False) -> None:
         """Mark a slot as complete, its last step `truncated` unless terminated; free the rows after
-        it, or all if nothing is published.
+        it, or all if nothing is published. `returns`: its writer, in this process, comes back for
+        these rows.
         """
-        record = self.slots[slot]
-        if record[Slot.STATE] == SlotState.RESERVED:
-            self._open[slot] = 0
-            self.free(slot)
-            return
-        if record[Slot.STATE] == SlotState.COMMITTED:
-            at_end, is_cut = self._end_flags
-            last = int(record[Slot.FIRST_ROW] + record[Slot.NUM_STEPS]) - 1
-            if truncated and is_cut is not None:
-                is_cut[last] |= at_end is None or not at_end[last]
-            num_rows = int(record[Slot.NUM_STEPS]) + self._final_rows
-            fewer = int(record[Slot.NUM_ROWS]) - num_rows
-            record[Slot.NUM_ROWS] = num_rows
-            self.control[Control.FREE_ROWS] += fewer
-            self.control[Control.ROWS_HELD] -= fewer
-        self._open[slot] = 0
+        self.handle.end(slot, truncated, returns)
 
     def end_all(self) -> None:
         """End all open trajectories: they were loaded from a checkpoint, without their writers."""
@@ -266,8 +144,7 @@ class RowAllocator:
         """Repair what dead processes have left: a move, reserved slots, ends and commits; then
         `rebuild`.
         """
-        self._finish_move()  # first: the rows of its extent are at neither place until then
-        self.end_move()
+        self.handle.finish_move()  # first: its extent's rows are at neither place until then
         slots = self.slots
         control = self.control
         if self._counts and self._moments_head[MomentHead.STAGED]:
@@ -324,15 +201,6 @@ class RowAllocator:
     def moments(self) -> np.ndarray:
         """The running moments of the normalised columns, a view. [6, elements], float64."""
         return np.asarray(self._moments[self._moments_head[MomentHead.CURRENT]])
-
-    def first_complete(self, link: int) -> int:
-        """Return the oldest (SlotLink.NEWER) or newest (OLDER) complete committed slot;
-        -1: none.
-        """
-        slot = int(self.links[self.ends, link])
-        while slot != self.ends and self._open[slot]:
-            slot = int(self.links[slot, link])
-        return -1 if slot == self.ends else slot
 
     def retired(self) -> np.ndarray:
         """Return the retired slots in the order of their retirement. [n], int64."""

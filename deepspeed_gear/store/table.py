@@ -123,8 +123,6 @@ class Table:
                 ):
                     arrays.append(view)
             self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
-            #: Whether nothing but columns is stored by row.
-            self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
         #: `SharedPrompt` of each slot that is not free; None: the table has no prompts. [slots, 2],
         #: int64.
         self.shared_prompts: np.ndarray | None = views.get("shared_prompts")

@@ -16,8 +16,8 @@ from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.store.eviction import Evictor
-from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal
+from deepspeed_gear.store.eviction import NO_LATEST, Evictor
+from deepspeed_gear.store.records import Head, Peer, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
 
@@ -76,25 +76,13 @@ class Inserter:
         self.dropped = deque[object](maxlen=1)
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
-        # Set up the native store for this process; it adds whole trajectories where it evicts by
-        # itself.
+        # Whole trajectories are added by the native store where it commits them as Python does.
         self._store = table.extents.handle
         self._store_add = table.ops.native.store_add
         self._address = self._store.address
         spec = table.spec
-        readers = self.evictor.readers
-        is_plain = not (readers.have_step_priorities or readers.may_walk or table.groups)
-        rate = retention.rate_limiter
-        ahead = readers.ahead
-        code = self.evictor.policy.code if is_plain else EvictionCode.BY_CALLER
-        rates = []
-        if rate is not None:
-            rates.append((rate.unit == "step", rate.min_size, rate.samples_per_insert, rate.most))
-        self._store.set_retention(readers.pins, code, rates)
-        compacts = is_plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
-        self._store.set_compaction(compacts, spec.spare_rows, ahead or [])
-        evicts = code != EvictionCode.BY_CALLER
-        self._adds_natively = evicts and committed is None and not (spec.return_to_go or spec.media)
+        has_more = table.groups is not None or spec.return_to_go or spec.media is not None
+        self._adds_natively = committed is None and not has_more
 
     def vector_options(self) -> dict[str, Any]:
         """Return the arguments of `VectorSteps.set_store` that concern this table."""
@@ -299,7 +287,13 @@ class Inserter:
         oldest = min(self._open.values(), default=-1)
         self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
 
-    def reserve(self, num_steps: int, inserts: int | None = None, leased: bool = False) -> int:
+    def reserve(
+        self,
+        num_steps: int,
+        inserts: int | None = None,
+        leased: bool = False,
+        latest: tuple[int, int] = NO_LATEST,
+    ) -> int:
         """Reserve a slot as `Evictor.reserve`, waiting for free rows; raises as `add`."""
         if self.table.ledger is not None and not leased:
             rule = "has prompts: its trajectories must come by `lease.commit`"
@@ -308,9 +302,11 @@ class Inserter:
         until = time.monotonic() + self.timeout_s
         while True:
             with self.table.lock:
-                slot = self.evictor.reserve(num_steps, inserts)
+                slot = self.evictor.reserve(num_steps, inserts, latest)
             if slot >= 0:
                 return slot
+            if slot != Refusal.RATE_LIMITED:
+                latest = NO_LATEST  # rows near it are made free once, by evictions too
             self.evictor.wait(slot, num_steps, until)
 
     def publish(self, slot: int, num_steps: int) -> int:

@@ -18,12 +18,23 @@ from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_fi
 from deepspeed_gear.errors import DataError, known_names, undo_on_error
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.eviction import NO_LATEST
 from deepspeed_gear.store.native_rows import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, Refusal, StepCount
 from deepspeed_gear.writer.inserter import Inserter
 
-UNPUBLISHED = (-1, 0, 0, 0, 0, -1)  # the words of a growing trajectory before its first publication
+# The words of a growing trajectory before its first publication, up to those of the latest one.
+UNPUBLISHED = (-1, 0, 0, 0, 0, -1)
+LATEST = slice(Growing.LATEST_SLOT, Growing.NUM_WORDS)
+
+
+def new_words(count: int) -> np.ndarray:
+    """Return the words of trajectories that have not begun. [count, Growing.NUM_WORDS], int64."""
+    words = np.empty((count, Growing.NUM_WORDS), np.int64)
+    words[:, : Growing.LATEST_SLOT] = UNPUBLISHED
+    words[:, LATEST] = NO_LATEST
+    return words
 
 
 class CompletedTrajectory(NamedTuple):
@@ -57,7 +68,7 @@ class GrowingTrajectory:
         self.owner = weakref.ref(owner, dropped)
         self.publisher = publisher
         self.is_used_again = words is not None
-        self.words = np.array(UNPUBLISHED, np.int64) if words is None else words
+        self.words = new_words(1)[0] if words is None else words
 
     @property
     def trajectory_id(self) -> int | None:
@@ -74,6 +85,12 @@ class GrowingTrajectory:
     def published(self) -> int:
         """Number of published steps of the stored trajectory."""
         return int(self.words[Growing.PUBLISHED])
+
+    @property
+    def latest(self) -> tuple[int, int]:
+        """Slot and generation of what its writer has published last and ended; slot -1: none."""
+        slot, generation = self.words[LATEST].tolist()
+        return slot, generation
 
     @property
     def is_published(self) -> bool:
@@ -222,11 +239,8 @@ class Publisher:
             growing.words[Growing.SLOT] = -1
             return True
         rate = self._table.spec.retention.rate_limiter
-        if (
-            rate is not None
-            and rate.unit == "step"
-            and not self.inserter.evictor.may_insert(part.num_new)
-        ):
+        by_step = rate is not None and rate.unit == "step"
+        if by_step and not self.inserter.evictor.may_insert(part.num_new):
             return False
         slot = int(growing.words[Growing.SLOT])
         # Rows first, then the number of steps: samplers read only the steps that it counts.
@@ -247,7 +261,8 @@ class Publisher:
                 raise DataError(f"{self._name}: column {name}", "must be in every trajectory")
         self.inserter.check({name: part.columns[name] for name in once})
         while not growing.is_published:
-            slot = self.inserter.reserve(limit, inserts=part.num_steps)
+            slot = self.inserter.reserve(limit, part.num_steps, latest=growing.latest)
+            growing.words[LATEST] = NO_LATEST
             growing.words[: Growing.FIRST] = extents.handle_of(slot)
             self.inserter.growing.add(growing)
             with undo_on_error(lambda: self.end(growing)), self._table.lock:
@@ -282,7 +297,9 @@ class Publisher:
         if not growing.is_used_again:
             self.inserter.growing.discard(growing)
         if growing.is_published and extents.is_own(growing.words):
-            extents.end(int(growing.words[Growing.SLOT]), truncated)
+            extents.end(int(growing.words[Growing.SLOT]), truncated, growing.is_used_again)
+            if growing.is_used_again:
+                growing.words[LATEST] = growing.words[[Growing.SLOT, Growing.GENERATION]]
 
     def close(self) -> None:
         """End all open trajectories: published steps stay, marked as truncated."""

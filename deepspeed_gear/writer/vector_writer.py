@@ -28,6 +28,7 @@ from deepspeed_gear.writer.partial_publish import (
     OpenWriter,
     PublishedPart,
     checked,
+    new_words,
 )
 
 _FIRST_LENGTH = 256  # steps for which there is room at first; it doubles as needed
@@ -129,8 +130,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self._publisher = publisher
         # One per environment from the first publication on; empty before.
         self._growing = list[GrowingTrajectory]()
-        self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
-        self._growing_words[:] = UNPUBLISHED
+        self._growing_words = new_words(num_envs)
         self._native_steps: Any = None  # takes plain steps; None: Python does
         self._publishes = False  # whether it publishes steps
         # Steps of open trajectories that are not in the open rows (of an inference client). [N].
@@ -694,7 +694,7 @@ class VectorWriter(ProcessBound, PublicNames):
             self._completed.append(completed)
         number = int(growing.words[Growing.ID])
         self._note_rewards(CompletedTrajectory(env, number, growing.published), growing.first)
-        self._growing_words[env] = UNPUBLISHED
+        self._growing_words[env, : Growing.LATEST_SLOT] = UNPUBLISHED
 
     def close(self) -> list[CompletedTrajectory]:
         """End all open trajectories; published steps stay, marked as truncated. Safe to call twice.

@@ -35,10 +35,7 @@ from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.ops.records import LogEntry, Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.priority_log import LogEnds
-from deepspeed_gear.store.compaction import slide
 from deepspeed_gear.store.eviction import Evictor
-from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -305,109 +302,8 @@ def test_death_while_others_are_let_go(unit: str) -> None:
         check_whole(scene.table, scene.streams)
 
 
-@pytest.mark.parametrize(("removal", "spare_rows"), [("uniform", 8), ("uniform", 3), ("fifo", 3)])
-def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
-    """Wherever it strikes, each trajectory is whole in one place, with the priorities of its steps.
-
-    Extents have up to 8 rows: they move through the spare rows as a whole, or in pieces.
-    """
-    rule = priority_rule(normalize="table", alpha=1.0)
-
-    def make() -> StoreScene:
-        spec = stream_spec(unit="step", batch=6, priorities=rule)
-        retention = Retention(removal)
-        sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": spare_rows}
-        scene = StoreScene([spec], [5, 3, 7, 3, 5], retention=retention, **sizes)
-        stream = scene.streams[0]
-        stream.state.ask(0)
-        sampled(stream, 0)
-        for number, first, steps in scene.table.slots[
-            :5, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]
-        ].tolist():
-            stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
-        stream.masses.recover()
-        table_access.remove(scene.table, [1, 3])
-        evictor(scene.table).free_retired()
-        return scene
-
-    def act(table: Any, streams: Any) -> None:
-        streams[0].release(0)
-        inserter(table).add(trajectory(5, 7))
-
-    num_moving = 0
-    for scene in every_death(make, act, 28):
-        table = scene.table
-        stream = scene.streams[0]
-        num_moving += table.control[Control.MOVING] != 0
-        with table.lock:  # who locks it after a death repairs it
-            stored = table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED]
-        check_whole(table, scene.streams)
-        assert {0, 2, 4} <= set(stored[:, Slot.ID].tolist()) <= {0, 2, 4, 5}
-        stream.state.ask(1)
-        assert {found[0] for found in sampled(stream, 1)} <= {0, 2, 4, 5}
-        for number, first, steps in stored[:, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
-            rows = slice(first, first + steps)
-            assert table.columns["code"][rows].tolist() == [
-                number * STEP + step for step in range(steps)
-            ]
-            if number != 5:
-                assert stream.masses.values[rows].tolist() == [
-                    1 + number + step / 8 for step in range(steps)
-                ]
-        inserter(table).add(trajectory(6, 20))
-        check_whole(table, scene.streams)
-    assert num_moving > 1, "no death came while an extent was moved"
-
-
-@pytest.mark.parametrize("step", ["copy", "replace"])
-@pytest.mark.parametrize("to", [0, 4])
-def test_death_beside_the_point_of_a_move(step: str, to: int) -> None:
-    """Before the last piece is copied, or after the place is published: the next owner of the lock
-    finishes.
-
-    No row that is free has a priority. The extent moves by its whole length, or by less and in
-    pieces.
-    """
-    spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table"))
-    sizes = {"num_slots": 9, "num_rows": 30, "spare_rows": 3}
-    scene = StoreScene([spec], [5, 5, 5], retention=Retention("fifo"), **sizes)
-    scene.streams[0].state.ask(0)
-    sampled(scene.streams[0], 0)
-    scene.streams[0].release(0)
-    with scene.table.lock:
-        scene.table.extents.retire(0)
-        evictor(scene.table).free_retired()
-
-    def die() -> None:
-        table, _ = scene.attach(1)
-        readers = SelectionPins(table)
-        plain = table.extents._copy
-
-        def copy(source: int, first: int, count: int) -> None:
-            if first + count == to + 6:
-                os.kill(os.getpid(), signal.SIGKILL)
-            plain(source, first, count)
-
-        if step == "copy":
-            table.extents._copy = copy
-        else:
-            readers.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        with table.lock:
-            slide(table, readers, 1, to)
-
-    assert exit_status(in_child(die)) == -signal.SIGKILL
-    assert scene.table.slots[1, Slot.FIRST_ROW] == (6 if step == "copy" else to)
-    with scene.table.lock:
-        assert scene.table.slots[1, Slot.FIRST_ROW] == to
-    assert scene.table.rows(1)["code"].tolist() == [STEP + step for step in range(5)]
-    check_whole(scene.table, scene.streams)
-    row_slots = scene.table.views["stream/train/row_slots"]
-    first = int(scene.table.slots[1, Slot.FIRST_ROW])
-    assert (row_slots[first : first + 6] == 1).all()
-    scene.close()
-
-
-# ---- at random times -----------------------------------------------------------------------------
+# ---- at random times
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)

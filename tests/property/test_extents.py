@@ -12,7 +12,7 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.memory_layout import HEADER_BYTES
-from deepspeed_gear.store.records import Control, Refusal, SlotLink, SlotRetention
+from deepspeed_gear.store.records import Control, Peer, Refusal, SlotLink, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.table_spec import Shard, TableSpec
 
@@ -26,6 +26,7 @@ def regions(num_slots: int, log_size: int) -> dict[str, np.ndarray]:
         "slots": (num_slots, Slot.NUM_WORDS),
         "links": (num_slots + 2, SlotLink.NUM_WORDS),
         "log": (log_size,),
+        "peers": (1, Peer.NUM_WORDS),
     }
     retention = np.ones((num_slots, SlotRetention.NUM_WORDS), np.int64)  # a commit sets it to 0
     return {

@@ -14,6 +14,7 @@ from deepspeed_gear import Batch, Column, Replay, Schema, TransitionBuffer
 from deepspeed_gear.errors import GearError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 SCHEMA = Schema(
@@ -75,7 +76,13 @@ def configs(draw: st.DrawFn, num_envs: int) -> dict[str, Any]:
     if draw(st.sampled_from([False, False, True])):
         sampler["where"] = {"info.task": {"max": 5}}
     capacity = draw(st.sampled_from([20 * num_envs, 300]))
-    table: dict[str, Any] = {"capacity_steps": capacity, "max_length": LONGEST, "remove": "fifo"}
+    policies = ["fifo", "fifo", "lifo", "uniform", "keep_best"]
+    if sampler["kind"] == "prioritized":
+        policies.append("lowest_priority")
+    table: dict[str, Any] = {"capacity_steps": capacity, "max_length": LONGEST}
+    table["remove"] = draw(st.sampled_from(policies))
+    if table["remove"] == "keep_best":
+        table["keep_best"] = "info.task"
     limited = unit == "trajectory" and not sampler.get("stratified")
     if limited and draw(st.sampled_from([False, False, False, True])):
         table["max_times_sampled"] = 6
@@ -180,6 +187,7 @@ class Side:
         if not native:
             self.stream._native = None
             in_python(self.writer)
+            self.replay._inserter(None)._adds_natively = False
         self.zeros = nested(
             {n: np.zeros((num_envs, *SCHEMA[n].shape), SCHEMA[n].dtype) for n in OBSERVED}
         )
@@ -272,9 +280,15 @@ class Side:
             for name in names
             if "stream/train/" + name in views
         ]
+        # Writers place rows alike: slots, extents, and where the next search begins.
+        words = ~np.isin(np.arange(Control.NUM_WORDS), UNLIKE)
+        places = [views[name].tolist() for name in ("slots", "links", "log", "retention")]
+        found += [*places, views["control"][words].tolist()]
         return [*found, stored(self.replay), self.writer.num_steps, self.writer.num_trajectories]
 
 
+# Control words of the bell, which a sampler that waits sets.
+UNLIKE = [Control.LISTENING, Control.EVENT]
 OBSERVED = ("observation.place", "observation.parts.0")
 FLAGS = ("terminated", "truncated")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_support import InsertGate
 
 from deepspeed_gear.store.rate_limiter import RateLimiter, divide, kept
 
@@ -31,10 +32,11 @@ def test_room_is_all_that_may_be_added(
     rate = RateLimiter.ratio("step", min_size + 1, ratio, 40.0)
     inserted = size + more
     room = rate.room(size, inserted, sampled)
-    for count in range(1, room + 1):
-        assert rate.may_insert(size, inserted, sampled, count)
-    assert not rate.may_insert(size, inserted, sampled, room + 1)
-    assert not rate.may_insert(size, inserted, sampled, room + 10**6)
+    with InsertGate(rate) as gate:
+        for count in range(1, room + 1):
+            assert gate.may_insert(size, inserted, sampled, count)
+        assert not gate.may_insert(size, inserted, sampled, room + 1)
+        assert not gate.may_insert(size, inserted, sampled, room + 10**6)
 
 
 def tightest(min_size: int, ratio: float, longest: int, batch: int) -> RateLimiter:

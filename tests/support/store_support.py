@@ -28,7 +28,7 @@ from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.sampling.sum_tree import TreeChanges
 from deepspeed_gear.store import process_bound
 from deepspeed_gear.store.memory_layout import RunIdentity
-from deepspeed_gear.store.records import NOTHING, Control
+from deepspeed_gear.store.records import NOTHING, Control, Head
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
@@ -110,6 +110,34 @@ class StoreScene:
         """Remove the store."""
         (SHM / self.name).unlink(missing_ok=True)
         self.table.close()
+
+
+class InsertGate:
+    """The rate test of writers, which the native store makes, at any counts."""
+
+    def __init__(self, rate: Any) -> None:
+        self._scene = StoreScene(
+            [stream_spec(name="train")], retention=Retention(rate_limiter=rate)
+        )
+        self._by_step = rate.unit == "step"
+
+    def __enter__(self) -> InsertGate:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._scene.close()
+
+    def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
+        """Return whether so many items more may be added to those held, ever added, and drawn."""
+        table = self._scene.table
+        words = [Control.NUM_COMMITTED, Control.INSERTED]
+        if self._by_step:
+            words = [Control.STEPS_COMMITTED, Control.STEPS_INSERTED]
+        # Of trajectories one is added at a time: the others are being written.
+        table.control[words] = size, inserted
+        table.control[Control.PENDING] = 0 if self._by_step else count - 1
+        table.views["stream/train/position"][Head.SAMPLES] = sampled
+        return bool(table.extents.handle.may_insert(count))
 
 
 def store_trajectory(

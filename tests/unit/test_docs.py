@@ -1,5 +1,6 @@
 """Links between pages lead somewhere, and the README stays short."""
 
+import ast
 import builtins
 import importlib
 import os
@@ -147,4 +148,54 @@ def test_files_that_pages_name_are_there(checkout: Path) -> None:
         )
         if name not in ends | NOT_OURS
     ]
+    assert lost == []
+
+
+def members_of_classes(package: Path) -> dict[str, set[str]]:
+    """Return methods, fields and attributes of each class of the package, inherited ones too."""
+    members: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            own = members.setdefault(node.name, set())
+            bases.setdefault(node.name, set()).update(
+                name.id
+                for base in node.bases
+                for name in ast.walk(base)
+                if isinstance(name, ast.Name)
+            )
+            for child in ast.walk(node):
+                if isinstance(child, ast.FunctionDef):
+                    own.add(child.name)
+                elif isinstance(child, ast.Attribute):
+                    own.add(child.attr)
+                elif isinstance(child, ast.Name):
+                    own.add(child.id)
+    for _ in range(5):  # more than any class has bases above one another
+        for name, above in bases.items():
+            members[name].update(*(members.get(base, set()) for base in above))
+    return members
+
+
+# Of other libraries that have a class of this name.
+METHODS_OF_OTHERS = {"TrajectoryWriter.append"}
+
+
+def test_methods_that_pages_name_are_there(checkout: Path) -> None:
+    """`Class.name` in backticks is a method or an attribute of a class of the package, if it has
+    such a class.
+    """
+    members = members_of_classes(checkout / "deepspeed_gear")
+    listed = subprocess.check_output(["git", "ls-files", "docs", "*.md"], cwd=checkout, text=True)
+    lost = []
+    for page in listed.split():
+        if not page.endswith(".md") or page == "CHANGELOG.md":
+            continue
+        text = re.sub(r"^```.*?^```", "", (checkout / page).read_text(), flags=re.M | re.DOTALL)
+        for owner, name in re.findall(r"`([A-Z]\w+)\.([a-z_]\w*)", text):
+            known = f"{owner}.{name}" in METHODS_OF_OTHERS or owner not in members
+            if not known and name not in members[owner]:
+                lost.append(f"{page}: {owner}.{name}")
     assert lost == []

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "bindings/direct.h"
 #include "common/row_copies.h"
+#include "store/compact.h"
 #include "store/late_rows.h"
 #include "store/map_guard.h"
 #include "store/mutex.h"
@@ -147,20 +149,43 @@ struct Store : cpu::Store {
     }
   }
 
-  // Pins: addresses of the last selections and of what was consumed, number of peers. Rate:
-  // nothing, or per step, least size, samples per insert, most.
-  void SetRetention(const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& given,
-                    int64_t removal_code,
-                    const std::vector<std::tuple<bool, int64_t, double, double>>& limiter) {
-    pins.clear();
-    for (const auto& [last_drawn, consumed, num_peers] : given) {
-      pins.push_back({At<const int64_t>(last_drawn), At<const int64_t>(consumed), num_peers});
-    }
-    removal = static_cast<cpu::Removal>(removal_code);
-    rate = {};
-    for (const auto& [per_step, min_size, samples_per_insert, most] : limiter) {
-      rate = {true, per_step, min_size, samples_per_insert, most};
-    }
+  // Sets the rate limiter: code of its unit, least size, samples per insert, most.
+  void SetRate(int64_t unit, int64_t min_size, double samples_per_insert, double most) {
+    rate = {true, static_cast<cpu::RateUnit>(unit), min_size, samples_per_insert, most};
+  }
+
+  // Sets the eviction policy; `column` and the code of its dtype are those of kLowestValue.
+  void SetEviction(int64_t policy, size_t column, int64_t dtype) {
+    removal = static_cast<cpu::Removal>(policy);
+    value_column = column;
+    value_dtype = dtype;
+  }
+
+  void AddStream(const WordMap& words) {
+    cpu::StreamView stream{};
+    ReadWords(words, "position", &stream.position, "last_drawn", &stream.last_drawn);
+    ReadWords(words, "consumed", &stream.consumed, "num_peers", &stream.num_peers);
+    ReadWords(words, "held", &stream.held, "priorities", &stream.priorities);
+    ReadWords(words, "generations", &stream.generations);
+    cpu::StepPriorities& steps = stream.steps;
+    ReadWords(words, "sums", &steps.target.sums, "minima", &steps.target.minima);
+    ReadWords(words, "num_items", &steps.target.num_items, "counts", &steps.counts);
+    ReadWords(words, "priorities", &steps.target.values);
+    streams.push_back(stream);
+  }
+
+  int64_t ReserveRows(int64_t num_rows, int64_t num_steps, int64_t inserts,
+                      std::pair<int64_t, int64_t> latest, bool samples, bool selects,
+                      bool has_victim, bool has_released) {
+    const cpu::SlotUse last{latest.first, latest.second};
+    return cpu::ReserveWithRemoval(
+        *this, {num_rows, num_steps, inserts, last, samples, selects, has_victim, has_released});
+  }
+
+  // Which of `count` slots are held; `found`: [count], bool.
+  void FindHeld(uintptr_t slots, int64_t count, uintptr_t found) {
+    for (int64_t i = 0; i < count; ++i)
+      At<bool>(found)[i] = cpu::IsHeld(*this, At<const int64_t>(slots)[i]);
   }
 
   // Whether each column has its stored dtype, and no NaN or infinity unless the schema allows them.
@@ -202,6 +227,9 @@ inline Store MakeStore(const WordMap& words) {
   ReadWords(words, "most_trajectories", &store.most_trajectories, "most_steps", &store.most_steps);
   ReadWords(words, "least_free_rows", &store.least_free_rows, "position", &store.position);
   ReadWords(words, "id_index", &store.id_index, "id_count", &store.id_count, "peer", &store.peer);
+  ReadWords(words, "peers", &store.peers, "spare_rows", &store.spare_rows);
+  ReadWords(words, "groups", &store.groups, "group_counts", &store.group_counts);
+  ReadWords(words, "frees_in_parts", &store.frees_in_parts);
   return store;
 }
 
@@ -320,15 +348,19 @@ inline void Bind(py::module_& module) {
   AddressedClass<Store>(module, "Store")
       .def(py::init(&MakeStore), py::kw_only(), py::arg("words"))
       .def("set_columns", &Store::SetColumns)
-      .def("set_retention", &Store::SetRetention)
-      .def(
-          "set_compaction",
-          [](Store& store, bool compacts, int64_t spare_rows, const std::vector<uintptr_t>& ahead) {
-            store.compacts = compacts;
-            store.spare_rows = spare_rows;
-            store.ahead.clear();
-            for (const uintptr_t word : ahead) store.ahead.push_back(At<int64_t>(word));
-          })
+      .def("set_rate", &Store::SetRate)
+      .def("set_eviction", &Store::SetEviction)
+      .def("add_stream", &Store::AddStream)
+      // Arrays: address of each, bytes of a row.
+      .def("set_row_arrays",
+           [](Store& store, const std::vector<std::pair<uintptr_t, int64_t>>& arrays) {
+             store.row_arrays.clear();
+             for (const auto& [base, row_bytes] : arrays)
+               store.row_arrays.push_back({At<char>(base), row_bytes});
+           })
+      .def("make_run", [](Store& store, int64_t rows) { return cpu::MakeRun(store, rows); })
+      .def("slide", [](Store& store, int64_t slot, int64_t to) { cpu::Slide(store, slot, to); })
+      .def("finish_move", [](Store& store) { cpu::FinishMove(store); })
       .def("set_ends",
            [](Store& store, uintptr_t terminated, uintptr_t truncated) {
              store.terminated = At<bool>(terminated);
@@ -346,11 +378,28 @@ inline void Bind(py::module_& module) {
            [](Store& store, int64_t slot, int64_t known, int64_t steps) {
              cpu::StageMoments(store, slot, steps, cpu::MomentsOf(store, slot, known, steps));
            })
-      .def("publish_moments", [](Store& store) { cpu::PublishMoments(store); })
       .def("reserve", [](Store& store, int64_t rows,
                          int64_t steps) { return cpu::Reserve(store, rows, steps); })
       .def("commit", [](Store& store, int64_t slot, int64_t steps, int64_t rows,
                         int64_t born) { return cpu::Commit(store, slot, steps, rows, born); })
+      .def("reserve_with_removal", &Store::ReserveRows)
+      .def("may_insert", [](Store& store, int64_t steps) { return cpu::MayInsert(store, steps); })
+      .def("free_retired", [](Store& store) { return cpu::FreeRetired(store).count; })
+      .def("victim", [](Store& store) { return cpu::Victim(store); })
+      .def("first_complete",
+           [](Store& store, int64_t link) {
+             return cpu::FirstComplete(store, static_cast<cpu::Link>(link));
+           })
+      .def("find_held", &Store::FindHeld)
+      .def("are_frozen",
+           [](Store& store) {
+             return std::any_of(store.streams.begin(), store.streams.end(), cpu::IsFrozen);
+           })
+      .def("grow",
+           [](Store& store, int64_t slot, int64_t steps) { cpu::PublishSteps(store, slot, steps); })
+      .def("end", [](Store& store, int64_t slot, bool truncated,
+                     bool returns) { cpu::End(store, slot, truncated, returns); })
+      .def("note", [](Store& store, int64_t slot) { cpu::Note(store, slot); })
       .def("retire", [](Store& store, int64_t slot) { cpu::Retire(store, slot); })
       .def("free", [](Store& store, int64_t slot) { cpu::Free(store, slot); })
       .def("are_finite", &Store::AreFinite);

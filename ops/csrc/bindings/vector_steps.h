@@ -220,7 +220,6 @@ inline VectorSteps MakeVectorSteps(
   made.rows.resize(count);
   made.following.resize(count);
   made.starts.resize(count);
-  made.latest.resize(count);
   made.values.resize(columns.size());
   return made;
 }

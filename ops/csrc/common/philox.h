@@ -13,7 +13,8 @@ enum Purpose : uint32_t {
   kForSplit = 3,
   kForTransform = 4,
   kForRelabelling = 5,  // whether a sample gets another goal
-  kForGoal = 6          // the step that it is from
+  kForGoal = 6,         // the step that it is from
+  kForEviction = 7      // which trajectory is evicted
 };
 
 struct Word128 {

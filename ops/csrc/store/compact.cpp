@@ -4,6 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "select/stream.h"
+
 namespace gear::cpu {
 
 namespace {
@@ -19,16 +21,15 @@ struct Extent {
 Extent ExtentOf(const Store& store, int64_t slot) {
   if (slot == store.num_slots) return {slot, store.num_rows, 0, false};
   const Slot& record = store.slots[slot];
-  const bool can_move = record.state == kCommitted && !IsLeft(store, slot);
+  const bool is_open = store.retention[slot * kRetentionWords + kOpen] != 0;
+  const bool can_move = record.state == kCommitted && !is_open && !IsLeft(store, slot);
   return {slot, record.first_row, record.first_row + record.num_rows, can_move};
 }
 
 void CopyRows(Store& store, int64_t from, int64_t to, int64_t count) {
-  for (const ColumnOf& column : store.columns) {
-    if (column.rows == kPerTrajectory) continue;
-    std::memcpy(column.base + to * column.row_bytes, column.base + from * column.row_bytes,
-                static_cast<size_t>(count * column.row_bytes));
-  }
+  for (const RowArray& rows : store.row_arrays)
+    std::memcpy(rows.base + to * rows.row_bytes, rows.base + from * rows.row_bytes,
+                static_cast<size_t>(count * rows.row_bytes));
 }
 
 // Between copies, so that none crosses it: what follows a death sees the word and all before it.
@@ -37,38 +38,46 @@ void Publish(int64_t& word, int64_t value) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
 }
 
-// Moves an extent to free rows before it, in pieces: a piece is as long as the distance, so that it
-// overlaps no row that is still to be copied, or as the spare rows, through which it goes then. The
-// control words hold the move; after a death the next owner of the lock finishes it
-// (RowAllocator.move, the same in Python).
-void Slide(Store& store, int64_t slot, int64_t to) {
-  Slot& record = store.slots[slot];
-  const int64_t source = record.first_row, num_rows = record.num_rows, distance = source - to;
-  if (distance == 0) return;
+// Copies what is left of the move that the control words hold, and publishes the new place.
+void FinishCopy(Store& store) {
   int64_t* const control = store.control;
-  control[kMoveFrom] = source;
-  control[kMoveTo] = to;
-  control[kMoveDone] = 0;
-  Publish(control[kMoving], slot + 1);
+  Slot& record = store.slots[control[kMoving] - 1];
+  const int64_t source = control[kMoveFrom], to = control[kMoveTo];
+  const int64_t num_rows = record.num_rows, distance = source - to;
   const int64_t longest = std::max(distance, store.spare_rows);
-  for (int64_t done = 0; done < num_rows;) {
+  // kMoveDone is twice the rows that are done, and 1 if the next piece lies in the spare rows: one
+  // word, one store. Of 7 rows that move by 2, with 4 spare rows: 0, 1, 8, 9, 14. Each piece is
+  // longer than the distance, so it goes through the spare rows: copied straight, its first rows
+  // would overwrite its last ones before these are copied.
+  while (control[kMoveDone] < 2 * num_rows) {
+    const int64_t done = control[kMoveDone] / 2;
+    const bool is_spare = control[kMoveDone] % 2 == 1;
     const int64_t count = std::min(longest, num_rows - done);
     int64_t from = source + done;
     if (count > distance) {
-      CopyRows(store, from, store.num_rows, count);
-      Publish(control[kMoveDone], 2 * done + 1);
+      if (!is_spare) {
+        CopyRows(store, from, store.num_rows, count);
+        Publish(control[kMoveDone], 2 * done + 1);
+      }
       from = store.num_rows;
     }
     CopyRows(store, from, to + done, count);
-    done += count;
-    Publish(control[kMoveDone], 2 * done);
+    Publish(control[kMoveDone], 2 * (done + count));
   }
   Publish(record.first_row, to);
-  Publish(control[kMoving], 0);
+}
+
+// Derives anew what follows from the rows' places, which are published.
+void MoveDerived(const Store& store, int64_t source, int64_t to, int64_t num_rows) {
+  for (const StreamView& stream : store.streams) {
+    if (stream.steps.target.sums != nullptr)
+      MoveMasses(stream.steps, source, to, num_rows, store.num_rows, store.spare_rows);
+  }
 }
 
 void ForgetAhead(Store& store) {
-  for (int64_t* ahead : store.ahead) *ahead = -1;  // draws made ahead hold old rows
+  // Draws made ahead hold old rows.
+  for (const StreamView& stream : store.streams) stream.position[kAhead] = kNothing;
 }
 
 // The extent after which `num_rows` rows are free, away from a slot's; -1 if there is none among
@@ -86,17 +95,38 @@ int64_t FindGapAway(const Store& store, int64_t slot, int64_t num_rows, int most
 
 }  // namespace
 
+void Slide(Store& store, int64_t slot, int64_t to) {
+  const int64_t source = store.slots[slot].first_row;
+  if (source == to) return;
+  int64_t* const control = store.control;
+  control[kMoveFrom] = source;
+  control[kMoveTo] = to;
+  control[kMoveDone] = 0;
+  Publish(control[kMoving], slot + 1);  // from here on the next owner of the lock finishes it
+  FinishCopy(store);
+  MoveDerived(store, source, to, store.slots[slot].num_rows);
+  Publish(control[kMoving], 0);
+}
+
+void FinishMove(Store& store) {
+  if (store.control[kMoving] == 0) return;
+  FinishCopy(store);
+  Publish(store.control[kMoving], 0);
+}
+
 MovedOut MoveOut(Store& store, int64_t slot, int64_t num_rows, int most) {
   const int64_t short_rows = store.slots[slot].num_rows;
   const int64_t before = LinkOf(store, slot, kBefore), after = LinkOf(store, slot, kAfter);
   const int64_t freed = ExtentOf(store, after).begin - ExtentOf(store, before).end;
-  if (freed < num_rows || IsPinned(store, slot)) return MovedOut::kNever;
+  const bool stays = store.retention[slot * kRetentionWords + kOpen] != 0 || IsRead(store, slot);
+  if (freed < num_rows || stays) return MovedOut::kNever;
   const int64_t behind = FindGapAway(store, slot, short_rows, most);
   if (behind < 0) return MovedOut::kNoRows;
   ForgetAhead(store);
-  const int64_t to = ExtentOf(store, behind).end;
-  CopyRows(store, store.slots[slot].first_row, to, short_rows);  // which overlap no stored ones
+  const int64_t source = store.slots[slot].first_row, to = ExtentOf(store, behind).end;
+  CopyRows(store, source, to, short_rows);  // which overlap no stored ones
   Publish(store.slots[slot].first_row, to);
+  MoveDerived(store, source, to, short_rows);
   TakeOut(store, slot, kBefore, kAfter);  // after a death the lists are derived anew
   InsertBehind(store, behind, slot, kBefore, kAfter);
   store.control[kShortRover] = slot;
@@ -114,6 +144,8 @@ void SearchNear(Store& store, int64_t slot, int distance) {
 }
 
 bool MakeRun(Store& store, int64_t num_rows) {
+  if (store.spare_rows == 0 || store.control[kSelecting] != 0) return false;
+  if (store.control[kFreeRows] - num_rows < store.least_free_rows) return false;
   const int64_t sentinel = store.num_slots;
   const int64_t held = store.control[kNumCommitted] + store.control[kPending];
   const bool are_few = held <= static_cast<int64_t>(kMostLookedAt);
@@ -154,7 +186,7 @@ bool MakeRun(Store& store, int64_t num_rows) {
     if (first == SIZE_MAX) break;
     const bool is_better = fixed == 0 && (best < 0 || moved < best);
     for (size_t i = first + 1; is_better && i < last; ++i) {
-      if (!IsPinned(store, near[i].slot)) continue;
+      if (!IsRead(store, near[i].slot)) continue;
       near[i].can_move = false;
       ++fixed;
     }

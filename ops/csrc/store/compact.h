@@ -7,11 +7,27 @@
 namespace gear::cpu {
 
 // Slides neighbouring extents together until a run of `num_rows` rows is free where the next search
-// begins. False: extents that cannot move separate the free rows here. Requires the lock. Cost: of
-// the neighbours in order, the first ones that have at most 4 * `num_rows` rows move, else those
-// with the fewest. A death at any instruction leaves the move to the next owner of the lock. The
-// same in Python: deepspeed_gear/store/compaction.py.
+// begins. False: extents that cannot move separate the free rows here, eviction is cheaper, or a
+// selection over several nodes is under way. Extents that a process reads, open and reserved ones
+// stay; without spare rows all do. Requires the lock.
+//
+// Cost: of the neighbours in order, the first ones that have at most 4 * `num_rows` rows move, else
+// those with the fewest. Where one of n rows is free, they have at most about n rows for each row
+// of the run, and those whose gap is too short are copied twice. A table is compacted as long as
+// more than one of 32 rows is free: 2.8 rows were copied for each row added, with uniform eviction
+// and random lengths (docs/design/0003-data-and-store.md).
 bool MakeRun(Store& store, int64_t num_rows);
+
+// Moves an extent to free rows before it; the order of the extents stays. It moves in pieces: a
+// piece is as long as the distance, so that it overlaps no row that is still to be copied, or as
+// the spare rows, through which it goes then. Control words hold the move and how many of its rows
+// are done, so a death at any instruction leaves it to the next owner of the lock (`FinishMove`): a
+// piece that is copied again is copied from rows that are as they were. Requires the lock.
+void Slide(Store& store, int64_t slot, int64_t to);
+
+// Finishes the move that a dead process has left, if there is one; what follows from the rows'
+// places is derived anew by the caller. Requires the lock.
+void FinishMove(Store& store);
 
 enum class MovedOut { kYes, kNoRows, kNever };
 

@@ -1,10 +1,13 @@
 #include "store/store.h"
+#include "common/convert.h"
 #include "common/row_copies.h"
+#include "select/stream.h"
 #include "store/bell.h"
 #include "store/compact.h"
 #include "store/held.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -94,12 +97,59 @@ bool IsOver(const Store& store, int64_t num_steps) {
   return held + 1 > store.most_trajectories || steps + num_steps > store.most_steps;
 }
 
-// The trajectory to evict next; the sentinel if there is none. Skips open trajectories.
-int64_t NextToEvict(Store& store) {
-  const Link on = store.removal == kOldest ? kNewer : kOlder;
-  int64_t slot = LinkOf(store, store.num_slots, on);
-  while (slot != store.num_slots && OpenOf(store, slot) != 0) slot = LinkOf(store, slot, on);
-  return slot;
+double SteadySeconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Whether a trajectory is stored and does not grow.
+bool IsComplete(const Store& store, int64_t slot) {
+  return store.slots[slot].state == kCommitted && OpenOf(store, slot) == 0;
+}
+
+int64_t AnyComplete(const Store& store) {
+  std::vector<int64_t> slots;
+  for (int64_t slot = 0; slot < store.num_slots; ++slot) {
+    if (IsComplete(store, slot)) slots.push_back(slot);
+  }
+  if (slots.empty()) return -1;
+  const auto number = static_cast<uint64_t>(store.control[kNextId]);
+  return slots[Coordinate(Philox(0, number, 0, kForEviction), slots.size())];
+}
+
+// The complete trajectory of the lowest value, of equal ones that of the lowest id; -1: none.
+template <typename ValueOf>
+int64_t LowestComplete(const Store& store, const ValueOf& value_of) {
+  int64_t lowest = -1;
+  double least = 0;
+  for (int64_t slot = 0; slot < store.num_slots; ++slot) {
+    if (!IsComplete(store, slot)) continue;
+    const double value = value_of(slot);
+    const bool is_lower = lowest < 0 || value < least ||
+                          (value == least && store.slots[slot].id < store.slots[lowest].id);
+    if (!is_lower) continue;
+    lowest = slot;
+    least = value;
+  }
+  return lowest;
+}
+
+// The priority of a trajectory, or the highest of its steps; infinite if it is newer than the
+// latest selection: it has none yet.
+double PriorityOf(const Store& store, const StreamView& stream, int64_t slot) {
+  const Slot& record = store.slots[slot];
+  if (stream.generations[slot] != record.generation) return INFINITY;
+  if (stream.steps.target.sums == nullptr) return stream.priorities[slot];
+  const float* first = stream.priorities + record.first_row;
+  return *std::max_element(first, first + record.num_rows);
+}
+
+double ValueOf(const Store& store, int64_t slot) {
+  const ColumnOf& column = store.columns[store.value_column];
+  const char* at = column.base + slot * column.row_bytes;
+  const double value = WithType(store.value_dtype, [at](auto one) {
+    return Load<double>(*reinterpret_cast<const decltype(one)*>(at));
+  });
+  return std::isnan(value) ? -INFINITY : value;
 }
 
 // Rows of retired slots that become free as soon as no process reads them. An open slot, whose
@@ -113,13 +163,14 @@ int64_t RowsBeingRead(Store& store) {
   return rows;
 }
 
-void FreeUnpinned(Store& store) {
-  const int64_t sentinel = store.num_slots + 1;
-  for (int64_t slot = LinkOf(store, sentinel, kNewer); slot != sentinel;) {
-    const int64_t next = LinkOf(store, slot, kNewer);
-    if (!IsPinned(store, slot)) Free(store, slot);
-    slot = next;
+// Frees a retired slot: priorities of its rows must not be those of the next trajectory there.
+void FreeWithPriorities(Store& store, int64_t slot) {
+  const Slot& record = store.slots[slot];
+  for (const StreamView& stream : store.streams) {
+    if (stream.steps.target.sums != nullptr)
+      ForgetRows(stream.steps, record.first_row, record.num_rows);
   }
+  Free(store, slot);
 }
 
 constexpr int kBack = 8;  // extents before a writer's latest one, where its search begins
@@ -148,9 +199,8 @@ int64_t ReserveAmong(Store& store, int64_t num_rows, int64_t num_steps, int64_t 
   return slot;
 }
 
-// Whether extents are moved here, and not by the caller.
 bool MovesExtents(const Store& store) {
-  return store.compacts && store.removal != kByCaller && store.control[kSelecting] == 0;
+  return store.spare_rows > 0 && store.control[kSelecting] == 0;
 }
 
 // Evicts a trajectory; returns whether its rows are free now.
@@ -158,7 +208,7 @@ bool Evict(Store& store, int64_t slot) {
   Retire(store, slot);
   if (IsPinned(store, slot)) return false;
   store.control[kShortRover] = LinkOf(store, slot, kBefore);
-  Free(store, slot);
+  FreeWithPriorities(store, slot);
   return true;
 }
 
@@ -183,8 +233,8 @@ void PrepareRun(Store& store, SlotUse last, int64_t num_rows) {
     const MovedOut found = MoveOut(store, last.slot, num_rows, evicts ? 32 : 1024);
     if (found == MovedOut::kYes) return;
     if (found == MovedOut::kNever || evicted == kMostEvicted || !evicts) break;
-    const int64_t slot = NextToEvict(store);
-    if (slot == store.num_slots || slot == last.slot || !Evict(store, slot)) break;
+    const int64_t slot = Victim(store);
+    if (slot < 0 || slot == last.slot || !Evict(store, slot)) break;
   }
   SearchNear(store, store.control[kShortRover], 4 * kBack);
 }
@@ -251,50 +301,124 @@ void Free(Store& store, int64_t slot) {
   __atomic_store_n(&record.state, kFree, __ATOMIC_RELEASE);
 }
 
-bool IsPinned(const Store& store, int64_t slot) {
-  if (OpenOf(store, slot) != 0) return true;  // its writer has not yet detected that it was retired
-  for (const Pins& pins : store.pins) {
-    const int64_t drawn = pins.last_drawn[slot];
-    for (int64_t peer = 0; peer < pins.num_peers; ++peer) {
+bool IsFrozen(const StreamView& stream) {
+  if (stream.held == nullptr) return false;
+  const int64_t* position = stream.position;
+  const int64_t walked = position[kSamples] + position[kDone] - position[kEpochFirst];
+  return walked < position[kEpochSize];
+}
+
+bool IsRead(const Store& store, int64_t slot) {
+  for (const StreamView& stream : store.streams) {
+    const int64_t drawn = stream.last_drawn[slot];
+    for (int64_t peer = 0; peer < stream.num_peers; ++peer) {
+      if (store.peers[peer * kPeerWords + kPid] == 0) continue;  // no process has this place
       // Pairs with the release of a process that has copied its rows of the selection.
-      if (__atomic_load_n(&pins.consumed[peer], __ATOMIC_ACQUIRE) <= drawn) return true;
+      if (__atomic_load_n(&stream.consumed[peer], __ATOMIC_ACQUIRE) <= drawn) return true;
     }
   }
   return false;
+}
+
+bool IsHeld(const Store& store, int64_t slot) {
+  if (IsRead(store, slot)) return true;
+  int64_t item = slot;  // of a group its leader, which represents it in trees
+  if (store.groups != nullptr && store.groups[slot * kGroupWords + kLeader] > 0)
+    item = store.groups[slot * kGroupWords + kLeader] - 1;
+  for (const StreamView& stream : store.streams) {
+    if (IsFrozen(stream) && stream.held[item] != 0) return true;
+  }
+  return false;
+}
+
+bool IsPinned(const Store& store, int64_t slot) {
+  return OpenOf(store, slot) != 0 || IsHeld(store, slot);
+}
+
+Freed FreeRetired(Store& store) {
+  constexpr size_t kParts = 4;  // of a store that frees in parts, a fourth goes at once
+  const int64_t sentinel = store.num_slots + 1;
+  std::vector<int64_t> free;  // by age
+  for (int64_t slot = LinkOf(store, sentinel, kNewer); slot != sentinel;
+       slot = LinkOf(store, slot, kNewer)) {
+    if (!IsPinned(store, slot)) free.push_back(slot);
+  }
+  const size_t count = store.frees_in_parts ? (free.size() + kParts - 1) / kParts : free.size();
+  for (size_t i = 0; i < count; ++i) FreeWithPriorities(store, free[i]);
+  return {static_cast<int64_t>(count), count == free.size()};
+}
+
+int64_t FirstComplete(const Store& store, Link link) {
+  const int64_t sentinel = store.num_slots;
+  int64_t slot = LinkOf(store, sentinel, link);
+  while (slot != sentinel && OpenOf(store, slot) != 0) slot = LinkOf(store, slot, link);
+  return slot == sentinel ? -1 : slot;
+}
+
+int64_t Victim(const Store& store) {
+  switch (store.removal) {
+    case kOldest:
+      return FirstComplete(store, kNewer);
+    case kNewest:
+      return FirstComplete(store, kOlder);
+    case kUniform:
+      return AnyComplete(store);
+    case kLowestPriority:
+      for (const StreamView& stream : store.streams) {
+        if (stream.priorities == nullptr) continue;
+        return LowestComplete(store, [&](int64_t slot) { return PriorityOf(store, stream, slot); });
+      }
+      return -1;
+    case kLowestValue:
+      return LowestComplete(store, [&](int64_t slot) { return ValueOf(store, slot); });
+    default:
+      return -1;
+  }
 }
 
 bool MayInsert(const Store& store, int64_t num_steps) {
   const Rate& rate = store.rate;
   if (!rate.limited) return true;
   int64_t* control = store.control;
-  const int64_t added = rate.per_step ? num_steps : 1;
-  const int64_t pending = rate.per_step ? control[kStepsPending] : control[kPending];
-  const int64_t inserted = (rate.per_step ? control[kStepsInserted] : control[kInserted]) + pending;
+  const bool by_step = rate.unit == kSteps;
+  const int64_t added = by_step ? num_steps : 1;
+  // Of groups: each trajectory that is being written may complete one.
+  const int64_t pending = by_step ? control[kStepsPending] : control[kPending];
+  int64_t size = by_step ? control[kStepsCommitted] : control[kNumCommitted];
+  int64_t inserted = by_step ? control[kStepsInserted] : control[kInserted];
+  if (rate.unit == kGroups) {
+    size = store.group_counts[kGroupsHeld];
+    inserted = store.group_counts[kGroupsInserted];
+  }
+  inserted += pending;
   if (store.id_count > 1 && std::isfinite(rate.most)) {
     if (inserted + added <= control[kQuota]) return true;
     control[kWanted] = std::max(control[kWanted], added);
     return false;
   }
-  const int64_t size = rate.per_step ? control[kStepsCommitted] : control[kNumCommitted];
   if (size + pending + added <= rate.min_size) return true;
   const double ahead = static_cast<double>(inserted + added) * rate.samples_per_insert;
-  const int64_t sampled = store.position == nullptr ? 0 : store.position[1];
+  const int64_t sampled = store.position == nullptr ? 0 : store.position[kSamples];
   return ahead - static_cast<double>(sampled) <= rate.most;
 }
 
-int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts,
-                           SlotUse last) {
+int64_t ReserveWithRemoval(Store& store, const Wanted& wanted) {
   // A search of all extents takes longer than moving a few near ones, and so does a compaction that
   // fails: in a table of many it is tried again when more rows are free.
   constexpr int64_t kNear = 2 * kBack;
-  bool freed = false, is_near = last.slot >= 0;
+  constexpr double kLookEvery_s = 1;
+  const int64_t num_rows = wanted.num_rows;
+  if (wanted.has_released) store.next_look_s = SteadySeconds() + kLookEvery_s;
+  if (!MayInsert(store, wanted.inserts)) return kRateLimited;
+  bool is_clear = false, is_near = wanted.last.slot >= 0;
   int64_t compact_from = 0;
   // Behind the newest extent of all writers lie rows never used, or those that are evicted next.
   const int64_t newest = store.control[kRover];
-  if (is_near) PrepareRun(store, last, num_rows);
+  if (is_near) PrepareRun(store, wanted.last, num_rows);
   while (true) {
+    const bool is_over = IsOver(store, wanted.num_steps);
     int64_t found =
-        IsOver(store, num_steps) ? int64_t{kNoRows} : ReserveAmong(store, num_rows, inserts, kNear);
+        is_over ? int64_t{kNoRows} : ReserveAmong(store, num_rows, wanted.inserts, kNear);
     if (found >= 0) return found;
     if (is_near && found == kScattered) {
       is_near = false;
@@ -302,15 +426,14 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, in
       if (is_there) store.control[kRover] = newest;
       continue;
     }
-    if (!freed && store.removal != kByCaller) {
-      FreeUnpinned(store);
-      freed = true;
+    if (!is_clear) {
+      is_clear = FreeRetired(store).all;
       continue;
     }
     const int64_t free = store.control[kFreeRows];
     const bool pays = free - num_rows >= store.least_free_rows;  // to move rather than to evict
     if (found == kScattered && (free - num_rows) / 3 >= store.least_free_rows) {  // far from full
-      found = Reserve(store, num_rows, inserts);
+      found = Reserve(store, num_rows, wanted.inserts);
       if (found >= 0) return found;
     }
     const bool moves = found == kScattered && MovesExtents(store);
@@ -319,20 +442,31 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, in
       if (MakeRun(store, num_rows)) continue;
       if (are_many) compact_from = free + num_rows / 2;
     }
-    const bool evicts = store.removal == kOldest || store.removal == kNewest;
-    const int64_t slot = evicts ? NextToEvict(store) : store.num_slots;
-    if (found == kScattered && !(moves && are_many && slot != store.num_slots))
-      found = Reserve(store, num_rows, inserts);
-    if (found >= 0 || !evicts) return found;
-    if (found == kScattered && pays && !moves) return found;
-    const int64_t waiting = RowsBeingRead(store);
-    const bool fits = waiting > 0 && free + waiting >= num_rows;
-    if (store.control[kSelecting] != 0 || (fits && !IsOver(store, num_steps))) return kPinned;
-    if (slot == store.num_slots) {
-      const bool comes = waiting > 0 || store.control[kPending] > 0;
-      return comes ? int64_t{kPinned} : found;
+    const bool asks = store.removal == kByCaller && wanted.has_victim;
+    const bool chooses = store.removal != kNoEviction && store.removal != kByCaller;
+    const bool can_evict = asks || (chooses && FirstComplete(store, kNewer) >= 0);
+    if (found == kScattered && !(moves && are_many && can_evict)) {
+      found = Reserve(store, num_rows, wanted.inserts);
+      if (found >= 0) return found;
     }
-    Evict(store, slot);
+    const int64_t waiting = RowsBeingRead(store);
+    if (store.removal != kNoEviction) {
+      const bool is_selecting = wanted.selects && store.control[kSelecting] != 0;
+      const bool fits = waiting > 0 && free + waiting >= num_rows;
+      if (is_selecting || (fits && !is_over)) return kPinned;
+      // Rows of the dead come before those of the living.
+      if (can_evict && !wanted.has_released && SteadySeconds() >= store.next_look_s)
+        return kNeedsRelease;
+      if (asks) return kNeedsVictim;
+      if (can_evict) {
+        Evict(store, Victim(store));
+        continue;
+      }
+    }
+    // Rows may become free once writers or readers finish.
+    const bool is_written = store.removal != kNoEviction && store.control[kPending] > 0;
+    const bool is_read = waiting > 0 && !wanted.samples;
+    return is_written || is_read ? int64_t{kPinned} : found;
   }
 }
 
@@ -341,8 +475,7 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
   {
     const Held held(store.mutex, store.holder, timeout_s);
     if (held.refusal() != 0) return {held.refusal(), -1};
-    if (!MayInsert(store, num_steps)) return {kRateLimited, -1};
-    slot = ReserveWithRemoval(store, RowsOf(store, num_steps), num_steps, num_steps);
+    slot = ReserveWithRemoval(store, {RowsOf(store, num_steps), num_steps, num_steps});
     if (slot < 0) return {slot, -1};
   }
   const bool finite = Write(store, slot, sources, num_steps);  // the rows belong to this process
@@ -393,6 +526,43 @@ void WriteSteps(Store& store, int64_t slot, const Staged& staged, int64_t first,
 
 }  // namespace
 
+void PublishSteps(Store& store, int64_t slot, int64_t num_steps) {
+  Slot& record = store.slots[slot];
+  const int64_t known = record.num_steps;
+  const bool counts = store.moments.head != nullptr;
+  if (counts) StageMoments(store, slot, num_steps, MomentsOf(store, slot, known, num_steps));
+  // The commit point: pairs with the acquire of processes that read the slot without the lock.
+  __atomic_store_n(&record.num_steps, num_steps, __ATOMIC_RELEASE);
+  if (counts) PublishMoments(store);
+  store.control[kStepsCommitted] += num_steps - known;
+  store.control[kStepsInserted] += num_steps - known;
+  Note(store, slot);
+}
+
+void End(Store& store, int64_t slot, bool truncated, bool returns) {
+  Slot& record = store.slots[slot];
+  if (record.state == kReserved) {
+    OpenOf(store, slot) = 0;
+    Free(store, slot);
+    return;
+  }
+  if (record.state == kCommitted) {
+    if (returns) {
+      if (store.left_by.empty()) store.left_by.resize(static_cast<size_t>(store.num_slots));
+      store.left_by[slot] = record.generation;
+    }
+    const int64_t last = record.first_row + record.num_steps - 1;
+    if (truncated && store.truncated != nullptr)
+      store.truncated[last] |= store.terminated == nullptr || !store.terminated[last];
+    const int64_t num_rows = RowsOf(store, record.num_steps), fewer = record.num_rows - num_rows;
+    record.num_rows = num_rows;
+    store.control[kFreeRows] += fewer;
+    store.control[kRowsHeld] -= fewer;
+  }
+  // Last: the next owner of the lock ends what a dead process has left open.
+  OpenOf(store, slot) = 0;
+}
+
 void PrefetchSteps(const Store& store, const Growing& growing) {
   if (growing.slot < 0) return;
   const int64_t row = store.slots[growing.slot].first_row + growing.published;
@@ -406,29 +576,22 @@ bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_ste
   const int64_t num_steps = staged.num_steps - growing.first, more = num_steps - growing.published;
   if (!Stands(store, growing)) return false;
   if (more <= 0) return true;
-  if (num_steps > most_steps || (store.rate.per_step && !MayInsert(store, more))) return false;
+  if (num_steps > most_steps) return false;
+  if (store.rate.unit == kSteps && !MayInsert(store, more)) return false;
   WriteSteps(store, growing.slot, staged, growing.first, growing.published, num_steps);
-  const bool counts = store.moments.head != nullptr;
-  if (counts)
-    StageMoments(store, growing.slot, num_steps,
-                 MomentsOf(store, growing.slot, growing.published, num_steps));
   growing.published = num_steps;
-  // The commit point: pairs with the acquire of processes that read the slot without the lock.
-  __atomic_store_n(&store.slots[growing.slot].num_steps, num_steps, __ATOMIC_RELEASE);
-  if (counts) PublishMoments(store);
-  store.control[kStepsCommitted] += more;
-  store.control[kStepsInserted] += more;
-  Note(store, growing.slot);
+  PublishSteps(store, growing.slot, num_steps);
   return true;
 }
 
-int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps,
-              SlotUse last) {
+int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps) {
   const int64_t num_steps = staged.num_steps - growing.first;
   if (num_steps > most_steps) return kNoRows;
-  if (!MayInsert(store, num_steps)) return kRateLimited;
   const int64_t num_rows = RowsOf(store, most_steps);
-  const int64_t slot = ReserveWithRemoval(store, num_rows, most_steps, num_steps, last);
+  const int64_t slot = ReserveWithRemoval(store, {num_rows, most_steps, num_steps, growing.latest});
+  // Near the latest trajectory rows are made free once, by evictions too: a writer that waits for
+  // others tries again and again.
+  if (slot != kRateLimited) growing.latest = {};
   if (slot < 0) return slot;
   WriteSteps(store, slot, staged, growing.first, 0, num_steps);
   OpenOf(store, slot) = 1;  // before the commit point: an open trajectory keeps its rows
@@ -440,24 +603,15 @@ int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most
   return 0;
 }
 
-void EndGrowth(Store& store, const Growing& growing, bool truncated) {
-  if (store.left_by.empty()) store.left_by.resize(static_cast<size_t>(store.num_slots));
-  store.left_by[growing.slot] = growing.generation;
-  Slot& record = store.slots[growing.slot];
-  const int64_t last = record.first_row + record.num_steps - 1;
-  if (truncated && store.truncated != nullptr)
-    store.truncated[last] |= store.terminated == nullptr || !store.terminated[last];
-  const int64_t num_rows = RowsOf(store, record.num_steps), fewer = record.num_rows - num_rows;
-  record.num_rows = num_rows;
-  store.control[kFreeRows] += fewer;
-  store.control[kRowsHeld] -= fewer;
-  OpenOf(store, growing.slot) = 0;
+void EndGrowth(Store& store, Growing& growing, bool truncated) {
+  End(store, growing.slot, truncated, true);
+  const SlotUse latest{growing.slot, growing.generation};
+  growing = {-1, 0, 0, 0, 0, -1, latest};
 }
 
 int64_t AddStaged(Store& store, const Staged& staged) {
-  if (!MayInsert(store, staged.num_steps)) return kRateLimited;
   const int64_t num_rows = RowsOf(store, staged.num_steps);
-  const int64_t slot = ReserveWithRemoval(store, num_rows, staged.num_steps, staged.num_steps);
+  const int64_t slot = ReserveWithRemoval(store, {num_rows, staged.num_steps, staged.num_steps});
   if (slot < 0) return slot;
   WriteSteps(store, slot, staged, 0, 0, staged.num_steps);
   return Commit(store, slot, staged.num_steps, num_rows, BornNow(store));

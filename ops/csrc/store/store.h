@@ -10,6 +10,7 @@
 #include "store/finite.h"
 #include "store/moments.h"
 #include "store/mutex.h"
+#include "store/step_priorities.h"
 
 namespace gear::cpu {
 
@@ -65,16 +66,30 @@ enum Refusal : int64_t {
   kRateLimited = -5,  // too many items were added for the samples drawn
   kLockTimeout = -6,
   kLockBroken = -7,
-  kMustRecover = -8,  // a process died inside: lock as Python does, which repairs
-  kNotFinite = -9,    // a column holds NaN or an infinity and must not
+  kMustRecover = -8,   // a process died inside: lock as Python does, which repairs
+  kNotFinite = -9,     // a column holds NaN or an infinity and must not
+  kNeedsVictim = -10,  // the caller must evict one: policies that choose in Python, and groups
+  // The caller must release what dead processes have reserved and read, and call again.
+  kNeedsRelease = -11,
 };
 
-// Of a stream: the last selection that drew from each slot, and what each process has consumed.
-struct Pins {
-  const int64_t* last_drawn;  // [slots]
-  const int64_t* consumed;    // [peers]
+// What writers read of a batch stream and, where rows move or become free, change.
+struct StreamView {
+  int64_t* position;          // words of its position: SelectionWord of select/stream.h
+  const int64_t* last_drawn;  // the newest global batch that drew from each slot. [slots]
+  const int64_t* consumed;    // the newest one that each process has released, plus 1. [peers]
   int64_t num_peers;
+  const int64_t* held;  // masses of slots, not 0 where an epoch under way has the item; null: none
+  const float* priorities;     // of slots, or of rows; null: none
+  const int64_t* generations;  // of the trajectories of the slots that have priorities
+  StepPriorities steps;        // of rows; no sums: there are none
 };
+
+// Words of an attached process, and of a slot in a table of groups, as records.py and group_spec.py
+// of deepspeed_gear/store have them.
+enum PeerWord : int64_t { kPid, kPeerWords = 8 };
+enum GroupWord : int64_t { kLeader, kGroupWords = 9 };
+enum GroupCount : int64_t { kGroupsHeld = 2, kGroupsInserted };
 
 struct ColumnOf {
   char* base;
@@ -84,12 +99,29 @@ struct ColumnOf {
 };
 enum : int64_t { kPerStep = 0, kPerStepAndEnd = 1, kPerTrajectory = 2 };
 
-// Eviction policy of a full store.
-enum Removal : int64_t { kNoEviction = 0, kOldest = 1, kNewest = 2, kByCaller = 3 };
+// An array of a row for each row of the store.
+struct RowArray {
+  char* base;
+  int64_t row_bytes;
+};
 
-// The rate limiter of writers, in units of `per_step` ? steps : trajectories.
+// Eviction policy of a full store.
+enum Removal : int64_t {
+  kNoEviction,
+  kOldest,
+  kNewest,
+  kByCaller,  // kNeedsVictim is returned where one must be evicted
+  kUniform,   // each with the same probability, keyed by the next id: runs are reproducible
+  kLowestPriority,
+  kLowestValue,  // of a column of one number per trajectory; NaN is lower than all
+};
+
+// The rate limiter of writers: Cassirer et al., "Reverb", 2021, section 3.3. The same for samplers:
+// deepspeed_gear/store/rate_limiter.py.
+enum RateUnit : int64_t { kTrajectories, kSteps, kGroups };
 struct Rate {
-  bool limited = false, per_step = false;
+  bool limited = false;
+  RateUnit unit = kTrajectories;
   int64_t min_size = 0;
   double samples_per_insert = 0, most = 0;
 };
@@ -103,16 +135,23 @@ struct Store {
   int64_t most_trajectories, most_steps;  // limits below the capacity
   const int64_t*
       position;  // of the training stream: global batch that is selected next, samples; or null
-  int64_t least_free_rows;  // besides those requested: from there on the caller compacts
+  int64_t least_free_rows;  // besides those requested: from there on extents move
   bool *terminated = nullptr, *truncated = nullptr;  // columns of these roles, by row; null: none
   std::vector<ColumnOf> columns;
-  std::vector<Pins> pins;
+  std::vector<StreamView> streams;
+  const int64_t* peers = nullptr;         // [peers, kPeerWords]
+  const int64_t* groups = nullptr;        // [slots, kGroupWords]; null: the table has no groups
+  const int64_t* group_counts = nullptr;  // by GroupCount; null likewise
   RunningMoments moments;
   Removal removal = kNoEviction;
+  size_t value_column = 0;  // of kLowestValue, with the code of its dtype
+  int64_t value_dtype = 0;
+  bool frees_in_parts = false;  // retired trajectories are kept for a job that starts again
   Rate rate;
-  bool compacts = false;        // whether extents are moved here; else the caller does
-  int64_t spare_rows = 0;       // after `num_rows`: extents are moved through them
-  std::vector<int64_t*> ahead;  // of each stream: the global batch that was drawn ahead
+  int64_t spare_rows = 0;            // after `num_rows`: extents move through them; 0: none moves
+  std::vector<RowArray> row_arrays;  // all that is stored by row, which moves together
+  // When this process looks for dead ones again before it evicts, in seconds of the steady clock.
+  double next_look_s = 0;
   // Of each slot: the generation whose writer, in this process, comes back for the rows that it has
   // left free; 0: none. In tables of many trajectories no others are put there.
   std::vector<int64_t> left_by;
@@ -148,13 +187,43 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
                const std::vector<double>* block = nullptr);
 void Retire(Store& store, int64_t slot);
 void Free(Store& store, int64_t slot);
+// Whether a pass is under way in a stream, whose items stay until its end.
+bool IsFrozen(const StreamView& stream);
+// Whether a selection has drawn from a slot that some process still reads.
+bool IsRead(const Store& store, int64_t slot);
+// Whether a retired slot is read or may be drawn by a pass that is under way.
+bool IsHeld(const Store& store, int64_t slot);
+// Whether the rows of a retired slot are not free yet: it is held, or its writer has not detected
+// that it was retired.
 bool IsPinned(const Store& store, int64_t slot);
-// Frees retired slots that no process reads, then evicts trajectories until the rows fit;
-// kScattered where the caller has to compact. `num_steps`: of the rows; `inserts`: that are
-// inserted now; `last`: what the same writer has stored before, whose surroundings may be free.
-int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, int64_t inserts,
-                           SlotUse last = {});
+// Frees retired slots that are not pinned, of a store that frees in parts the oldest ones only.
+struct Freed {
+  int64_t count;
+  bool all;
+};
+Freed FreeRetired(Store& store);
+// The oldest (kNewer) or newest (kOlder) trajectory that does not grow; -1: none.
+int64_t FirstComplete(const Store& store, Link link);
+// The trajectory that the policy evicts next; -1: none, or the caller must choose.
+int64_t Victim(const Store& store);
+// Whether the rate limiter admits so many steps, in one trajectory. Of groups the counts are those
+// of the last update (deepspeed_gear/store/groups.py).
 bool MayInsert(const Store& store, int64_t num_steps);
+
+// Rows that a writer needs.
+struct Wanted {
+  int64_t num_rows, num_steps;
+  int64_t inserts;            // of the steps, that are inserted now
+  SlotUse last = {};          // what the writer has stored before, whose surroundings may be free
+  bool samples = false;       // the process samples too, and must not wait for what it reads itself
+  bool selects = true;        // whether kSelecting counts: there are ranks, whose selections go on
+  bool has_victim = true;     // whether the caller can evict one
+  bool has_released = false;  // whether the caller has just released what dead processes hold
+};
+// Reserves a slot with rows, in this order: frees retired slots that are not pinned, moves extents
+// where that costs less than rows, evicts until the rows fit. Returns the slot or a refusal; after
+// kNeedsVictim and kNeedsRelease the caller does what they say, and calls again.
+int64_t ReserveWithRemoval(Store& store, const Wanted& wanted);
 
 // ---- takes the lock
 struct Added {
@@ -174,8 +243,9 @@ struct Growing {
   int64_t first;      // steps before the stored ones, which belong to an evicted trajectory
   int64_t published;  // stored steps that batches may hold
   int64_t id;         // once steps are published
+  SlotUse latest;     // of the writer's latest published trajectory that has ended
 };
-static_assert(sizeof(Growing) == 48, "a growing trajectory is a row of 6 int64");
+static_assert(sizeof(Growing) == 64, "a growing trajectory is a row of 8 int64");
 
 // Where the rows of a trajectory lie until they are stored; each value was checked when it came.
 struct Staged {
@@ -188,17 +258,23 @@ struct Staged {
 // Starts the loads of the rows that a trajectory's next step is written to.
 void PrefetchSteps(const Store& store, const Growing& growing);
 
-// ---- with the lock held; the same in plain Python: deepspeed_gear/writer/partial_publish.py
+// ---- with the lock held
+// Publishes the first `num_steps` steps of an open trajectory, whose rows are written.
+void PublishSteps(Store& store, int64_t slot, int64_t num_steps);
+// Ends a trajectory: frees the rows after its steps, or all if nothing is published. `truncated`:
+// marks its last step as truncated unless it is terminated; `returns`: its writer, in this process,
+// comes back for the rows after it.
+void End(Store& store, int64_t slot, bool truncated, bool returns);
+
+// ---- with the lock held; the same for rows that are not staged, which needs no buffers of the
+// stored form: deepspeed_gear/writer/partial_publish.py
 // Publishes the new steps of a trajectory that is published already. False, and nothing has
 // changed: its slot was evicted, it has more than `most_steps`, or the rate limiter holds it back.
 bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
-// Publishes the first steps of a trajectory, with rows for `most_steps`; `last`: the one before it
-// of the same environment. Returns 0 or a refusal.
-int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps,
-              SlotUse last);
-// Ends a published trajectory that stands, and frees the rows after it, for its writer first.
-// `truncated`: marks its last step as truncated unless it is terminated.
-void EndGrowth(Store& store, const Growing& growing, bool truncated);
+// Publishes the first steps of a trajectory, with rows for `most_steps`. Returns 0 or a refusal.
+int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
+// Ends a published trajectory that stands; the next one of its writer has not begun.
+void EndGrowth(Store& store, Growing& growing, bool truncated);
 // Stores a whole trajectory. Returns its id, or a refusal.
 int64_t AddStaged(Store& store, const Staged& staged);
 

@@ -13,8 +13,6 @@ namespace {
 // An episode of more bytes is stored by Python, whose call copies it without the lock.
 constexpr int64_t kMostCopied = 256 * 1024;
 
-constexpr Growing kUnpublished{-1, 0, 0, 0, 0, -1};
-
 bool IsSet(const char* flags, int64_t env) { return flags != nullptr && flags[env] != 0; }
 
 }  // namespace
@@ -155,10 +153,8 @@ bool VectorSteps::StoreEnded(int64_t env, int64_t num_steps, bool is_cut) {
   Completed& done = completed[counts[kNumCompleted]];
   if (one.slot >= 0) {
     if (!Grow(*store, staged, one, most_steps)) return false;
-    EndGrowth(*store, one, is_cut);
     done = {env, one.id, one.published};
-    latest[env] = {one.slot, one.generation};
-    one = kUnpublished;
+    EndGrowth(*store, one, is_cut);
   } else {
     if (!adds || one.first > 0 || num_steps * bytes_per_step() > kMostCopied) return false;
     const int64_t id = AddStaged(*store, staged);
@@ -195,7 +191,7 @@ bool VectorSteps::PublishHeld() {
         left |= !Grow(*store, StagedOf(i, num_steps), one, most_steps);
       } else {
         if (!may_begin) return false;
-        if (Begin(*store, StagedOf(i, num_steps), one, most_steps, latest[i]) != 0) return false;
+        if (Begin(*store, StagedOf(i, num_steps), one, most_steps) != 0) return false;
         ++counts[kBegun];
       }
     }

@@ -60,9 +60,6 @@ struct VectorSteps {
   bool may_cut = false;              // whether longer episodes may be stored as several
   double timeout_s = 0;
 
-  std::vector<SlotUse>
-      latest;  // the latest published trajectory of each environment that has ended
-
   // Of the step at hand.
   std::vector<int64_t> rows, following;  // of what was done, and of states; -1: left out
   std::vector<char> starts;              // begins with the observation that the step was taken at

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from store_support import InsertGate
 
 from deepspeed_gear.store.rate_limiter import RateLimiter
 
@@ -34,6 +35,11 @@ RATES = {
 @pytest.mark.parametrize("rule", RATES)
 def test_what_may_be_inserted_and_sampled(rule: str) -> None:
     rate, inserts, samples = RATES[rule]
-    for may, calls in ((rate.may_insert, inserts), (rate.may_sample, samples)):
-        assert [may(*call) for call in calls] == [call != calls[-1] for call in calls]
-    assert RateLimiter.least_size("trajectory", 2).may_insert(2, 10**15, 0, 10**6)
+    with InsertGate(rate) as gate:
+        for may, calls in ((gate.may_insert, inserts), (rate.may_sample, samples)):
+            assert [may(*call) for call in calls] == [call != calls[-1] for call in calls]
+
+
+def test_a_least_size_never_blocks_writers() -> None:
+    with InsertGate(RateLimiter.least_size("trajectory", 2)) as gate:
+        assert gate.may_insert(2, 10**15, 0, 10**6)

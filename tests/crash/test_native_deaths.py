@@ -1,0 +1,157 @@
+"""Writers that die at any instruction of the native store: what they leave is whole.
+
+Deaths at lines of Python: tests/crash/test_crash.py. At random times: tests/crash/test_programs.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import STEP, trajectory
+from instruction_deaths import states_left
+from store_support import StoreScene, check_whole, priority_rule, stream_spec
+
+from deepspeed_gear.context import Context
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.replay import table_access
+from deepspeed_gear.store.eviction import NO_LATEST, Evictor
+from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.writer.inserter import Inserter
+
+
+def scene_of(lengths: list[int], removal: str, **sizes: int) -> StoreScene:
+    """Make a store of trajectories whose steps have priorities that say of which trajectory they
+    are.
+    """
+    spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table", alpha=1.0))
+    sizes = {"num_slots": 9, "num_rows": 28, **sizes}
+    scene = StoreScene([spec], lengths, retention=Retention(removal), **sizes)
+    stream = scene.streams[0]
+    stream.state.ask(0)
+    stream.get(0)
+    stream.release(0)
+    for number, first, steps in committed(scene.table):
+        stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
+    stream.masses.recover()
+    return scene
+
+
+def committed(table: Any) -> list[list[int]]:
+    """Return id, first row and number of steps of each stored trajectory."""
+    records = table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED]
+    found: list[list[int]] = records[:, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()
+    return found
+
+
+def free_retired(scene: StoreScene) -> None:
+    with scene.table.lock:
+        Evictor(scene.table, Context()).free_retired()
+
+
+def check_state(scene: StoreScene, number: int, stays: set[int]) -> Any:
+    """Check what the next process finds: all that `stays` is whole, with the priorities of its
+    steps.
+    """
+    table, streams = scene.attach(2)
+    stream = streams[0]
+    check_whole(table, streams)
+    found = committed(table)
+    assert stays <= {number for number, *_ in found}
+    for number, first, steps in found:
+        rows = slice(first, first + steps)
+        assert table.columns["code"][rows].tolist() == [number * STEP + i for i in range(steps)]
+        assert stream.masses.values[rows].tolist() == [1 + number + i / 8 for i in range(steps)]
+        slot = int(table.slots_of(np.array([number]))[0])
+        assert (table.views["stream/train/row_slots"][rows] == slot).all()
+    if number % 16 == 0:
+        stream.state.ask(1)
+        drawn = set(stream.get(1).records[:, 0].tolist())
+        assert drawn <= {number for number, *_ in found}
+        stream.release(1)
+        Inserter(table, Context(timeout_s=5.0)).add(trajectory(50, 20))  # no row is lost
+        check_whole(table, streams)
+    table.close()
+    return table
+
+
+def reserve(table: Any, num_steps: int) -> Callable[[], Any]:
+    """Return a call that reserves rows, by a process that has released the first selection."""
+    table.views["stream/train/consumed"][table.memory.peer] = 1
+    rows = table.rows_for(num_steps)
+    wanted = (rows, num_steps, num_steps, NO_LATEST, False, True, False, True)
+    return partial(table.extents.handle.reserve_with_removal, *wanted)
+
+
+@pytest.mark.parametrize(("to", "spare_rows"), [(0, 3), (4, 3), (4, 9)])
+def test_a_move_is_finished(to: int, spare_rows: int) -> None:
+    """An extent moves by its whole length, by less in pieces through spare rows, or by less at
+    once.
+    """
+    scene = scene_of([5, 5, 5], "fifo", spare_rows=spare_rows)
+    table_access.remove(scene.table, [0])
+    free_retired(scene)
+    num_moving = 0
+    for number in states_left(scene, lambda table: partial(table.extents.handle.slide, 1, to)):
+        is_moving = scene.table.control[Control.MOVING] != 0
+        num_moving += is_moving
+        check_state(scene, number, {1, 2})
+        first = scene.table.slots[1, Slot.FIRST_ROW]
+        assert first == to or (first == 6 and not is_moving)
+    assert num_moving > 10
+    scene.close()
+
+
+@pytest.mark.parametrize(("removal", "spare_rows"), [("uniform", 8), ("uniform", 3), ("fifo", 3)])
+def test_extents_move_and_others_are_evicted(removal: str, spare_rows: int) -> None:
+    scene = scene_of([5, 3, 7, 3, 5], removal, spare_rows=spare_rows)
+    table_access.remove(scene.table, [1, 3])  # 8 of 28 rows, at two places
+    num_moving = 0
+    for number in states_left(scene, lambda table: reserve(table, 7)):
+        num_moving += scene.table.control[Control.MOVING] != 0
+        check_state(scene, number, {0, 2, 4})
+    assert num_moving > 10
+    scene.close()
+
+
+def test_evicted_rows_have_no_priorities() -> None:
+    scene = scene_of([5, 3, 7, 3], "lowest_priority")
+    for number in states_left(scene, lambda table: reserve(table, 9)):
+        check_state(scene, number, {2, 3})
+    scene.close()
+
+
+@pytest.mark.parametrize("call", ["commit", "grow", "end"])
+def test_steps_are_published_or_not(call: str) -> None:
+    """A slot that grows, of a dead process: it ends with what is published."""
+    scene = scene_of([5], "fifo")
+
+    def prepare(table: Any) -> Callable[[], Any]:
+        extents = table.extents
+        slot = int(extents.reserve(7, 3))
+        table.write(slot, trajectory(1, 6), 0, 4)
+        extents.open(slot, 2)
+        if call == "commit":
+            return partial(extents.commit, slot, 2, 7, 0)
+        extents.commit(slot, 2, 7, 0)
+        if call == "grow":
+            return partial(extents.grow, slot, 4)
+        return partial(extents.handle.end, slot, True, True)
+
+    found = set()
+    for _ in states_left(scene, prepare):
+        table, streams = scene.attach(2)
+        with table.lock:
+            table.extents.end_abandoned()
+        check_whole(table, streams)
+        assert not table.views["retention"][:, SlotRetention.OPEN].any()
+        assert not table.control[Control.PENDING]
+        for number, first, steps in committed(table):
+            wanted = [number * STEP + i for i in range(steps)]
+            assert table.columns["code"][first : first + steps].tolist() == wanted
+            found.add((number, steps))
+        table.close()
+    assert found == {(0, 5), (1, 2)} | ({(1, 4)} if call == "grow" else set())
+    scene.close()
