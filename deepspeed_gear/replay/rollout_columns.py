@@ -372,7 +372,7 @@ class RolloutColumns:
         return np.concatenate([rows.values(name) for rows in self.tables])
 
     def _column(self, name: str) -> tuple[Column, int]:
-        """Return the column that micro batches have by a name, of numbers per step, and its offset."""
+        """Return the column of numbers per step that micro batches have by a name; its offset."""
         fields = {field.name: field for field in self.context.settings.fields}
         column = fields[name].column if name in fields else None
         if column is None and all(name in rows.table.schema for rows in self.tables):

@@ -28,8 +28,9 @@ Committed = Callable[[int], None]
 class Inserter:
     """Adds the trajectories of this process to a table with a capacity.
 
-    Where all arrays have the stored form and the eviction policy is native, a whole trajectory is
-    added by one native call; else in Python, with the same result. One thread at a time.
+    A whole trajectory of arrays in the stored form is added by one native call, unless its commit
+    needs Python (groups, media, returns-to-go, `committed`); else in Python, with the same result.
+    One thread at a time.
 
     Args:
         table: Table to add to.
