@@ -1,9 +1,8 @@
-"""Media of a checkpoint: pages of what the trajectories of a store name, in segments, linked if
-unchanged.
+"""Media of a checkpoint: the pages of items that trajectories name, in segments.
 
-A save has the words of all pages of the store, those that are not saved being 0, and by segment of
-pages the bytes of the saved ones. A load adds the items that its trajectories name, from whichever
-shard has them.
+A save has the words of all pages of the store, which are 0 for pages that are not saved; and for
+each segment of pages the bytes of the saved ones, linked if unchanged. A load adds the items that
+its trajectories name, from any saved shard that has them.
 """
 
 from __future__ import annotations
@@ -28,14 +27,17 @@ WORDS = "media_pages.npy"
 KIND = "media"
 _SEGMENTS = 256
 _LEAST_BYTES = 4 << 20
-_MOST_BYTES = 64 << 20  # of items that are added at once
+_MOST_BYTES = 64 << 20  # of the items that a load adds at once
 
 
 def saved(
     media: MediaPages,
 ) -> tuple[np.ndarray, dict[str, Any], Callable[[str], list[np.ndarray]]]:
-    """Return the words of a store's pages, their description for the manifest, and a function that
-    returns the bytes of a segment, in runs of pages. Requires the lock.
+    """Describe the media of a store for a save. The caller holds the lock.
+
+    Returns:
+        Words of all pages, [pages, words], int64; their entry in the manifest; and a function that
+        returns the bytes of a segment, in runs of pages.
     """
     heads = media.find(media.needed(with_arrivals=False))
     heads = heads[heads >= 0]
@@ -50,7 +52,7 @@ def saved(
     words = np.zeros_like(media.words)
     words[used] = media.words[used]
     words[:, [MediaPage.OWNER, MediaPage.AGE]] = 0
-    # What the bytes of a page follow from: its item, and its place in it.
+    # The bytes of a page follow from its item and its place in it; equal keys mean equal bytes.
     keys = np.column_stack([used, words[owner[used], MediaPage.DIGEST :], order[used]])
     size = max(-(-len(words) // _SEGMENTS), _LEAST_BYTES // media.spec.page_bytes, 1)
     numbers, begins = np.unique(used // size, return_index=True)
@@ -71,11 +73,22 @@ def saved(
 
 
 def file_of(segment: str) -> str:
+    """Return the file name of a segment of pages."""
     return f"{KIND}.{segment}.npy"
 
 
 class SavedMedia:
-    """The media of a checkpoint that the trajectories of one store name."""
+    """The media items of a checkpoint that the trajectories of one store name.
+
+    Args:
+        media: Pages of the store, which get the items.
+        folders: Folders of the saved table's shards.
+        manifests: Manifest of each folder.
+        named: Numbers of the items. [n], int64.
+    Raises:
+        CheckpointError: An item or a file is missing or damaged.
+        StoreFullError: The items do not fit.
+    """
 
     def __init__(
         self,
@@ -84,17 +97,15 @@ class SavedMedia:
         manifests: list[dict[str, Any]],
         named: np.ndarray,
     ) -> None:
-        """Check that all `named` items are there, [n], int64, and fit; nothing changes."""
         self._media = media
         self._folders = folders
         self._manifests = manifests
         self._named = named
         self._at = str(folders[0])
         self._words = list[np.ndarray]()
-        self._found: dict[int, tuple[int, int]] = {}  # shard and first page
-        self._opened: dict[
-            tuple[int, int], tuple[np.ndarray, np.ndarray]
-        ] = {}  # by shard and segment
+        self._places: dict[int, tuple[int, int]] = {}  # item -> shard and first page
+        # (shard, segment) -> numbers of its pages, and their bytes.
+        self._opened: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         for shard, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             at = str(folder / save_folders.MANIFEST)
             given = save_folders.entry(manifest, KIND, dict, at)
@@ -105,15 +116,15 @@ class SavedMedia:
             words = _loaded(folder / WORDS, manifest["files"])
             self._words.append(words)
             heads = np.flatnonzero(words[:, MediaPage.STATE] == PageState.WHOLE)
-            self._found.update(
+            self._places.update(
                 (int(words[head, MediaPage.NUMBER]), (shard, int(head))) for head in heads
             )
-        missing = [number for number in named.tolist() if number not in self._found]
+        missing = [number for number in named.tolist() if number not in self._places]
         if missing:
             rule = "must hold the media that its trajectories name"
             raise CheckpointError(self._at, rule, missing[0], save_folders.ANOTHER)
         size = media.spec.page_bytes
-        places = [self._found[number] for number in named.tolist()]
+        places = [self._places[number] for number in named.tolist()]
         sizes = [self._words[shard][head, MediaPage.NUM_BYTES] for shard, head in places]
         pages = int(sum(-(-int(one) // size) for one in sizes))
         if pages > len(media.words):
@@ -124,8 +135,9 @@ class SavedMedia:
                 self._open(shard, page)
 
     def _open(self, shard: int, page: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the pages of a segment, and their bytes in a file, which is checked
-        once.
+        """Open the segment of a page; return the numbers of its pages and their bytes.
+
+        The file is checked when it is opened first, and stays mapped.
         """
         segment = page // save_folders.entry(
             self._manifests[shard][KIND], "pages", int, self._at, 1
@@ -140,14 +152,15 @@ class SavedMedia:
         return self._opened[shard, segment]
 
     def restore(self, release: Callable[[], bool]) -> None:
-        """Add the items, before the slots of their trajectories are committed; `release` frees
-        slots that are in their way. Requires the lock.
+        """Add the items, before the slots of their trajectories are committed. Requires the lock.
+
+        `release` frees evicted slots whose items take the room.
         """
         self._media.arrivals[:] = 0
         items = dict[int, MediaItem]()
         num_bytes = 0
         for number in self._named.tolist():
-            shard, head = self._found[number]
+            shard, head = self._places[number]
             words = self._words[shard]
             parts = list[np.ndarray]()
             for (page,) in chain(words, np.array([head])):
@@ -165,8 +178,11 @@ class SavedMedia:
 
 
 def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:
-    """Return the numbers in the rows of trajectories, whose first rows count file after file. [n],
-    int64.
+    """Return the numbers of media items that trajectories name. [n], int64.
+
+    Args:
+        files: Files of the column that names items; rows are numbered file after file.
+        records: Slot records of the trajectories. [m, 8], int64.
     """
     rows = np.concatenate([np.zeros(0, np.int64), *files])
     named = np.flatnonzero(rows)

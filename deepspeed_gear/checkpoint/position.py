@@ -1,4 +1,4 @@
-"""Position of a replay: how far each batch stream is, as stored in a checkpoint."""
+"""Position of a replay in its batch streams, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from deepspeed_gear.store.records import Head
 FORMAT = 2
 AT = "the gear state"
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
-_LEAST = {
-    "epoch_first": -(1 << 62)
-}  # items that were evicted move the beginning of their epoch back
+_LEAST = {"epoch_first": -(1 << 62)}  # evicted items move the beginning of their epoch back
 Position = dict[str, dict[str, int]]  # by sampled table
 
 
 @dataclass(frozen=True)
 class LoaderPosition:
-    """How far the batches of a rank are."""
+    """Position of a rank's batches.
 
-    # After the last global batch whose micro batches were all used, or of a rollout batch after the
-    # last selection of which no item is left.
+    Attributes:
+        at: Position after the last global batch whose micro batches were all used; with rollout
+            batches, after the last selection of which no item is left.
+        rollout: The rollout batch after it, JSON-able: which items are consumed, and how many
+            steps of it are done. None: there is none, or it begins with a selection.
+        columns: Columns of that rollout batch that the trainer has computed.
+    """
+
     at: Position
-    # The rollout batch after it: which items are consumed, and the steps done of the batch that is
-    # trained; JSON-able. None: there is none, or it begins with a selection.
     rollout: Mapping[str, Any] | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -52,16 +54,18 @@ def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
 
 
 def of(state: Mapping[str, Any], tables: Iterable[str] | None = None) -> Position:
-    """Return the position of some tables in a state, None: of all; CheckpointError: one is not
-    whole.
+    """Return the position of some tables, or of all, from a state.
+
+    Raises:
+        CheckpointError: An entry is missing or malformed.
     """
     train = entry(state, "train", dict, AT)
-    found = Position()
+    position = Position()
     for table in train if tables is None else tables:
         words = entry(train, table, dict, f"{AT}: train")
         at = f"{AT}: train.{table}"
-        found[table] = {word: entry(words, word, int, at, _LEAST.get(word, 0)) for word in WORDS}
-    return found
+        position[table] = {word: entry(words, word, int, at, _LEAST.get(word, 0)) for word in WORDS}
+    return position
 
 
 def batches(position: Position) -> int:
@@ -70,6 +74,7 @@ def batches(position: Position) -> int:
 
 
 def fingerprint(plan: Resolved) -> dict[str, str]:
+    """Return the fingerprint of each data set, by table."""
     return {name: dataset.whole_fingerprint for name, dataset in plan.datasets.items()}
 
 
@@ -80,10 +85,14 @@ def state_of(
     save: Mapping[str, Any] | None = None,
     rollout: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the state of a position for a checkpoint: JSON-able, equal on all ranks.
+    """Return the state of a replay for a checkpoint: JSON-able, equal on all ranks.
 
-    `passes` are the passes over each split that have begun; `save` is the id and the manifests of
-    its save; `rollout` the batch after it whose training is under way.
+    Args:
+        plan: The resolved plan of the replay.
+        passes: Number of passes over each split that have begun.
+        train: Position of the training stream.
+        save: Id and manifests of the save that holds the tables; None: no tables were saved.
+        rollout: The rollout batch after the position whose training is under way.
     """
     return {
         **({} if rollout is None else {"rollout": dict(rollout)}),
@@ -99,7 +108,10 @@ def state_of(
 def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> None:
     """Check that a state is complete, belongs to this data and selects the same samples.
 
-    With `may_grow` the state may also be of a data set that this run's has grown from.
+    With `may_grow` the state may also be of an earlier version of a data set that has grown.
+
+    Raises:
+        CheckpointError: An entry is missing, or the state is of other data or options.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -129,11 +141,12 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
 
 
 def describe(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state of a Replay or a DeviceReplay says to a reader; JSON-able.
+    """Summarize a state of a Replay or a DeviceReplay for `gear inspect`; JSON-able.
 
-    `train`: by sampled table the used `global_batches` and `samples`; where it walks epochs, also
-    the number of the `epoch`, its `epoch_items`, and how many were used, `epoch_samples`. `passes`:
-    begun, by split. `data`: fingerprint of each data set.
+    Returns:
+        `train`: by sampled table the used `global_batches` and `samples`; for a sampler of epochs
+        also the number of the `epoch`, its `epoch_items`, and how many were used, `epoch_samples`.
+        `passes`: passes that have begun, by split. `data`: fingerprint of each data set.
     """
     train: dict[str, dict[str, int]] = {}
     for table, words in of(state).items():

@@ -1,7 +1,8 @@
-"""Reshard: merge the saved shards of a table, and divide it into shards for other nodes. Pure.
+"""Reshard: merge the saved shards of a table, and divide it into shards for other nodes.
 
 A merged table lists its trajectories in stored order, shard by shard. Priority updates and samples
-of selections refer to a trajectory by its position in this list.
+of selections refer to a trajectory by its position in this list. All functions are pure, so every
+node computes the same division.
 """
 
 from __future__ import annotations
@@ -24,55 +25,67 @@ from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.row_allocator import committed_at, look_up
 
 T = TypeVar("T")
-Content = dict[str, np.ndarray]  # of a stream, named as by `export`
+Content = dict[str, np.ndarray]  # arrays of a batch stream, named as `StreamState.export` does
+# Names of a stream's arrays by their first axis: trajectories, or items of the sampler.
 PER_SLOT = ("leaves", "queued", "bases", "born", "steps", "walked")
 PER_ITEM = ("priorities", "draws")
-OF_ALL = ("position", "newest_numbers")  # the same in all shards
+OF_ALL = ("position", "newest_numbers")  # equal in all shards
 SELECTION_NAMES = ("heads", "ring", "epochs", "numbers")
 
 
 @dataclass(frozen=True)
 class SavedGroups:
-    records: np.ndarray  # what `TableGroups.export` returned. [n, 3], int64.
-    counts: np.ndarray  # the words of `GroupCount`. [16], int64.
-    consumed: (
-        np.ndarray
-    )  # numbers of the groups that have left the table, the oldest first. [m], int64.
+    """The groups of a saved table or shard.
+
+    Attributes:
+        records: Words of each trajectory's group, as `TableGroups.export`. [n, 3], int64.
+        counts: Words of `GroupCount`. [16], int64.
+        consumed: Numbers of the groups that have left the table, the oldest first. [m], int64.
+    """
+
+    records: np.ndarray
+    counts: np.ndarray
+    consumed: np.ndarray
 
 
 @dataclass(frozen=True)
 class SavedShard:
-    """A saved shard of a table, or a merged table."""
+    """A saved shard of a table, or a merged table.
 
-    slots: np.ndarray | None  # records of its trajectories; None: a data set's. [n, 8], int64.
-    numbers: (
-        np.ndarray | None
-    )  # their slots in the saved store; None: 0 to n - 1. [n], int64, ascending.
-    next_id: int  # the counter that its ids are made from
+    Attributes:
+        slots: Records of its trajectories; None: a data set's. [n, 8], int64.
+        numbers: Their slots in the saved store; None: 0 to n - 1. [n], int64, ascending.
+        next_id: The counter from which its ids are made.
+        streams: Contents of its batch streams, by name.
+        retention: Words of the trajectories; None: a data set's. [n, 4], int64.
+        inserted: Number of trajectories and steps that were ever added.
+        groups: Its groups; None: a table without groups.
+        moments: Running moments of the normalised columns. [6, elements], float64.
+        prompts: Arrays of `PromptLedger.export`; None: there was no ledger.
+        shared_prompts: Steps of each trajectory that another one of its group holds; None: there
+            was no ledger. [n], int64.
+    """
+
+    slots: np.ndarray | None
+    numbers: np.ndarray | None
+    next_id: int
     streams: dict[str, Content]
-    retention: np.ndarray | None = (
-        None  # words of the trajectories; None: a data set's. [n, 4], int64.
-    )
+    retention: np.ndarray | None = None
     inserted: tuple[int, int] = (0, 0)
     groups: SavedGroups | None = None
-    moments: np.ndarray | None = (
-        None  # running moments of the normalised columns. [6, elements], float64.
-    )
-    prompts: Content | None = None  # what `PromptLedger.export` returned; None: there was no ledger
-    shared_prompts: np.ndarray | None = (
-        None  # first steps that others hold; None: no ledger. [n], int64.
-    )
+    moments: np.ndarray | None = None
+    prompts: Content | None = None
+    shared_prompts: np.ndarray | None = None
 
     @property
     def num_slots(self) -> int:
+        """Number of trajectories."""
         if self.slots is not None:
             return len(self.slots)
         return max((len(content["queued"]) for content in self.streams.values()), default=0)
 
     def positions_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions of trajectories, -1 for those that are not stored. [n] -> [n],
-        int64.
-        """
+        """Return the positions of trajectory ids, -1 for those not stored. [n] -> [n], int64."""
         if self.slots is None:
             return np.where((ids >= 0) & (ids < self.num_slots), ids, -1)
         return committed_at(self.slots, ids)
@@ -80,16 +93,23 @@ class SavedShard:
 
 @dataclass(frozen=True)
 class ShardDivision:
-    """Division of a table into shards: the shard of each trajectory, and its position there. [n],
-    int64.
+    """Division of a table into shards.
+
+    For the owners [1, 0, 1] the local positions are [0, 0, 1].
+
+    Attributes:
+        owner: Shard of each trajectory. [n], int64.
+        local: Position of each trajectory in its shard, in the order of the table. [n], int64.
+        numbers: Group number of each trajectory; None: the table has no groups. [n], int64.
     """
 
     owner: np.ndarray
-    local: np.ndarray  # keeps the order of the table
-    numbers: np.ndarray | None = None  # of the trajectories' groups of prompts
+    local: np.ndarray
+    numbers: np.ndarray | None = None
 
     @classmethod
     def of(cls, owner: np.ndarray, numbers: np.ndarray | None = None) -> ShardDivision:
+        """Make the division of given owners."""
         order = np.argsort(owner, kind="stable")
         ordered = owner[order]
         local = np.empty(len(owner), np.int64)
@@ -97,13 +117,14 @@ class ShardDivision:
         return cls(owner, local, numbers)
 
     def chosen(self, index: int) -> np.ndarray:
-        """Return the trajectories of a shard, ascending. [m], int64."""
+        """Return the positions in the table of a shard's trajectories, ascending. [m], int64."""
         return np.nonzero(self.owner == index)[0]
 
 
 def merge(shards: Sequence[SavedShard]) -> SavedShard:
-    """Merge the shards of a table: rows come shard after shard; priority updates by id have slot
-    -1.
+    """Merge the shards of a table into one, with the rows of shard after shard.
+
+    Slots in priority updates become positions in the merged table; those of updates by id are -1.
     """
     before = _before([shard.num_slots for shard in shards])
     streams = {
@@ -119,9 +140,8 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     given = [(count - 1) * len(shards) + i + 1 for i, count in enumerate(counters) if count > 0]
     slots = _merged(shards, "slots", _merge_slots)
     next_id = max(given, default=0)
-    if slots is not None and len(
-        slots
-    ):  # an id is never assigned again, even if the counter is damaged
+    if slots is not None and len(slots):
+        # An id is never assigned again, even if the counter is damaged.
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
     retention = _merged(shards, "retention", np.concatenate)
     groups = _merged(shards, "groups", lambda every: _merge_groups(every, before))
@@ -134,23 +154,25 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
 
 
 def _merged(shards: Sequence[SavedShard], name: str, merge: Callable[[list[Any]], T]) -> T | None:
-    """Merge what all shards have; None: one of them has none."""
+    """Merge an attribute of all shards; None if a shard has none."""
     every = [getattr(shard, name) for shard in shards]
     return None if any(one is None for one in every) else merge(every)
 
 
 def packed(records: np.ndarray) -> np.ndarray:
-    """Return records whose extents lie one after the other, in the order of their rows. [n, 8]."""
+    """Return slot records with extents one after the other, in the order of their rows. [n, 8].
+
+    Extents (first row, number of rows) [[7, 2], [0, 3]] become [[3, 2], [0, 3]].
+    """
     order = in_rows(records)
+    num_rows = records[order, Slot.NUM_ROWS]
     result: np.ndarray = records.copy()
-    result[order, Slot.FIRST_ROW] = (
-        np.cumsum(records[order, Slot.NUM_ROWS]) - records[order, Slot.NUM_ROWS]
-    )
+    result[order, Slot.FIRST_ROW] = np.cumsum(num_rows) - num_rows
     return result
 
 
 def in_rows(records: np.ndarray) -> np.ndarray:
-    """Return the order of extents by their rows, which a sum tree over rows has too. [n], int64."""
+    """Return the order of slot records by first row, as in a sum tree over rows. [n], int64."""
     return np.argsort(records[:, Slot.FIRST_ROW], kind="stable")
 
 
@@ -162,11 +184,13 @@ def _merge_slots(every: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _merge_groups(every: Sequence[SavedGroups], before: np.ndarray) -> SavedGroups:
-    """Return the groups of all shards, each of which lies in one."""
+    """Merge the groups of all shards; each group is in one shard."""
+    # Word 0 of a record is the leader's position + 1; 0: the group is incomplete.
     records = np.concatenate([groups.records for groups in every])
     starts = np.repeat(before[:-1], [len(groups.records) for groups in every])
     records[:, 0] += np.where(records[:, 0] > 0, starts, 0)
-    # The newest numbers of each shard come last, so that a ring of any size keeps those.
+    # By age, so that a ring of any size keeps the newest numbers of each shard: of [1, 2, 3] and
+    # [8, 9] the order is 1, 2, 8, 3, 9.
     ages = np.concatenate([np.arange(len(groups.consumed))[::-1] for groups in every])
     consumed = np.concatenate([groups.consumed for groups in every])[
         np.argsort(-ages, kind="stable")
@@ -177,6 +201,7 @@ def _merge_groups(every: Sequence[SavedGroups], before: np.ndarray) -> SavedGrou
 def _merge_stream(
     contents: Sequence[Content], shards: Sequence[SavedShard], before: np.ndarray
 ) -> Content:
+    """Merge a stream's contents; `before` has the number of trajectories before each shard."""
     if len(contents) == 1:
         return dict(contents[0])
     names = [
@@ -201,7 +226,7 @@ def _merge_stream(
             found = look_up(numbers, slot[of_it], np.arange(len(numbers)))
             position[of_it] = np.where(found < 0, -1, found + before[index])
         log[:, PriorityUpdate.SLOT] = position
-        # Updates of evicted trajectories count for the highest priority.
+        # Updates of evicted trajectories still count for the highest priority.
         known = (position >= 0) | (slot == ANY_SLOT)
         log = without_slots(log, known, np.arange(sum(one.num_slots for one in shards))[:1])
         whole["log"] = log[np.lexsort((log[:, LogEntry.SAMPLE_NUMBER], log[:, LogEntry.BATCH]))]
@@ -209,7 +234,10 @@ def _merge_stream(
 
 
 def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Content:
-    """Merge the unused selections; return none if one of their samples is missing."""
+    """Merge the unused selections; drop all of them if a sample is missing.
+
+    Each shard has saved the samples of its own trajectories; the others are UNKNOWN there.
+    """
     orders = [np.argsort(content["heads"][:, Head.NUMBER]) for content in contents]
     contents = [
         {name: content[name][order] for name in SELECTION_NAMES if name in content}
@@ -233,6 +261,7 @@ def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Conten
 
 
 def _before(sizes: Sequence[int]) -> np.ndarray:
+    """Return the sums of all sizes before each, and of all: [0, 2, 5] for [2, 3]."""
     return np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
 
 
@@ -245,10 +274,17 @@ def divide(
 ) -> ShardDivision:
     """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
 
-    `room` is the slots and rows of each shard; `by_rows`: the stored order is by rows, as where
-    items are steps. Parts hold whole groups (`numbers`: of each trajectory, [n], int64) in the
-    order of their leaders, which have the masses, so the order of items stays; incomplete groups
-    come last.
+    Parts hold whole groups, in the order of the leaders, which have the masses: so the order of
+    items stays. Incomplete groups come last.
+
+    Args:
+        name: Name of the table, for errors.
+        whole: The merged table.
+        room: Number of slots and rows of each shard.
+        by_rows: Whether items are ordered by rows, as steps are; else by position.
+        numbers: Group number of each trajectory; None: no groups. [n], int64.
+    Raises:
+        StoreFullError: The parts do not fit.
     """
     records = whole.slots
     assert records is not None
@@ -257,18 +293,17 @@ def divide(
         leaders = whole.groups.records[:, 0] - 1
         incomplete = np.unique(numbers, return_inverse=True)[1].reshape(-1)
         units = np.where(leaders >= 0, leaders, len(records) + incomplete)
-    unit = np.unique(units, return_inverse=True)[1].reshape(
-        -1
-    )  # of the units 7, 3, 7 unit 3 comes first
+    # Number of each trajectory's unit, which is not divided: units [7, 3, 7] become [1, 0, 1].
+    unit = np.unique(units, return_inverse=True)[1].reshape(-1)
     count = int(unit.max()) + 1 if len(unit) else 0
     slots_of = np.bincount(unit, minlength=count)
     rows_of = np.zeros(count, np.int64)
     np.add.at(rows_of, unit, records[:, Slot.NUM_ROWS])
     ends = (_before(slots_of.tolist()), _before(rows_of.tolist()))
     wanted = shards_of(rows_of, len(room))
-    starts = [
-        count
-    ]  # where a part must begin at the latest so that it and those after it hold the rest
+    # First unit at which each part may begin at the earliest, so that this part and those after it
+    # have room for the rest; computed from the end.
+    starts = [count]
     for sizes in reversed(room):
         pairs = zip(ends, sizes, strict=True)
         least = [int(np.searchsorted(end, end[starts[0]] - size)) for end, size in pairs]
@@ -282,17 +317,18 @@ def divide(
         ]
         if min(most) < starts[index + 1]:
             content = f"{ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint"
-            what = "trajectories" if numbers is None else "groups"
-            rule = f"must hold the {content} in {len(room)} parts of whole {what}"
-            given = f"{[one for one, _ in room]} slots and {[one for _, one in room]} rows"
+            kind = "trajectories" if numbers is None else "groups"
+            rule = f"must hold the {content} in {len(room)} parts of whole {kind}"
+            given = f"{[slots for slots, _ in room]} slots and {[rows for _, rows in room]} rows"
             raise StoreFullError(f"table {name}", rule, given, "raise its capacity")
         bounds.append(min(*most, max(int(wanted[index + 1]), starts[index + 1])))
     return ShardDivision.of(np.repeat(np.arange(len(room)), np.diff(bounds))[unit])
 
 
 def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGroups:
-    """Return the groups of a shard; those that were complete and are not held any more count in the
-    first.
+    """Return the groups of a shard.
+
+    Complete groups that have left the table count as inserted in the first shard.
     """
     assert whole.groups is not None
     records = whole.groups.records
@@ -312,8 +348,9 @@ def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGr
 
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the indices of trajectories' rows in an array of all trajectories' rows.
-    [m], int64.
+    """Return the indices of the rows of `chosen` trajectories among all rows. [m], int64.
+
+    For trajectories of 2, 3 and 1 rows and chosen [0, 2] the indices are [0, 1, 5].
     """
     before = _before(records[:, Slot.NUM_ROWS].tolist())
     rows = records[chosen, Slot.NUM_ROWS]
@@ -322,7 +359,10 @@ def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def next_id_of(next_id: int, index: int, count: int) -> int:
-    """Return the counter of a shard from which its next ids are all `next_id` or more."""
+    """Return the counter from which shard `index` of `count` makes ids of `next_id` or more.
+
+    Counter c makes the id c * count + index: for id 7 in shard 0 of 2 the counter is 4 (id 8).
+    """
     return max(0, -(-(next_id - index) // count))
 
 
@@ -333,8 +373,14 @@ def part_of(
     index: int,
     items: np.ndarray | slice | None,
 ) -> Content:
-    """Return a shard's content of a stream, with slots 0 to m - 1; `items`: its rows where they are
-    steps.
+    """Return the content of a stream for a shard, whose trajectories are in slots 0 to m - 1.
+
+    Args:
+        whole: The merged table.
+        name: Name of the stream.
+        division: Division of the table.
+        index: The shard.
+        items: Indices of its items where items are steps; None: items are trajectories.
     """
     content = whole.streams[name]
     chosen = division.chosen(index)

@@ -1,8 +1,8 @@
-"""Save folders: a save is written beside the earlier one, swapped with it, found by its save id.
+"""Save folders: a save is written beside the one before, swapped atomically, and found by its id.
 
 A save has a random id, which is in the manifests of its tables and in its state (the position). The
-state also holds the SHA-256 of each manifest, and a manifest that of each of its files. Per table a
-folder holds
+state also holds the SHA-256 of each manifest, and a manifest that of each of its files. A folder
+holds for each table
 
     <table>/            the newest save
     <table>.partial/    a save that is being written; for a moment also the one before the newest
@@ -11,8 +11,8 @@ folder holds
 
 and `position.json`, the state of the newest save. A program that stores states elsewhere does so
 after the save has returned, so its state on disk may name the save before the newest: `find`
-returns the folder of the save that the state names. docs/design/0007-checkpoints.md has the kill
-points.
+returns the folder of the save that a state names. docs/design/0007-checkpoints.md lists the state
+of a folder after a kill at each point.
 """
 
 from __future__ import annotations
@@ -47,35 +47,45 @@ MANIFEST = "manifest.json"
 POSITION = "position.json"
 ANOTHER = "take another checkpoint"
 _EDITED = "it is damaged or was edited: " + ANOTHER
-_MOST_COUNT = 1 << 62  # of integers in a save, all of which count something
+_MOST_COUNT = 1 << 62  # bound of the integers in a save, all of which count something
 _POSITION_FORMAT = 1
 _NAMES = ("", ".old", ".partial", ".older")
-_TOKEN = ".save-"  # of a file that is there while a save of this id is written
+_TOKEN = ".save-"  # prefix of a file that exists while the save of its id is written
 _SHARED = "save to a file system that all nodes share, such as NFS or Lustre"
-_MOST_RENAMES = 5  # of a table's folders while one is looked up
+_MOST_RENAMES = 5  # lookups of a table's folder that a concurrent save may disturb
 T = TypeVar("T")
 State = Mapping[str, Any]
 
 
 def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: int = 0) -> T:
-    """Return an entry of a state or a manifest; `of` is its name in the error of a missing or odd
-    one.
+    """Return an entry of a state or a manifest.
+
+    Args:
+        mapping: The state or manifest, or a part of it.
+        name: Name of the entry.
+        kind: Type that it must have.
+        of: Name of the mapping in errors.
+        least: Least value of an integer.
+    Raises:
+        CheckpointError: The entry is missing, of another type, or out of range.
     """
     value = mapping.get(name) if isinstance(mapping, Mapping) else None
-    is_one = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-    if is_one and isinstance(value, int) and not least <= value < _MOST_COUNT:
-        raise CheckpointError(
-            f"{of}: {name}", f"must be in [{least}, {_MOST_COUNT})", value, _EDITED
-        )
-    if not is_one:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         rule = f"must have the entry {name!r} ({kind.__name__})"
-        found = None if value is None else type(value).__name__
-        raise CheckpointError(of, rule, found, _EDITED)
-    return value  # type: ignore[return-value]
+        given = None if value is None else type(value).__name__
+        raise CheckpointError(of, rule, given, _EDITED)
+    if isinstance(value, int) and not least <= value < _MOST_COUNT:
+        rule = f"must be in [{least}, {_MOST_COUNT})"
+        raise CheckpointError(f"{of}: {name}", rule, value, _EDITED)
+    return value
 
 
 def save_of(state: State) -> Mapping[str, Any]:
-    """Return the entry of a state that names a save; a state of `state_dict` has none."""
+    """Return the entry of a state that names its save.
+
+    Raises:
+        CheckpointError: The state names none, as one of `state_dict`, or the entry is malformed.
+    """
     save = state.get("save")
     if save is None:
         remedy = "load the state that `save` returned; a state of `state_dict` belongs to no save"
@@ -89,22 +99,23 @@ def save_of(state: State) -> Mapping[str, Any]:
 
 
 def compare(states: Sequence[State]) -> None:
-    """Raise unless all ranks have the same state; an interrupted save may leave their files
-    different.
+    """Raise a CheckpointError unless all ranks have the same state.
+
+    An interrupted save may leave the ranks' own files different.
     """
     for rank, state in enumerate(states):
         if state != states[0]:
             rule = "must be the same on all ranks"
-            found = [
+            ids = [
                 None if one.get("save") is None else one["save"]["id"] for one in (states[0], state)
             ]
             remedy = f"a save was interrupted between the files of ranks 0 and {rank}: {ANOTHER}"
-            raise CheckpointError("the gear state", rule, f"saves {found}", remedy)
+            raise CheckpointError("the gear state", rule, f"saves {ids}", remedy)
 
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Convert errors of the file system to CheckpointErrors with the path."""
+    """Raise errors of the file system as CheckpointErrors that name the path."""
     try:
         yield
     except OSError as error:
@@ -116,11 +127,15 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
-    """Create empty `.partial` folders, and remove saves that no state can name. One process, for
-    all.
+    """Create empty `.partial` folders, and remove saves that no state can name.
 
-    `kept` is the state of the latest save here that this run has loaded or made, which is never
-    removed; None: there is none, and the newest two are kept.
+    One process calls it for all.
+
+    Args:
+        folder: Folder of saves.
+        tables: Names of the tables.
+        kept: State of the latest save in this folder that this run has loaded or made, which is
+            never removed. None: there is none, and the newest two saves are kept.
     """
     make(folder)
     keep: dict[str, Path | None] = dict.fromkeys(tables)
@@ -129,7 +144,8 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
             with contextlib.suppress(CheckpointError):
                 keep[table] = find(folder, table, kept["save"])
         if None not in keep.values() and _named(folder) != kept["save"]["id"]:
-            write_position(folder, kept)  # before the save that it names is removed
+            # Before the save that it names is removed, `position.json` must name the kept one.
+            write_position(folder, kept)
     for table, kept_at in keep.items():
         _, old, partial, older = versions = _versions(folder, table)
         if kept_at is not None:
@@ -138,9 +154,8 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
                     _remove(path)
             if kept_at in (partial, older):
                 os.rename(kept_at, old)
-        elif not old.exists() and manifests_in(
-            partial
-        ):  # interrupted between the swap of names and the rename
+        elif not old.exists() and manifests_in(partial):
+            # `publish` was interrupted between the swap of names and the rename to `.old`.
             os.rename(partial, old)
         else:
             _remove(partial)
@@ -149,27 +164,34 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
 
 
 def partial_of(folder: Path, table: str) -> Path:
-    """Return the folder that a table is written to, between `begin` and `publish`."""
+    """Return the folder into which a table is written, between `begin` and `publish`."""
     return folder / f"{table}.partial"
 
 
 def complete(part: Path, manifest: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    """Write the manifest of a part's files, fsync all, return its SHA-256; `digests` are known
-    checksums.
+    """Write the manifest of a table's or shard's files, and fsync all of them.
+
+    Args:
+        part: Folder of the files.
+        manifest: Entries of the manifest, besides the files.
+        digests: SHA-256 of files that need not be read for it, by name.
+    Returns:
+        SHA-256 of the manifest.
     """
     files = {path.name: digests.get(path.name) or sha256(path) for path in sorted(part.iterdir())}
     content = json.dumps({**manifest, "files": files}, indent=1).encode()
     (part / MANIFEST).write_bytes(content)
     for path in part.iterdir():
-        if path.stat().st_nlink == 1:  # else it is a file of a save that is complete
+        if path.stat().st_nlink == 1:  # a linked file belongs to a complete save: it is on the disk
             sync(path)
     sync(part)
     return hashlib.sha256(content).hexdigest()
 
 
 def publish(folder: Path, tables: Sequence[str]) -> None:
-    """Rename complete saves to their names; the ones before them become `.old`. Called by one
-    process.
+    """Rename complete saves to their tables' names; those before become `.old`.
+
+    One process calls it. At every point the folder holds the new save and the one before.
     """
     for table in tables:
         final, old, partial, older = _versions(folder, table)
@@ -180,7 +202,7 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
                 os.rename(old, older)
             if swap_names(partial, final):
                 os.rename(partial, old)
-            else:
+            else:  # the file system cannot exchange names: `find` looks at all of them
                 os.rename(final, old)
                 os.rename(partial, final)
         else:
@@ -189,19 +211,18 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
 
 
 def write_position(folder: Path, state: State) -> None:
+    """Write the state of a folder's newest save."""
     write_checked(folder / POSITION, _POSITION_FORMAT, "state", state)
 
 
 def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any]) -> None:
-    """Write a mapping under a name, with its checksum and the version of its format; atomic."""
+    """Write a mapping to a file, with a checksum and the version of its format; atomic."""
     written = {"format": version, "sha256": writer_options.digest(content), name: content}
     write_atomically(path, json.dumps(written, indent=1))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that has its earlier content or all of the new one at any time, on
-    the disk too.
-    """
+    """Replace a file's content; a crash at any point leaves the old or the new one, whole."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     sync(partial)
@@ -220,11 +241,19 @@ def write_save(
 ) -> dict[str, Any]:
     """Write a save: the tables, then the state that names it. Collective.
 
-    `write` writes this rank's files of the save with an id, and returns the SHA-256 of their
-    manifests: by table, and by path in its folder. `state_of`, collective, makes the state of them.
-    One rank `is_first`: it begins and publishes for all. Returns the state, equal on all ranks; a
-    file that cannot be written is a CheckpointError on every rank, as its own error or as a
-    PeerError.
+    Args:
+        control_plane: The control plane of the ranks.
+        folder: Folder of saves, which all nodes share.
+        tables: Names of the tables.
+        kept: As `begin`.
+        is_first: Whether this rank begins and publishes for all: True on one rank.
+        write: Writes this rank's files of the save of an id; returns the SHA-256 of their
+            manifests, by table and by path within the table's folder.
+        state_of: Makes the state of the id and the manifests; collective.
+    Returns:
+        The state, equal on all ranks.
+    Raises:
+        CheckpointError, PeerError: A file cannot be written, on this rank or on another one.
     """
 
     def attempt(action: Callable[[], T]) -> T:
@@ -233,7 +262,7 @@ def write_save(
     def begin_save() -> None:
         if is_first:
             begin(folder, tables, kept)
-            for token in folder.glob(f"{_TOKEN}*"):  # of a save that was interrupted
+            for token in folder.glob(f"{_TOKEN}*"):  # left by a save that was interrupted
                 token.unlink(missing_ok=True)
             _token_of(folder, save_id).touch()
 
@@ -254,16 +283,17 @@ def write_save(
 
 
 def check_shared(folder: Path, save_id: str) -> None:
-    """Raise CheckpointError unless this is the folder in which rank 0 has begun a save: each rank
-    that writes into the save calls it before it does.
+    """Raise a CheckpointError unless this is the folder in which rank 0 has begun a save.
+
+    Each rank that writes into the save calls it first.
     """
     if not _token_of(folder, save_id).exists():
         rule = (
-            "must be one folder that all nodes share: rank 0 has begun a save in it, which "
-            "is not there on"
+            "must be one folder that all nodes share: rank 0 has begun a save in it, which is not "
+            f"there on host {socket.gethostname()}"
         )
         remedy = f"{_SHARED}; the save before this one stays loadable"
-        raise CheckpointError(str(folder), f"{rule} host {socket.gethostname()}", None, remedy)
+        raise CheckpointError(str(folder), rule, None, remedy)
 
 
 def _token_of(folder: Path, save_id: str) -> Path:
@@ -289,14 +319,15 @@ def read_position(folder: Path) -> dict[str, Any]:
 
 
 def is_replaced(folder: Path, state: State) -> bool:
-    """Return whether the newest save of a folder is another one than that of a state."""
+    """Return whether the newest save of a folder is not the one that a state names."""
     named = _named(folder)
     return named is not None and named != (state.get("save") or {}).get("id")
 
 
 def while_renamed(folder: Path, read: Callable[[], T]) -> T:
-    """Return what `read` returns; it is tried again where a save of another process has renamed
-    folders of tables meanwhile, whose names are then those of other saves.
+    """Call `read`; try again if another process's save has renamed tables' folders meanwhile.
+
+    Renamed folders have the names of other saves, so a file may be missing or of another save.
     """
     for _ in range(_MOST_RENAMES):
         before = _changed_at(folder)
@@ -309,9 +340,16 @@ def while_renamed(folder: Path, read: Callable[[], T]) -> T:
 
 
 def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
-    """Return the folder of a table's save: `<table>/` or one next to it, with unchanged manifests.
+    """Return the folder of a table in a save: `<table>/` or one next to it.
 
-    `save` is what `save_of` returned. To be called in `while_renamed`.
+    Called within `while_renamed`.
+
+    Args:
+        folder: Folder of saves.
+        table: Name of the table.
+        save: The entry that `save_of` returned.
+    Raises:
+        CheckpointError: No folder holds that save of the table, or its manifests have changed.
     """
     files = save["tables"].get(table)
     save_id = save["id"]
@@ -320,14 +358,12 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
         remedy = "use the tables of the run that saved it"
         raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
     if not folder.is_dir():
-        rule = (
-            f"must be a folder that every rank can read; there is none on host "
-            f"{socket.gethostname()}"
-        )
+        host = socket.gethostname()
+        rule = f"must be a folder that every rank can read; there is none on host {host}"
         remedy = f"look at the path; over several nodes {_SHARED}, or copy the folder to each"
         raise CheckpointError(str(folder), rule, None, remedy)
     problems: list[CheckpointError] = []
-    found = {}
+    saves = {}  # id of the save by the folder's name
     for path in _versions(folder, table):
         ids: list[str] = []
         for manifest in manifests_in(path):
@@ -335,7 +371,7 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
                 one = read_json(manifest).get("save")
                 ids += [one] if isinstance(one, str) else []
         if ids:
-            found[path.name] = min(ids)
+            saves[path.name] = min(ids)
         if save_id not in ids:
             continue
         try:
@@ -349,21 +385,19 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
             problems.append(error)
     if problems:
         raise problems[0]
-    if not found:
-        read_json(folder / table / next(iter(files)))  # whose error names the file
+    if not saves:
+        read_json(folder / table / next(iter(files)))  # its error names the missing file
     remedy = "load the state that was returned by the save of these tables, or another checkpoint"
     named = _named(folder)
     if named not in (None, save_id):
         remedy += f"; without a state, load takes the newest, {named}"
     raise CheckpointError(
-        str(folder / table), f"must hold the save {save_id} of the state", found, remedy
+        str(folder / table), f"must hold the save {save_id} of the state", saves, remedy
     )
 
 
 def _changed_at(folder: Path) -> int:
-    """Return when a name in a folder was last changed, as by a save that another
-    process publishes.
-    """
+    """Return when a name in a folder was last changed, such as by another process's save."""
     with contextlib.suppress(OSError):
         return folder.stat().st_mtime_ns
     return 0
@@ -383,12 +417,15 @@ def newest_tables(folder: Path) -> list[Path]:
 
 
 def table_in(folder: Path) -> str:
+    """Return the name of the table that a folder holds: "main" for main/ and main.old/."""
     return folder.stem if folder.suffix in _NAMES[1:] else folder.name
 
 
 def open_checked(path: Path, digest: str | None) -> BinaryIO:
-    """Open a file that has the SHA-256 of its manifest; a save that replaces it meanwhile changes
-    nothing.
+    """Open a file of a save; it stays readable if another save replaces it.
+
+    Raises:
+        CheckpointError: It is missing, or has another SHA-256 than its manifest says.
     """
     changed = CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
     try:
@@ -402,11 +439,12 @@ def open_checked(path: Path, digest: str | None) -> BinaryIO:
 
 
 def link_of(file: BinaryIO) -> str:
-    """Return a path of an open file, also of one that was renamed or removed."""
+    """Return a path of an open file that is valid even after the file was renamed or removed."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raise a CheckpointError if the file is missing or malformed."""
     with _readable(path):
         content = parse_json(path.read_bytes())
     if not isinstance(content, dict):
@@ -415,7 +453,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_versioned(path: Path, version: int) -> dict[str, Any]:
-    """Return the mapping in a file of this version of its format."""
+    """Read a JSON object that must have this version of its format."""
     content = read_json(path)
     if content.get("format") != version:
         raise CheckpointError(
@@ -425,12 +463,12 @@ def read_versioned(path: Path, version: int) -> dict[str, Any]:
 
 
 def read_checked(path: Path, version: int, name: str) -> dict[str, Any]:
-    """Return what `write_checked` has written."""
+    """Read the mapping that `write_checked` has written, and check its checksum."""
     content = read_versioned(path, version)
-    found: dict[str, Any] = entry(content, name, dict, str(path))
-    if content.get("sha256") != writer_options.digest(found):
+    mapping: dict[str, Any] = entry(content, name, dict, str(path))
+    if content.get("sha256") != writer_options.digest(mapping):
         raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
-    return found
+    return mapping
 
 
 def sha256(path: Path) -> str:
@@ -453,9 +491,7 @@ def _versions(folder: Path, table: str) -> tuple[Path, ...]:
 
 
 def manifests_in(folder: Path) -> list[Path]:
-    """Return the manifest of a table's folder, or those of its shards; [] if it holds no table any
-    more.
-    """
+    """Return the manifest of a table's folder, or those of its shards; empty if it has none."""
     own = folder / MANIFEST
     with contextlib.suppress(OSError):
         return [own] if own.is_file() else sorted(folder.glob(f"shard-*/{MANIFEST}"))
@@ -468,8 +504,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FolderLocks:
-    """Locks, in rank 0, of the latest 64 folders that this run has saved into, until closed. Main
-    thread.
+    """Locks of the folders that this run saves into, so that no other run does.
+
+    Rank 0 holds the locks of the latest 64 folders, until `release`. Main thread.
     """
 
     def __init__(self) -> None:
@@ -477,21 +514,22 @@ class FolderLocks:
         self.release = weakref.finalize(self, _release_all, self._held)
 
     def acquire(self, folder: Path) -> None:
-        """Hold the lock of a folder, which exists; raise CheckpointError if another run
-        holds it.
+        """Take the lock of an existing folder.
+
+        Raises:
+            CheckpointError: Another run holds it.
         """
-        known = self._held.pop(folder, None)
-        if known is not None and not _is_file(
-            known, folder / FILE
-        ):  # the folder was deleted, and made again
-            release(known)
-            known = None
-        self._held[folder] = _locked(folder) if known is None else known
+        fd = self._held.pop(folder, None)
+        if fd is not None and not _is_file(fd, folder / FILE):
+            release(fd)  # the folder was deleted and made again
+            fd = None
+        self._held[folder] = _locked(folder) if fd is None else fd  # at the end: the latest one
         if len(self._held) > _MOST_HELD:
             release(self._held.pop(next(iter(self._held))))
 
 
 def _locked(folder: Path) -> int:
+    """Return the descriptor of a folder's locked file."""
     path = folder / FILE
     while True:
         fd = hold(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
@@ -515,18 +553,15 @@ def _locked(folder: Path) -> int:
                     str(folder), "must be saved into by one run at a time", owner, remedy
                 )
             if _is_file(fd, path):
+                owner = json.dumps({"process": os.getpid(), "host": socket.gethostname()})
                 os.ftruncate(fd, 0)
-                os.pwrite(
-                    fd,
-                    json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(),
-                    0,
-                )
+                os.pwrite(fd, owner.encode(), 0)
                 return fd
-        release(fd)  # it was removed meanwhile, with its folder
+        release(fd)  # the file was removed meanwhile, with its folder: lock the new one
 
 
 def _is_file(fd: int, path: Path) -> bool:
-    """Return whether a path is that of an open file."""
+    """Return whether a path names an open file."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(fd), os.stat(path))
     return False

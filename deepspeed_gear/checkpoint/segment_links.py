@@ -1,11 +1,10 @@
-"""Links to the segments of an earlier save, which are checked first: no new save may get a damaged
-file.
+"""Hard links to the unchanged segments of an earlier save, which are checked for damage first.
 
 A link shares the bytes of its file, so damage to one save is damage to all saves that link it. The
-process that saves has recorded size, time of modification and SHA-256 of each file that it has
-written. Before the next save it reads those files again whose size or time differ, and some of the
-others in turn, as a disk may change bits without changing either. What is damaged is not linked:
-its rows are written anew.
+process that saves records size, time of modification and SHA-256 of each file that it writes.
+Before the next save it reads the files again whose size or time differ, and some of the others in
+turn, as a disk may change bits without changing either. A damaged file is not linked: its rows are
+written again from the store.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from pathlib import Path
 
 from deepspeed_gear.context import LOG
 
-# Of the bytes of a table's segments, a save reads this part again, or so many bytes if they are
-# more.
+# A save reads 1 / _PARTS of the bytes of a table's segments again, but at least this many bytes.
 _PARTS = 64
 _LEAST_CHECKED_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
@@ -30,21 +28,21 @@ _READERS = 4
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of a segment, as it was when it was complete on the disk."""
+    """Record of a segment's file, made when it was complete on the disk."""
 
     num_bytes: int
     modified_ns: int
     digest: str  # SHA-256
-    age: int = 0  # saves since it was written or read last
+    age: int = 0  # saves since it was last written or read
 
     def is_unchanged(self, path: Path) -> bool:
-        """Return whether a path is a file of this size and time of modification."""
+        """Return whether a file has this size and time of modification."""
         with contextlib.suppress(OSError):
             return _stamp(path) == (self.num_bytes, self.modified_ns)
         return False
 
     def read_again(self, path: Path) -> WrittenFile | str:
-        """Return this file as it is now, or how it differs from what was written."""
+        """Read the file and return its new record, or how it differs from what was written."""
         try:
             num_bytes, modified_ns = _stamp(path)
             if num_bytes != self.num_bytes:
@@ -53,36 +51,37 @@ class WrittenFile:
                 return "it has another SHA-256"
         except OSError as error:
             return error.strerror or str(error)
-        return replace(self, modified_ns=modified_ns, age=-1)
+        return replace(self, modified_ns=modified_ns, age=-1)  # `link` makes it 0
 
 
 Written = Mapping[str, WrittenFile]
 
 
 class SegmentLinks:
-    """The files of one table, or its shard, that a save links to those of the save before. Main
-    thread.
+    """The files of one table or shard that a save links to those of the save before. Main thread.
+
+    Args:
+        before: Folder of the table or shard in the save before; None: there is none.
+        written: The files of that folder that this process has recorded.
     """
 
     def __init__(self, before: Path | None, written: Written) -> None:
-        """`before` is the folder of the table or shard in the save before, None: there is none;
-        `written` are the files that this process has recorded of it.
-        """
         self.before = before
         self._known = {} if before is None else dict(written)
         self._new: dict[str, WrittenFile] = {}
 
     def check(self) -> None:
-        """Read the files again whose turn it is or which have changed; those that are damaged are
-        not linked, and named in a warning. Needs no lock of the table.
+        """Read files again: those that have changed, and those whose turn it is.
+
+        Damaged files are not linked, and a warning names them. Needs no lock of the table.
         """
         before = self.before
         if before is None:
             return
         due = self._due(before)
         with ThreadPoolExecutor(_READERS) as pool:
-            found = pool.map(lambda name: self._known[name].read_again(before / name), due)
-            results = dict(zip(due, found, strict=True))
+            read = pool.map(lambda name: self._known[name].read_again(before / name), due)
+            results = dict(zip(due, read, strict=True))
         damaged: dict[str, str] = {}
         for name, result in results.items():
             if isinstance(result, WrittenFile):
@@ -94,9 +93,8 @@ class SegmentLinks:
             first = min(damaged)
             more = f" and {len(damaged) - 1} more of its files" if len(damaged) > 1 else ""
             LOG.warning(
-                "gear: %s%s must be as saved: %s; this save writes their rows anew from the "
-                "store, but"
-                " earlier saves that have such a file, or a link to it, cannot be loaded: look "
+                "gear: %s%s must be as saved: %s; this save writes their rows anew from the store, "
+                "but earlier saves that have such a file, or a link to it, cannot be loaded: look "
                 "at the disk",
                 before / first,
                 more,
@@ -104,7 +102,7 @@ class SegmentLinks:
             )
 
     def _due(self, before: Path) -> list[str]:
-        """Return the files that have changed, and the oldest of the others."""
+        """Return the files that have changed, and those of the others read longest ago."""
         changed = [
             name for name, known in self._known.items() if not known.is_unchanged(before / name)
         ]
@@ -130,7 +128,8 @@ class SegmentLinks:
                     continue
                 known = self._known[name]
                 os.link(self.before / name, to / name)
-                if not known.is_unchanged(to / name):  # since the check
+                # Compare the link, not the source: the file may have changed since the check.
+                if not known.is_unchanged(to / name):
                     (to / name).unlink()
                     continue
                 linked[name] = known.digest
@@ -138,9 +137,7 @@ class SegmentLinks:
         return linked
 
     def record(self, folder: Path, digests: Mapping[str, str]) -> None:
-        """Record the files that were written into a folder, complete on the disk, by
-        their SHA-256.
-        """
+        """Record the files of a folder that are complete on the disk, with their SHA-256."""
         for name, digest in digests.items():
             if name not in self._new:
                 self._new[name] = WrittenFile(*_stamp(folder / name), digest)
@@ -157,9 +154,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _digest_on_disk(path: Path) -> str:
-    """Return the SHA-256 of a file as the disk has it: its cached pages, all of them written, are
-    dropped.
-    """
+    """Return the SHA-256 of a file on the disk; its cached pages, all written, are dropped."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Whole saves: which saves can be loaded in place of one that has missing or damaged files."""
+"""Whole saves: name those that can be loaded in place of one with missing or damaged files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from deepspeed_gear.checkpoint import save_folders, table_files
+from deepspeed_gear.checkpoint import rollout_file, save_folders
 from deepspeed_gear.checkpoint.save_folders import ANOTHER
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, GearError, LostNodeError
@@ -16,16 +16,20 @@ T = TypeVar("T")
 
 
 def name_others(control_plane: ControlPlane, load: Callable[[], T], others: Callable[[], str]) -> T:
-    """Load; where that fails because a file is missing or damaged, each rank's error names other
-    saves.
+    """Call `load`; if a file is missing or damaged, name other saves in every rank's error.
 
-    Collective, as `load` is. `others` describes what can be loaded instead; it is called on rank 0.
+    Collective, as `load` is.
+
+    Args:
+        control_plane: The control plane of the ranks.
+        load: Loads a save.
+        others: Describes the saves that can be loaded instead; called on rank 0.
     """
     try:
         return load()
     except LostNodeError:
         raise
-    except Exception as error:  # of any type: all ranks have come to the same round
+    except Exception as error:  # of any type: `load` raises on all ranks, so all come here
         is_damaged = any(control_plane.all_gather(ANOTHER in str(error)))
         named = ""
         if is_damaged and control_plane.rank == 0:
@@ -65,30 +69,26 @@ def whole_in(folder: Path) -> list[str]:
     """
     versions = [path for path in folder.glob("*") if save_folders.manifests_in(path)]
     names = {save_folders.table_in(path) for path in versions}
-    found: dict[str, set[str]] = {}
+    tables_of: dict[str, set[str]] = {}  # by id of the save
     for path in sorted(versions, key=lambda path: -path.stat().st_mtime_ns):
         for save_id in _whole_ids(path):
-            found.setdefault(save_id, set()).add(save_folders.table_in(path))
-    return [save_id for save_id, tables in found.items() if tables == names]
+            tables_of.setdefault(save_id, set()).add(save_folders.table_in(path))
+    return [save_id for save_id, tables in tables_of.items() if tables == names]
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether all files of a folder's newest save are as they were saved. Cost: reads all of
-    them.
-    """
+    """Return whether all files of a folder's newest save are unchanged. Cost: reads all of them."""
     with contextlib.suppress(CheckpointError):
         state = save_folders.read_position(folder)
         save = save_folders.save_of(state)
         of_save = [save_folders.find(folder, table, save) for table in save["tables"]]
-        table_files.read_rollout(folder, state)
+        rollout_file.read_rollout(folder, state)
         return all(save["id"] in _whole_ids(path) for path in of_save)
     return False
 
 
 def _whole_ids(folder: Path) -> set[str]:
-    """Return the id of the save whose table a folder holds, if each file of it is as it
-    was saved.
-    """
+    """Return the id of the save whose table is in a folder, or none if a file is not as saved."""
     ids = set[str]()
     counts = set[int]()
     manifests = save_folders.manifests_in(folder)

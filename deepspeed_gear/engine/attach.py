@@ -1,10 +1,9 @@
-"""Integration with DeepSpeed: `initialize`, `attach`, `enable`, `disable`."""
+"""Attach a replay to a DeepSpeed engine: `initialize`, `attach`, `enable`, `disable`."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import logging
 import os
 import socket
@@ -17,15 +16,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 
-from deepspeed_gear.arguments import folder as folder_argument
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.engine import engine_checkpoint, packed_steps, whole_tags
+from deepspeed_gear.engine import engine_checkpoint, packed_steps
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError, undo_on_error
 from deepspeed_gear.frameworks import deepspeed_compat
@@ -39,14 +36,13 @@ from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Numbers of processes that MPI or srun has started; a batch script of Slurm is one process of a
-# larger job.
+# Numbers of processes that MPI or srun has started. Of Slurm the number of the job step: a batch
+# script is one process of a larger job.
 _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_CLOUDS = (
-    "AZUREML_EXPERIMENT_ID",
-    "SM_TRAINING_ENV",
-)  # DeepSpeed reads their variables without mpi4py
-_ALONE = "GEAR_SINGLE_RANK_PORT"  # the port of variables that were set here
+# Clouds whose variables DeepSpeed reads without mpi4py.
+_CLOUDS = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
+# Marks the rank variables as set by `be_single_rank_unless_launched`: it has their MASTER_PORT.
+_ALONE = "GEAR_SINGLE_RANK_PORT"
 _START = "start with deepspeed or torchrun (one rank: deepspeed --num_gpus 1 train.py)"
 
 
@@ -58,15 +54,15 @@ def initialize(
     Without a launcher, as in a notebook, the process is rank 0 of 1.
 
     Args:
-        *arguments: Those of `deepspeed.initialize`.
-        **options: Likewise; `config` is a dict or the path of a JSON file.
+        *arguments: Arguments of `deepspeed.initialize`.
+        **options: Options of `deepspeed.initialize`; `config` is a dict or the path of a JSON file.
         schemas: Schemas of tables that have a capacity and no schema in the config.
     Returns:
         Engine, optimizer, an endless iterator over gear batches, learning-rate scheduler. The
         engine has `gear_sample()`, `gear_iterator(stream)`, `gear_update_priorities(batch,
         priorities)` and `gear`, the Replay.
     Raises:
-        GearError: On every rank, with the text of the rank that has found it.
+        GearError: On every rank, with the text of the rank where it occurred.
     """
     stale_locks.remove()  # DeepSpeed's init_distributed would wait for one without end
     if options.get("dist_init_required") is not False:
@@ -76,7 +72,7 @@ def initialize(
             "training_data", "must not be given beside a gear section", None, "use one of them"
         )
     config = _config_of(arguments, options)
-    if config is None:  # DeepSpeed reads it in another form
+    if config is None:  # of another form: only the engine has it in the end
         engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
         attach(engine, schemas=schemas)
     else:
@@ -102,19 +98,19 @@ def attach(
 
     Args:
         engine: From `deepspeed.initialize`, Accelerate or a Trainer.
-        replay: A Replay to share, for example another engine's `gear`; None makes one, which is a
-            DeviceReplay where the table has `"placement": "device"`.
+        replay: A Replay to share, for example another engine's `gear`. None makes a new one: a
+            DeviceReplay if the table has `"placement": "device"`.
         config: The gear section, a ds_config with one, or the path of either; None: the engine's
             config.
         schemas: Schemas of tables that have a capacity and no schema in the config.
-        checkpoint: Of an engine that has trained or loaded a checkpoint already: the folder that
-            its `load_checkpoint` got, or that of the tag, of which the replay's part is loaded;
-            False starts at the first batch.
+        checkpoint: Required if the engine has already trained or loaded a checkpoint: the folder
+            that its `load_checkpoint` got, or that of the tag, from which the replay's part is
+            loaded; or False, which starts at the first batch.
     Returns:
-        The engine. An engine that is attached already stays as it is.
+        The engine. An engine that already has a replay is not changed.
     Raises:
-        ConfigError: There is no gear section, the engine is of a kind that is not supported, the
-            shared Replay belongs to an engine of other sizes or another place in the grid, or
+        ConfigError: There is no gear section, the kind of engine is not supported, the shared
+            Replay belongs to an engine of other sizes or another place in the grid, or
             `checkpoint` is missing.
         CheckpointError: The checkpoint is not the engine's, or holds no part of a replay that fits.
     """
@@ -131,9 +127,7 @@ def attach(
 
 
 def enable() -> None:
-    """Make plain `deepspeed.initialize` attach a replay where the config has a `gear` section.
-    Idempotent.
-    """
+    """Make `deepspeed.initialize` attach a replay where there is a `gear` section. Idempotent."""
     stale_locks.remove()  # a Trainer calls init_distributed before `initialize`
     deepspeed.initialize = _initialize_if_asked
 
@@ -146,25 +140,26 @@ def disable() -> None:
 @functools.wraps(_plain_initialize)
 def _initialize_if_asked(*arguments: Any, **options: Any) -> Any:
     config = None
-    with suppress(ConfigError):  # DeepSpeed raises an error for it
+    with suppress(ConfigError):  # an unreadable config: DeepSpeed raises its own error
         config = ds_config.load(_config_of(arguments, options))
     asked = isinstance(config, Mapping) and "gear" in config
     return initialize(*arguments, **options) if asked else _plain_initialize(*arguments, **options)
 
 
 def be_single_rank_unless_launched() -> None:
-    """Set the variables of ranks for a process without a launcher: a notebook, or plain python.
+    """Set the rank variables of a process without a launcher: a notebook, or plain python.
 
-    DeepSpeed would look for an MPI environment by mpi4py; where MPI or srun has started several
-    processes, that is left to it. ConfigError if some variables are missing, or mpi4py is needed
-    and not installed.
+    Without them DeepSpeed would look for MPI by mpi4py. Where MPI or srun has started several
+    processes, this is left to DeepSpeed.
+
+    Raises:
+        ConfigError: Only some of the variables are set, or mpi4py is needed and not installed.
     """
     if dist.is_initialized():
         return
     if _ALONE in os.environ and os.environ[_ALONE] == os.environ.get("MASTER_PORT"):
-        for name in (
-            _LAUNCHED
-        ):  # of the parent, such as a notebook's kernel: this process is a run of its own
+        # Inherited from a parent such as a notebook's kernel: this process is a run of its own.
+        for name in _LAUNCHED:
             os.environ.pop(name, None)
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if not missing or any(name in os.environ for name in _CLOUDS):
@@ -191,9 +186,7 @@ def be_single_rank_unless_launched() -> None:
 
 
 def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return the ds_config that `deepspeed.initialize` would read: a mapping or a file; None for
-    others.
-    """
+    """Return the ds_config that `deepspeed.initialize` would read; None: no mapping or file."""
     config = options.get("config", options.get("config_params"))
     if config is None:
         namespace = options.get("args", arguments[0] if arguments else None)
@@ -203,9 +196,7 @@ def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
 
 
 def _checked_section(config: Any) -> GearConfig:
-    """Return the parsed gear section of a ds_config, or of the file of one, that an engine is made
-    with.
-    """
+    """Parse and check the gear section of a ds_config or its file, before an engine is made."""
     given = ds_config.load(config)
     section = _section_in(given)
     deepspeed_compat.check_elasticity(given)
@@ -223,7 +214,7 @@ def _section_in(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class ReplaySetup:
-    """What decides the replay of an engine: its gear section, and what the engine gives to it."""
+    """The gear section of an engine's replay, and the engine's sizes, place, dtype and device."""
 
     config: GearConfig
     place: RankCoordinates
@@ -240,9 +231,7 @@ def _attach_new(
     schemas: Mapping[str, Schema] | None,
     checkpoint: engine_checkpoint.Checkpoint = None,
 ) -> None:
-    """Make the replay of an engine, which uses this control plane from then on, and attach it.
-    Collective.
-    """
+    """Make the replay of an engine and attach it; the control plane becomes its own. Collective."""
     deepspeed_compat.check_engine(engine)
     register()
     setup = control_plane.attempt("the engine", lambda: _setup_of(engine, config, checkpoint))
@@ -256,9 +245,7 @@ def _attach_new(
 
 
 def _setup_of(engine: Any, config: Any, checkpoint: engine_checkpoint.Checkpoint) -> ReplaySetup:
-    """Read the gear section and check that the engine can train with it. A section is parsed once:
-    `config` may be the parsed one.
-    """
+    """Read the gear section, which may be parsed already, and check that the engine suits it."""
     given = engine.config.get("gear") if config is None else ds_config.read(config)[0]
     checked = parse(_section_in({"gear": given}))
     deepspeed_compat.check_elasticity(engine.config)
@@ -299,9 +286,9 @@ def _make_replay(
 
 
 def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:
-    """Give an engine the calls of a replay; the Replay may belong to another engine, too."""
+    """Give an engine the calls of a replay, which may belong to another engine, too."""
     engine.gear = replay
-    # An inner stage of a pipeline reads no batches.
+    # Inner stages of a pipeline read no batches.
     engine.gear_sample = replay.sample if replay.topology.place.reads else lambda: None
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
@@ -310,7 +297,7 @@ def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:
         attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
     if isinstance(replay, Replay) and replay.config.pack is not None:
         packed_steps.attach_packed(engine, replay, owns)
-    _carry_state(engine, replay, owns)
+    engine_checkpoint.attach_checkpoints(engine, replay, owns)
 
 
 def _own(engine: Any, replay: ReplayBase) -> None:
@@ -335,9 +322,7 @@ def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
 def _check_shared(
     engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint.Checkpoint
 ) -> None:
-    """Raise if a Replay's batches are sized for another engine, or a checkpoint is
-    given with it.
-    """
+    """Raise a ConfigError if a shared Replay does not suit an engine, or a checkpoint is given."""
     if checkpoint is not None:
         remedy = "the engine that the Replay was made for loads and saves its position"
         raise ConfigError(
@@ -358,7 +343,7 @@ def _check_shared(
 
 
 def _log_sizes(engine: Any, replay: ReplayBase) -> None:
-    """Write the batch sizes to gear's own log, once: DeepSpeed's shows warnings only."""
+    """Write the batch sizes to gear's own log: DeepSpeed's log shows warnings only."""
     if not LOG.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
@@ -377,109 +362,53 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
             LOG.info("gear: %s", note)
 
 
-def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
-    """Make an engine's checkpoints hold the replay that it `owns`, and `latest` name whole ones
-    only.
+@dataclass
+class _StepReports:
+    """Reports of a replay after each optimizer step of its engine.
+
+    Attributes:
+        engine: The engine.
+        replay: The replay that was made for it.
+        writes: Whether metrics go to DeepSpeed's monitor.
+        every: Steps between two lines of progress in the log; None or 0: no lines.
+        logged: Progress at the last line.
     """
-    saves = inspect.signature(engine.save_checkpoint)
-    loads = inspect.signature(engine.load_checkpoint)
-    late = list[
-        tuple[Path, str, bool]
-    ]()  # the checkpoint that an engine still writes in the background
 
-    def finish(save_dir: Path, tag: str, save_latest: bool) -> None:
-        whole_tags.finish(replay.control_plane, save_dir, tag, replay.is_node_leader, save_latest)
+    engine: Any
+    replay: ReplayBase
+    writes: bool
+    every: int | None
+    logged: Progress | None = None
 
-    def save_checkpoint(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        call = saves.bind(*arguments, **options)
-        call.apply_defaults()
-        given = call.arguments
-        save_dir = folder_argument("save_dir", given["save_dir"])
-        tag = f"global_step{engine.global_steps}" if given["tag"] is None else str(given["tag"])
-        whole_tags.begin(replay.control_plane, save_dir / tag)
-        if owns:
-            kept = engine_checkpoint.save(replay, save_dir / tag)
-            given["client_state"] = {
-                **(given["client_state"] or {}),
-                engine_checkpoint.CLIENT_STATE: kept,
-            }
-        save_latest, given["save_latest"], given["tag"] = bool(given["save_latest"]), False, tag
-        result = original(*call.args, **call.kwargs)
-        if deepspeed_compat.writes_in_background(engine):
-            late[:] = [(save_dir, tag, save_latest)]
-        else:
-            finish(save_dir, tag, save_latest)
-        return result
-
-    def commit(original: Callable[..., Any]) -> None:
-        original()
-        while late:
-            finish(*late.pop())
-
-    def load_checkpoint(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        call = loads.bind(*arguments, **options)
-        call.apply_defaults()
-        given = call.arguments
-        load_dir = folder_argument("load_dir", given["load_dir"])
-        only_module = given["load_module_only"]
-        if not engine.load_universal_checkpoint():
-            # ZeRO 3 takes the weights from the files of the optimizer, where it loads no states of
-            # it.
-            only_weights = engine.zero_optimization_stage() < 3 and (
-                only_module or not given["load_optimizer_states"]
-            )
-            tag = None if given["tag"] is None else str(given["tag"])
-            whole_tags.check(
-                replay.control_plane, load_dir, tag, replay.is_node_leader, only_weights, engine
-            )
-        path, client_state = original(*arguments, **options)
-        if path is None or not owns:
-            return path, client_state
-        state = client_state.pop(engine_checkpoint.CLIENT_STATE, None)
-        if only_module:
-            return path, client_state
-        if not engine_checkpoint.load(replay, Path(path).parent, state):
-            logger.warning(
-                "gear: %s holds no replay state; sampling starts at the first batch", path
-            )
-        return path, client_state
-
-    deepspeed_compat.wrap(engine, "save_checkpoint", save_checkpoint)
-    deepspeed_compat.wrap(engine, "load_checkpoint", load_checkpoint)
-    if deepspeed_compat.writes_in_background(engine):
-        deepspeed_compat.wrap(engine, deepspeed_compat.COMMITTING, commit)
-
-
-def _report_steps(engine: Any, replay: ReplayBase) -> None:
-    """After each optimizer step, write metrics to DeepSpeed's monitor, where one is enabled; on the
-    first rank, log the progress after every `steps_per_print` ones, from the first step on.
-    """
-    writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
-    every = engine.steps_per_print() if replay.topology.rank == 0 else None
-    if not writes and not every:
-        return
-    before: Progress | None = None
-
-    def step(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        nonlocal before
+    def step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the engine's step; report if it was an optimizer step."""
+        engine = self.engine
         number = engine.global_steps
         result = original(*arguments, **options)
         if engine.global_steps == number:
             return result
-        if writes:
-            taken = replay.take_metrics()
+        if self.writes:
+            metrics = self.replay.take_metrics()
             events = [
                 (f"Train/Gear/{name}", value, engine.global_samples)
-                for name, value in taken.items()
+                for name, value in metrics.items()
             ]
             if engine.global_rank == 0:
                 engine.monitor.write_events(events)
-        if every and (before is None or engine.global_steps % every == 0):
-            now = replay.total_progress()
-            if before is not None:
-                LOG.info("gear: step %d: %s", engine.global_steps, now - before)
-            before = now
+        if self.every and (self.logged is None or engine.global_steps % self.every == 0):
+            progress = self.replay.total_progress()
+            if self.logged is not None:
+                LOG.info("gear: step %d: %s", engine.global_steps, progress - self.logged)
+            self.logged = progress
         return result
 
-    name = "train_batch" if deepspeed_compat.is_pipeline(engine) else "step"
-    deepspeed_compat.wrap(engine, name, step)
+
+def _report_steps(engine: Any, replay: ReplayBase) -> None:
+    """Report each optimizer step: metrics to DeepSpeed's monitor, where one is enabled, and on the
+    first rank the progress to the log, every `steps_per_print` steps from the first one on.
+    """
+    writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
+    every = engine.steps_per_print() if replay.topology.rank == 0 else None
+    if writes or every:
+        name = "train_batch" if deepspeed_compat.is_pipeline(engine) else "step"
+        deepspeed_compat.wrap(engine, name, _StepReports(engine, replay, writes, every).step)

@@ -1,4 +1,4 @@
-"""Packed steps: an engine's optimizer steps of a variable number of micro batches (`gear.pack`)."""
+"""Packed steps: optimizer steps of an engine with a variable number of micro batches."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ from deepspeed_gear.replay.rollout import TrainStep
 
 
 def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
-    """Raise unless an engine trains packs exactly; return its divisor, and notes on what rounds or
-    clips.
+    """Check that an engine's gradients of packs are exact.
+
+    Returns:
+        The engine's gradient divisor, and notes for the log on settings that round or clip.
+    Raises:
+        ConfigError: A setting of the engine makes the gradients differ.
     """
     settings = deepspeed_compat.gradient_settings(engine)
     return engine_divisor(settings), check_accumulation(settings, pack.pad.to)
 
 
 class PackedSteps:
-    """Keeps an engine's optimizer steps and its train steps together.
+    """Check that each optimizer step of an engine trains exactly one train step.
 
     A train step's gradients are those of one optimizer step: the next train step must not begin
     before `engine.step()`, and `engine.step()` must not run before all micro batches went through
-    `backward`. Afterwards `global_samples` counts the trajectories of the step; those of a step
-    that was skipped for an overflow are not counted, and are not sampled again for it.
+    `backward`. Afterwards `global_samples` counts the trajectories of the step. A step that is
+    skipped for an overflow is not counted, and its trajectories are not sampled again.
 
     Args:
-        engine: Of DeepSpeed.
-        metrics: Count skipped steps: those of a replay that was made for the engine, else None.
+        engine: The engine of DeepSpeed.
+        metrics: Metrics that count skipped steps; None if the replay was not made for the engine.
     """
 
     def __init__(self, engine: Any, metrics: Metrics | None) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._step: TrainStep | None = None  # begun, and not followed by `engine.step()`
+        self._step: TrainStep | None = None  # begun; `engine.step()` has not updated for it yet
 
     def begin(self, step: TrainStep) -> None:
         """Begin a train step, after `engine.step()` if `backward` was called in the one before."""
@@ -49,9 +53,7 @@ class PackedSteps:
         self._step = step
 
     def step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the engine's `step` if `backward` was called for all micro batches of the train
-        step.
-        """
+        """Call the engine's `step`; raise a StoreError if a micro batch had no `backward`."""
         step = self._step
         done = deepspeed_compat.pending_backwards(self._engine)
         if step is not None and done < len(step):
@@ -63,8 +65,9 @@ class PackedSteps:
         return original(*arguments, **options)
 
     def update(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Update the weights and count what was trained, inside `step`, before it reports to
-        monitors.
+        """Call the engine's update of weights, and count the trajectories of the step.
+
+        DeepSpeed calls it inside `step`, before it writes `global_samples` to its monitors.
         """
         before = self._engine.global_samples
         result = original(*arguments, **options)
@@ -78,8 +81,12 @@ class PackedSteps:
 
 
 def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
-    """Give an engine that `check_engine` accepts `gear_step` and `gear_rollout`, and check its
-    steps; if it `owns` the replay, which was made for it, its skipped steps are counted.
+    """Give an engine `gear_step` and `gear_rollout`, and check its optimizer steps.
+
+    Args:
+        engine: An engine that `check_engine` accepts.
+        replay: Its replay.
+        owns: Whether the replay was made for the engine: then it counts skipped steps.
     """
 
     def refuse_sample() -> None:

@@ -1,8 +1,7 @@
-"""Pipeline engines: micro batches of a schedule are fetched before it starts, on all ranks
-together.
+"""Pipeline engines: all ranks fetch a schedule's micro batches before the schedule starts.
 
-Stages pull theirs in the middle of a schedule of sends and receives; one that waited there for
-another rank would never continue. An error is raised before the schedule begins.
+Stages pull micro batches in the middle of a schedule of sends and receives. A stage that waited
+there for another rank would never continue, so waits and errors come before the schedule.
 """
 
 from __future__ import annotations
@@ -27,9 +26,13 @@ Part = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
 class PipelineIterator(Iterator[tuple[Part, Part]]):
-    """Iterator over micro batches as (inputs, labels) of `gear.pipeline`: the first stage has
-    inputs, the last one labels, an inner stage neither. It never ends: a pass over a split begins
-    again.
+    """Endless iterator over micro batches as (inputs, labels) of `gear.pipeline`.
+
+    The first stage has inputs, the last one labels, an inner stage neither. After a pass over a
+    split the next pass begins.
+
+    Attributes:
+        batches: Batches of the latest schedule, on ranks that read.
     """
 
     def __init__(self, replay: Replay, stream: str) -> None:
@@ -42,19 +45,17 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         self._length = None if stream == TRAIN else replay.num_batches(stream)
         self._pass: Iterator[Batch] = iter(())
         self._ready: deque[Batch | None] = deque()
-        self._is_over = True  # the schedule that was fetched for
-        self.batches: list[Batch] = []  # of the last schedule, on ranks that read
+        self._is_over = True  # False: an error has interrupted `fetch`, and `_ready` is kept
+        self.batches: list[Batch] = []
 
     def __len__(self) -> int:
-        """Return the micro batches of one pass over a split."""
+        """Return the number of micro batches of one pass over a split."""
         if self._length is None:
             raise TypeError("the training stream has no end")
         return self._length
 
     def fetch(self, count: int) -> None:
-        """Fetch the micro batches of a schedule; after an error the next call continues.
-        Collective.
-        """
+        """Fetch `count` micro batches for a schedule; after an error, call again. Collective."""
 
         def fill() -> None:
             while len(self._ready) < count:
@@ -89,9 +90,7 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 
 
 def check_section(config: GearConfig) -> PipelineConfig:
-    """Return the config section with the inputs and labels of a pipeline; raise ConfigError without
-    one.
-    """
+    """Return the section `gear.pipeline`; raise a ConfigError without one."""
     if config.pipeline is None:
         raise ConfigError(
             "gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE
@@ -104,9 +103,7 @@ def _one_or_all(parts: tuple[torch.Tensor, ...]) -> Part:
 
 
 def attach_pipeline(engine: Any, replay: Replay) -> None:
-    """Make an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the
-    instance only.
-    """
+    """Make the `train_batch` and `eval_batch` of one engine fetch before their schedules."""
     train = PipelineIterator(replay, TRAIN)
     signature = inspect.signature(engine.eval_batch)
 
@@ -131,7 +128,7 @@ def attach_pipeline(engine: Any, replay: Replay) -> None:
 
 
 def keep_sizes(engine: Any) -> None:
-    """Make the engine's setters of batch sizes raise: selections are made for these sizes."""
+    """Make an engine's setters of batch sizes raise: selections are made for fixed sizes."""
 
     def refuse(name: str, *_: Any, **__: Any) -> None:
         raise ConfigError(

@@ -16,9 +16,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, GearError, LeaseExpiredError
 from deepspeed_gear.writer.rollout_worker import RolloutWorker
 
-Response = tuple[
-    dict[str, np.ndarray], np.ndarray
-]  # columns of steps, and which are of the response
+# Columns of a trajectory's steps, and a mask of the steps of the response.
+Response = tuple[dict[str, np.ndarray], np.ndarray]
 Rewards = Callable[[Mapping[str, Any], Sequence[np.ndarray]], Sequence[Mapping[str, Any]]]
 
 
@@ -26,17 +25,19 @@ class GearRollout(RolloutEngine):
     """Leases prompts, generates their groups with another RolloutEngine, and commits them.
 
     `GearRollout(HybridEngineRollout(engine, tokenizer), engine.gear.rollout_worker(), rewards,
-    pad=0)`. `generate` is that of the generator, so a program of DeepSpeed's interface goes on as
-    it is.
+    pad=0)`. `generate` is the generator's, so programs written for DeepSpeed's interface need no
+    change.
 
     Args:
-        rewards: Returns the other columns of a group's trajectories, given the prompt's columns and
-            the token ids of each response, [n]: `lambda prompt, responses: [{"reward": 1.0} for _
-            in responses]`.
+        generator: Engine that generates the responses.
+        worker: Worker that leases prompts and commits groups.
+        rewards: Function of the prompt's columns and the token ids of each response, [n]; returns
+            the other columns of each trajectory of the group: `lambda prompt, responses:
+            [{"reward": 1.0} for _ in responses]`.
         pad: Token id of padding, which the attention mask leaves out.
         prompt: Column of the prompt's token ids in the data set of prompts.
         logp: Column for the log-probabilities of the response's tokens under `generator.engine`, at
-            the temperature and without top-p and top-k; 0 for the prompt. None: there is none.
+            the temperature and without top-p and top-k; 0 for the prompt. None: no such column.
     """
 
     name = "gear"
@@ -74,6 +75,7 @@ class GearRollout(RolloutEngine):
         return self.generator.generate(request, sampling)
 
     def sync_weights(self, step: int) -> None:
+        """Pass new weights to the generator."""
         self.generator.sync_weights(step)
 
     def shutdown(self) -> None:
@@ -82,16 +84,16 @@ class GearRollout(RolloutEngine):
         self.generator.shutdown()
 
     def collect(self, count: int, sampling: SamplingConfig, timeout_s: float = 60.0) -> int:
-        """Lease up to `count` prompts, generate their groups and commit them; return how many there
-        were.
+        """Lease up to `count` prompts, generate their groups and commit them.
 
-        Each rank generates `count` prompts, also where it leases fewer, so ranks with divided
-        parameters (ZeRO-3) go on together. `sampling.n_samples_per_prompt` must be the size of a
-        group.
+        Each rank generates for `count` prompts, even if it leases fewer: ranks with divided
+        parameters (ZeRO-3) must run the same forward passes.
 
+        Returns:
+            Number of leased prompts.
         Raises:
-            ConfigError: It is not.
-            DataError, StoreError: As `Lease.commit`; the leases that are left return.
+            ConfigError: `sampling.n_samples_per_prompt` is not the size of a group.
+            DataError, StoreError: As `Lease.commit`; the remaining leases are failed.
         """
         if sampling.n_samples_per_prompt != self._size:
             rule = f"must be group.size = {self._size}: a lease commits a whole group"
@@ -104,7 +106,8 @@ class GearRollout(RolloutEngine):
                 for lease in leases
             ]
             batch = self.generator.generate(self._request(prompts, count), sampling)
-            groups = list(self._groups(batch, sampling))  # its forward pass is one of every rank
+            # All groups at once, also those of padding: every rank runs this forward pass.
+            groups = list(self._groups(batch, sampling))
             for lease, group in zip(leases, groups, strict=False):
                 others = self._rewards(
                     lease.prompt, [one[self._tokens][mask] for one, mask in group]
@@ -122,11 +125,13 @@ class GearRollout(RolloutEngine):
         return len(leases)
 
     def _groups(self, batch: RolloutBatch, sampling: SamplingConfig) -> Iterator[list[Response]]:
+        """Iterate over the groups of a generated batch, without padding."""
         is_token = batch.attention_mask.bool()
         at = torch.arange(batch.seq_len, device=batch.input_ids.device)
         is_response = at >= batch.response_start_idx[:, None]
         last = (is_token * at).amax(1, keepdim=True)
-        is_token |= is_response & (at < last)  # padding ids that were generated
+        # A padding id before the last token of a response was generated, so it is a token.
+        is_token |= is_response & (at < last)
         values = {self._tokens: batch.input_ids}
         if self._mask is not None:
             values[self._mask] = is_response
@@ -142,9 +147,7 @@ class GearRollout(RolloutEngine):
             yield group
 
     def _request(self, prompts: Sequence[torch.Tensor], count: int) -> RolloutRequest:
-        """Return prompts padded on the left, and as many of one token as there are too few. ->
-        [count, T].
-        """
+        """Return prompts padded on the left, and prompts of one token up to `count`. [count, T]."""
         prompts = [*prompts, *[torch.full((1,), self._pad)] * (count - len(prompts))]
         pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         ids = pad(prompts, padding_value=self._pad)
@@ -156,14 +159,21 @@ class GearRollout(RolloutEngine):
     def _log_probabilities(
         self, ids: torch.Tensor, mask: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        """Return the log-probability of each token after the first. [B, T], [B, T] -> [B, T],
-        float32.
+        """Return the log-probability of each token after the first, and 0 for the first.
+
+        Args:
+            ids: Token ids. [B, T].
+            mask: Which are tokens, not padding. [B, T].
+            temperature: Temperature of generation.
+        Returns:
+            [B, T], float32.
         """
-        places = {"position_ids": (mask.cumsum(-1) - 1).clamp(0), "attention_mask": mask.long()}
-        logits = self.generator.engine.module(input_ids=ids, use_cache=False, **places).logits[
-            :, :-1
-        ]
-        scaled = logits.float().transpose(1, 2) / max(temperature, 1e-8)
-        return nn.functional.pad(
-            -nn.functional.cross_entropy(scaled, ids[:, 1:], reduction="none"), (1, 0)
-        )
+        model = self.generator.engine.module
+        positions = (mask.cumsum(-1) - 1).clamp(0)  # padding on the left has position 0
+        logits = model(
+            input_ids=ids, use_cache=False, position_ids=positions, attention_mask=mask.long()
+        ).logits
+        # The logits at step t predict the token at t + 1.
+        scaled = logits[:, :-1].float().transpose(1, 2) / max(temperature, 1e-8)
+        losses = nn.functional.cross_entropy(scaled, ids[:, 1:], reduction="none")
+        return nn.functional.pad(-losses, (1, 0))

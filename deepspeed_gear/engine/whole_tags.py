@@ -1,9 +1,9 @@
-"""Whole tags: the list of a checkpoint's files, written after all of them; then `latest` names it.
+"""Whole tags: the list of a tag's files is written after all of them, and then `latest` names it.
 
-DeepSpeed writes `latest` before its last barrier: after the death of a rank in its own save it
-would name a checkpoint without that rank's files, and no restart could load it. The list does not
-depend on the ZeRO stage or the kind of engine: it has the size of every file of the tag, besides
-those of the replay.
+DeepSpeed writes `latest` before its last barrier: if a rank died in its own save, `latest` would
+name a checkpoint without that rank's files, and no restart could load it. The list has the size of
+every file of the tag except the replay's, so it does not depend on the ZeRO stage or the kind of
+engine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.file_system import sync
 from deepspeed_gear.frameworks import deepspeed_compat
 
-TABLES = "gear"  # our folder in a tag's folder
+TABLES = "gear"  # the replay's folder in a tag's folder
 LATEST = "latest"
 FILE_LIST = "whole.json"  # in TABLES
 _FORMAT = 1
-_OPTIMIZER = "optim_states.pt"  # end of the names of files without weights
-Sizes = dict[str, int]  # by path in the tag's folder
+_OPTIMIZER = "optim_states.pt"  # ending of the names of files without weights
+Sizes = dict[str, int]  # bytes of each file, by its path within the tag's folder
 
 
 def begin(control_plane: ControlPlane, folder: Path) -> None:
-    """Remove the list of files of a tag, which is about to be written. Collective."""
+    """Remove the list of a tag's files before the tag is written. Collective."""
 
     def remove() -> None:
         if control_plane.rank == 0:
@@ -43,9 +43,14 @@ def begin(control_plane: ControlPlane, folder: Path) -> None:
 def finish(
     control_plane: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
 ) -> None:
-    """List the files of a tag that every rank has written, and let `latest` name it. Collective.
+    """List the files of a tag after every rank has written its own. Collective.
 
-    One rank of each node `leads_node`: it fsyncs the files that its node has written.
+    Args:
+        control_plane: The control plane of the ranks.
+        save_dir: Folder of tags.
+        tag: The tag.
+        leads_node: Whether this rank fsyncs the files of its node: True on one rank per node.
+        save_latest: Whether `latest` names the tag afterwards.
     """
     folder = save_dir / tag
 
@@ -77,11 +82,20 @@ def check(
     only_weights: bool,
     engine: Any,
 ) -> None:
-    """Raise CheckpointError where a tag, None: that of `latest`, is not there or has lost files.
-    Collective.
+    """Check that a tag is there and has all its files. Collective.
 
-    Of a tag without a list, as plain DeepSpeed and an interrupted save leave it, only the files
-    that the ranks themselves read are looked for.
+    A tag without a list, as plain DeepSpeed or an interrupted save leaves it, must have the files
+    that the ranks themselves read.
+
+    Args:
+        control_plane: The control plane of the ranks.
+        load_dir: Folder of tags.
+        tag: The tag; None: the one that `latest` names.
+        leads_node: Whether this rank looks for the files of its node: True on one rank per node.
+        only_weights: Whether files without weights may be missing.
+        engine: The engine that loads the tag.
+    Raises:
+        CheckpointError: The tag or a file is missing, or a file has another size.
     """
     what = "loading the checkpoint"
 
@@ -123,6 +137,7 @@ def check(
 
 
 def _check_own(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> None:
+    """Raise a CheckpointError if a file that this rank reads is missing."""
     for path in deepspeed_compat.own_files(engine, load_dir, tag, only_weights):
         if not path.exists():
             rule = "must be there, as this rank reads it: a save of the tag was interrupted"
@@ -130,7 +145,7 @@ def _check_own(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> Non
 
 
 def others_in(load_dir: Path) -> str:
-    """Describe the newest whole checkpoint of a folder."""
+    """Return the remedy of a broken tag: the newest whole one in its folder."""
     tag = newest(load_dir)
     if tag is None:
         return f"no tag in {load_dir} is known to be whole"
@@ -141,10 +156,9 @@ def others_in(load_dir: Path) -> str:
 
 
 def newest(load_dir: Path) -> str | None:
-    """Return the newest tag of a folder all of whose files are there, and the replay's tables as
-    saved.
+    """Return the newest whole tag of a folder: all files are there, and the tables are unchanged.
 
-    Cost: reads the tables of the tags until one is whole.
+    Cost: reads the replay's tables of each tag until one is whole.
     """
     lists = [path for path in load_dir.glob(f"*/{TABLES}/{FILE_LIST}") if path.is_file()]
     for file_list in sorted(lists, key=lambda path: -path.stat().st_mtime_ns):
@@ -164,7 +178,7 @@ def _list_of(folder: Path) -> Path:
 
 
 def _listed(folder: Path) -> Sizes:
-    """Return the files of a tag's list; {} where it has none."""
+    """Return the files of a tag's list; empty if it has none."""
     if not _list_of(folder).exists():
         return {}
     files = save_folders.read_checked(_list_of(folder), _FORMAT, "files")
@@ -172,15 +186,15 @@ def _listed(folder: Path) -> Sizes:
 
 
 def _sizes(folder: Path) -> Sizes:
-    """Return the sizes of a tag's files, besides those of the replay."""
-    found = {}
+    """Return the sizes of a tag's files, without those of the replay."""
+    sizes = {}
     for at, folders, files in os.walk(folder):
         if Path(at) == folder:
             folders[:] = [name for name in folders if name != TABLES]
         for name in files:
             path = Path(at) / name
-            found[str(path.relative_to(folder))] = path.stat().st_size
-    return found
+            sizes[str(path.relative_to(folder))] = path.stat().st_size
+    return sizes
 
 
 def _synced(folder: Path) -> Sizes:
@@ -188,9 +202,8 @@ def _synced(folder: Path) -> Sizes:
     sizes = _sizes(folder)
     for path in sizes:
         sync(folder / path)
-    folders = {
-        folder / parent for path in sizes for parent in Path(path).parents
-    }  # the last is the tag's own
+    # A file's parents are relative to the tag's folder, so the last one, ".", is that folder.
+    folders = {folder / parent for path in sizes for parent in Path(path).parents}
     for at in sorted(folders | {folder.parent}):
         sync(at)
     return sizes

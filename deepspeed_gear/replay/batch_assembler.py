@@ -97,12 +97,10 @@ class BatchAssembler:
         pass_size: int | None = None,
         shares: Sequence[float] | None = None,
     ) -> Batch:
-        """Gather samples of selections into one batch, by table; DataError if a mapped file has
-        changed.
+        """Gather the samples of selections into one batch, table by table.
 
-        `taken` are streams with the part of each one's selection: one, or of a mixture the training
-        streams, with the tables' `shares`. In a pass, samples after its `pass_size` items are
-        fillers.
+        Raises:
+            DataError: A mapped file of a data set has changed.
         """
         for files in self._mapped:
             files.check_at_times()

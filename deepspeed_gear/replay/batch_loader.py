@@ -33,7 +33,14 @@ from deepspeed_gear.store.records import Head
 
 
 class PreparedBatch(NamedTuple):
-    """A micro batch of this rank."""
+    """A micro batch of this rank, before `sample` returns it.
+
+    Attributes:
+        batch: The batch.
+        heads: Heads of its selections, by table.
+        digest: With the last micro batch of a global batch that is verified, the digest of all its
+            ids and anchors; else None.
+    """
 
     batch: Batch
     heads: list[list[int]]  # of its selections
@@ -75,21 +82,17 @@ class BatchLoader:
             self._prefetcher.begin(self._make)
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
-        self._held: PreparedBatch | None = (
-            None  # gathered and not returned yet: after a failure, or early
-        )
+        # Gathered and not returned yet: after a failure, or taken early.
+        self._held: PreparedBatch | None = None
         self._is_early = False
-        self._start = batches(
-            position.at
-        )  # global batch at which the numbering of micro batches begins
+        self._start = batches(position.at)  # global batch at which `_used` begins
         self._used = 0  # micro batches returned since then
-        self._heads: list[list[int]] | None = (
-            None  # of the last global batch used; None: see _position
-        )
+        # Heads of the last global batch that was used; None: the position is `_position`.
+        self._heads: list[list[int]] | None = None
         self._position = position.at
 
     def next(self) -> Batch:
-        """Return the next micro batch; where another rank has failed, the next call tries again."""
+        """Return the next micro batch; if another rank has failed, the next call tries again."""
         if self._transfer is not None:
             self._transfer.refuse_capture()
         self._lent.make_room()
@@ -110,9 +113,8 @@ class BatchLoader:
             self._heads = made.heads
         if self._barrier is not None and self._barrier.is_early:
             following = self._prefetcher.ready()
-            if (
-                following is not None
-            ):  # reach the next barrier early: its messages overlap with training
+            if following is not None:
+                # Reach the next barrier early, so that its messages overlap with training.
                 self._hold(following)
                 self._is_early = True
                 if self._after_each or (self._used + 1) % self._info.accumulation == 0:
@@ -132,9 +134,7 @@ class BatchLoader:
             stream.request(number)
 
     def take_digest(self) -> int:
-        """Return, once, the digest of this rank's part of a global batch that is
-        verified; else 0.
-        """
+        """Return the digest of this rank's part of a verified global batch once, else 0."""
         digest, self._digest = self._digest, NO_DIGEST
         return digest
 
@@ -157,9 +157,7 @@ class BatchLoader:
             raise
 
     def _hold(self, made: PreparedBatch) -> None:
-        """Keep a micro batch until its turn is over, and add it to the digest of this
-        rank's part.
-        """
+        """Keep a micro batch until it is returned, and add it to the digest of this rank's part."""
         self._held = made
         if not self._verify_every:
             return
@@ -183,7 +181,7 @@ class BatchLoader:
         )
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
-        """Raise CheckpointError for a rollout batch whose training is under way."""
+        """Raise a CheckpointError for a state within a rollout batch."""
         if rollout is not None:
             rule = "must not be in the middle of a rollout batch"
             raise CheckpointError(
@@ -191,7 +189,7 @@ class BatchLoader:
             )
 
     def _make(self, index: int) -> PreparedBatch:
-        """Gather this rank's micro batch number `index` since the start or the last resume."""
+        """Gather this rank's micro batch number `index` since `_start`. On the prefetch thread."""
         begin = time.perf_counter()
         info = self._info
         step, micro_index = divmod(index, info.accumulation)
@@ -232,26 +230,28 @@ class Evaluation:
         self.begun: dict[str, int] = {}  # by split; a checkpoint has them
 
     def batches(self, split: str) -> Iterator[Batch]:
-        found = self._streams(split)
+        """Return an iterator over the next pass over a split."""
+        streams = self._streams(split)
         number = self.begun.get(split, 0)
         self.begun[split] = number + 1
-        return chain.from_iterable(self._pass(stream, number) for stream in found)
+        return chain.from_iterable(self._pass(stream, number) for stream in streams)
 
     def num_batches(self, split: str) -> int:
+        """Return the number of batches that each rank gets in one pass over a split."""
         return sum(-(-stream.num_items // stream.spec.batch) for stream in self._streams(split))
 
     def _streams(self, split: str) -> list[BatchStream]:
         if self._parts.plan.config.pack is not None:
-            rule = "must not be given where splits are iterated over: their batches are windows"
+            rule = "cannot be combined with iterating over a split (a split yields windows)"
             raise ConfigError("gear.pack", rule, None, SPLITS)
         by_table = self._parts.streams.values()
-        found = [streams[split] for streams in by_table if split in streams]
-        if not found or split == TRAIN:
+        of_split = [streams[split] for streams in by_table if split in streams]
+        if not of_split or split == TRAIN:
             known = dict.fromkeys(name for streams in by_table for name in streams)
             raise ConfigError(
                 "stream", f"must be one of {', '.join(known)}", split, "give gear.data.split"
             )
-        return found
+        return of_split
 
     def _pass(self, stream: BatchStream, pass_number: int) -> Iterator[Batch]:
         plan = self._parts.plan
@@ -279,8 +279,9 @@ class Evaluation:
 
 
 def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
-    """Give up a selection that an error of the store has ended: new priorities count for the next
-    attempt, and can correct the old ones.
+    """Give up the selection that an error of the store has ended.
+
+    Priorities that are reported from now on count for the next attempt, and can correct old ones.
     """
     is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
     if isinstance(error, StoreError):

@@ -1,6 +1,4 @@
-"""Builds a replay: stores, failure detector, batch barrier, channels, streams, assembler.
-Collective.
-"""
+"""Builder of a replay: stores, failure detector, batch barrier, links, streams, assembler."""
 
 from __future__ import annotations
 
@@ -36,8 +34,14 @@ from deepspeed_gear.store.table import Table
 
 class ReplayParts:
     """The stores that this rank is attached to, and the parts that read them, until `release`.
-    Collective. An error is raised on every rank, after all resources are released. `turns`: when
-    ranks wait, None for never.
+
+    Construction is collective: an error is raised on every rank, after all resources are released.
+
+    Args:
+        plan: The resolved plan of the replay.
+        turns: When ranks wait for each other; None: never.
+        engine_dtype: The dtype of fields with `"as": "engine"`.
+        device: The device of the batches.
     """
 
     assembler: (
@@ -95,9 +99,7 @@ class ReplayParts:
         )
 
     def _count_items(self) -> dict[StreamState, int]:
-        """Count the items of all nodes, by stream of the tables that several nodes hold.
-        Collective.
-        """
+        """Count the items of all nodes for streams of tables on several nodes. Collective."""
         plan = self.plan
         spread = [state for state in self._states if state.table.spec.name in plan.placement.spread]
         own = [state.masses.total for state in spread] if plan.leads_shard else None
@@ -135,8 +137,9 @@ class ReplayParts:
         self.rates.set_quotas(streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
-        """Return the context of this rank; its check also releases selections that the device has
-        read.
+        """Return the context of this rank.
+
+        Its check raises if a rank is lost, and releases selections that the device has read.
         """
 
         def check() -> None:

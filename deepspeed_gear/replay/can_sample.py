@@ -1,6 +1,4 @@
-"""Questions about the next batch, with the same answer on all ranks: can it be sampled, what is
-missing.
-"""
+"""Questions about the next batch with equal answers on all ranks, such as `can_sample`."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ class Readiness:
         self._parts = parts
         self._rates = parts.rates
         self._timeout_s = parts.plan.config.rollout_timeout_s
+        barrier = parts.barrier
         # Raises if a rank is lost.
-        self._check = parts.context.check if parts.barrier is None else parts.barrier.check
+        self._check = parts.context.check if barrier is None else barrier.check
         self._streams = parts.train
         self._table = parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
@@ -51,8 +50,10 @@ class Readiness:
         return all(answers)
 
     def missing(self, stream: BatchStream, number: int) -> int:
-        """Return how many items this rank should add for a global batch: its share, the first ranks
-        one more. Collective. Items are counted when all ranks of the node have called.
+        """Return this rank's share of the items to add for a global batch. Collective.
+
+        A remainder goes to the first ranks. Items are counted once all ranks of the node have
+        called.
         """
         turn = int(self._asked[self._peer])
         place = self._parts.plan.topology.place

@@ -1,6 +1,4 @@
-"""DeviceReplay: a replay whose table lies in the memory of one device; a step does not use the
-host.
-"""
+"""DeviceReplay: a replay whose tables lie in the memory of one device; steps need no host."""
 
 from __future__ import annotations
 
@@ -55,31 +53,30 @@ from deepspeed_gear.schema import Schema
 class DeviceReplay(ReplayBase):
     """The replay system of a config whose tables have `"placement": "device"`.
 
-    There is one table, or several of a mixture with constant shares. Table, tree, cursors and
-    counters lie in the memory of this rank's device. `sample_`, `add_` and `update_priorities_`
-    mutate fixed tensors, never wait for the device, and read all state from its memory: they can be
+    There is one table, or a mixture of several with constant shares. Table, tree, cursors and
+    counters are in the memory of this rank's device. `sample_`, `add_` and `update_priorities_`
+    change fixed tensors, never wait for the device, and read all state from its memory: they can be
     captured in a CUDA graph together with the training step, and traced by `torch.compile`. The
-    content is lost with the process unless `save` is called.
+    contents are lost with the process unless `save` is called.
 
-    A data set is copied to the device of each rank. Trajectories that are added lie on the devices
-    of this rank's replica; its tensor and sequence ranks add the same ones. Each replica draws from
-    its own table, with its own probabilities, priorities and weights, and shares nothing with other
-    replicas: for one exact distribution over all of them use a table in host memory (`"placement":
-    "host"`).
+    A data set is copied to the device of each rank. Added trajectories are on the devices of this
+    rank's replica; its tensor and sequence ranks add the same ones. Each replica samples from its
+    own table, with its own probabilities, priorities and weights, without communication: for one
+    exact distribution over all replicas use a table in host memory (`"placement": "host"`).
 
     Construction, `save`, `load` and `close` are collective. Not thread-safe.
 
     Args:
         config: The `gear` section, or the path of a JSON file.
         device: The device of the table; "cpu" runs the same program on the host.
-        process_group: Ranks of the run; None for all.
+        process_group: Ranks of the run; None: all ranks.
         schemas: Schemas of tables that have none in the config.
         info: Batch sizes where an engine decides them.
         place: This rank's place in the grid; None: each rank is a replica.
-        engine_dtype: The dtype of `"as": "engine"`.
+        engine_dtype: The dtype of fields with `"as": "engine"`.
     Raises:
         ConfigError, DataError, BuildError: On every rank; all resources are released.
-    Cost: `table.num_bytes` of the device.
+    Cost: `table.num_bytes` of the device's memory.
     """
 
     def __init__(
@@ -104,9 +101,8 @@ class DeviceReplay(ReplayBase):
             )
             self._loader = DeviceLoader(plan, self._mixture, self._burn_in, owner=self)
         self._clamp_warnings = self._new_clamp_warnings()
-        self._num_before_load = (
-            0  # global batches selected here, less the position of the latest load
-        )
+        # Global batches selected by this replay, less the position of the latest load.
+        self._num_before_load = 0
 
     def _build(self, plan: Resolved, engine_dtype: torch.dtype) -> None:
         info = plan.info
@@ -117,11 +113,10 @@ class DeviceReplay(ReplayBase):
         for name in plan.config.sampled_tables:
             resolved = plan.tables[name]
             if resolved.dataset is not None and sampler.kind == "top_k" and info.data_world > 1:
-                replicas = f"the devices of {info.data_world} replicas"
-                rule = f'must not be "top_k" for a data set on {replicas}: each '
-                rule += (
-                    "takes the highest priorities of its own copy, so all would train on "
-                    "the same samples"
+                rule = (
+                    f'must not be "top_k" for a data set on the devices of {info.data_world} '
+                    "replicas: each takes the highest priorities of its own copy, so all would "
+                    "train on the same samples"
                 )
                 remedy = f'give gear.tables.{name} "placement": "host", where they draw together'
                 raise ConfigError("gear.sampler.kind", rule, sampler.kind, remedy)
@@ -137,16 +132,14 @@ class DeviceReplay(ReplayBase):
         self._passes = DeviceEvaluation(plan, tables[0], splits, self._burn_in)
 
     def _changing(self, name: str | None) -> DeviceTable:
-        """Return a table that is added to, which holds no data set: of this name, or
-        the only one.
-        """
+        """Return the table of a name, which must hold no data set; None: the only such table."""
         self._check_open()
         tables = {each.name: each for each in self._mixture.tables}
         changing = [each.name for each in self._mixture.tables if not each.has_data]
-        found = tables[self._table_name(name, tables, changing or list(tables)[:1])]
-        if found.has_data:
+        table = tables[self._table_name(name, tables, changing or list(tables)[:1])]
+        if table.has_data:
             raise StoreError("a table of a data set", "must not be changed")
-        return found
+        return table
 
     def new_batch(self) -> DeviceBatch:
         """Return tensors that `sample_` can fill; they belong to the caller."""
@@ -155,9 +148,9 @@ class DeviceReplay(ReplayBase):
     def sample_(self, out: DeviceBatch) -> None:
         """Fill a batch with this rank's next micro batch. Waits for nothing; can be captured.
 
-        A captured graph must contain the calls of whole global batches: as many as accumulation
-        steps. All micro batches of a global batch are gathered with its first one, so that
-        additions between them change none.
+        A captured graph must contain the calls of whole global batches: a multiple of the
+        accumulation steps. All micro batches of a global batch are gathered with its first one, so
+        trajectories added in between change none of them.
 
         Args:
             out: From `new_batch`.
@@ -170,8 +163,9 @@ class DeviceReplay(ReplayBase):
         self._loader.fill_(out)
 
     def sample(self) -> Batch:
-        """Return this rank's next micro batch; its tensors are reused after max(2, accumulation)
-        calls.
+        """Return this rank's next micro batch.
+
+        Its tensors are overwritten after max(2, accumulation) more calls.
         """
         self._check_filled()
         batch = self._loader.next()
@@ -192,14 +186,15 @@ class DeviceReplay(ReplayBase):
         """Add trajectories; the oldest are evicted if needed. Waits for nothing; can be captured.
 
         Args:
-            columns: By name, on the device, of the columns' dtypes: [E, T, *shape], [E, T + 1,
-                *shape] for a column of T+1 rows, [E, *shape] for a value per trajectory. T at most
-                `max_length`. Trajectories that fail a condition of `sampler.where` are not stored.
-            lengths: Steps of each; 0 adds nothing. Lengths outside [0, T], and trajectories with an
-                end flag before their last step, are refused on the device: nothing is added, and
-                `statistics` counts them. None: all T. [E], int64.
-            table: Which table of a mixture, here and in the other calls; None: the only one that
-                holds no data set.
+            columns: Column -> tensor on the device, of the column's dtype: [E, T, *shape];
+                [E, T + 1, *shape] for a column of T+1 rows; [E, *shape] for one value per
+                trajectory. T is at most `max_length`. Trajectories that fail a condition of
+                `sampler.where` are not stored.
+            lengths: Number of steps of each trajectory; 0 adds nothing; None: T for all. Lengths
+                outside [0, T], and trajectories with an end flag before their last step, are
+                refused on the device: nothing is added, and `statistics` counts them. [E], int64.
+            table: Name of the table, here and in the other calls; None: the only one that holds no
+                data set.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit; or, in host
                 memory, an end flag is set before a last step.
@@ -227,15 +222,15 @@ class DeviceReplay(ReplayBase):
         *,
         table: str | None = None,
     ) -> None:
-        """Add transitions, one of each environment, as trajectories of one step.
+        """Add one transition of each environment, as trajectories of one step.
 
         Args:
-            columns: Every column, without a time axis. [E, *shape].
-            following: Rows of T+1 columns after the step. [E, *shape].
+            columns: All columns, without a time axis. [E, *shape].
+            following: Rows of the columns of T+1 rows after the step. [E, *shape].
+            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: As `add_`.
-            ConfigError: N-step returns are of more than a step, which no trajectory of one step
-                has.
+            ConfigError: `n_step.n` is more than 1, the steps of these trajectories.
         """
         trajectories = added_columns.as_trajectories(
             self._changing(table).table, columns, following
@@ -247,8 +242,8 @@ class DeviceReplay(ReplayBase):
                 "trajectory"
             )
             remedy = (
-                "add pieces of that many steps or more with add_, or steps with num_envs "
-                "and add_steps_"
+                "add pieces of that many steps or more with add_, or steps with num_envs and "
+                "add_steps_"
             )
             raise ConfigError("gear.n_step.n", rule, n, remedy)
         self.add_(trajectories, table=table)
@@ -264,38 +259,42 @@ class DeviceReplay(ReplayBase):
     ) -> None:
         """Add a step of every environment, which continues its open trajectory. Waits for nothing.
 
-        The next draw may contain all steps so far; windows and n-step returns end at the newest
-        one, as in a table in host memory whose writer publishes each step. A trajectory ends with
+        The next batch may contain all steps so far; windows and n-step returns end at the newest
+        step, as in a table in host memory whose writer publishes each step. A trajectory ends with
         `terminated` or `truncated`, or, marked as truncated, where the next step would exceed
-        `max_length`. The oldest trajectories are evicted; an open one only if its environment was
-        left out by `mask` until it is the oldest. Can be captured in a CUDA graph.
+        `max_length`. The oldest trajectories are evicted; an open one only if `mask` left its
+        environment out until it is the oldest. Can be captured in a CUDA graph.
 
         Args:
-            columns: The state before the step, the action, and its results; columns of one value
-                per trajectory, of which the first step's is stored. `terminated` must be given and
-                `truncated` may be, also where the schema has no such columns. [num_envs, *shape]
-                each, on the device.
+            columns: The state before the step, the action, and its results; and columns of one
+                value per trajectory, of which the first step's value is stored. `terminated` is
+                required and `truncated` optional, even where the schema has no such columns.
+                [num_envs, *shape] each, on the device.
             following: Columns of T+1 rows after the step: at an end the last observation of the
                 episode (gymnasium: `infos["final_obs"]`), not the first of the next one.
-            mask: Which environments have a step; None: all. [num_envs], bool.
+            mask: Environments that have a step; None: all. [num_envs], bool.
             autoreset: "same_step" or "disabled": every call is a step. "next_step": the call after
                 an end resets its environment and adds no step.
+            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: A column is missing or does not fit.
             ConfigError: There is no such autoreset mode.
             StoreError: The table has no `num_envs`, or holds a data set.
         """
-        into, following = self._open_steps(table), {} if following is None else following
+        into = self._open_steps(table)
+        following = {} if following is None else following
         added_columns.check_step(into.table, columns, following, mask, autoreset)
         into.table.add_steps_(columns, following, mask, autoreset)
         into.mark_filled()
 
     def end_steps_(self, mask: Tensor | None = None, *, table: str | None = None) -> None:
-        """End open trajectories where the program resets environments; their last steps are marked
-        truncated.
+        """End open trajectories where the program resets environments.
+
+        Their last steps are marked as truncated.
 
         Args:
-            mask: Of which environments; None: of all. [num_envs], bool.
+            mask: Environments that are reset; None: all. [num_envs], bool.
+            table: As `add_`.
         Raises:
             StoreError: The table has no `num_envs`, or holds a data set.
             SchemaError, ShapeError, DataError: `mask` is no tensor of bools on the device.
@@ -306,6 +305,7 @@ class DeviceReplay(ReplayBase):
         into.table.end_steps_(mask)
 
     def _open_steps(self, name: str | None) -> DeviceTable:
+        """Return the table of a name, which must take steps of environments."""
         into = self._changing(name)
         if not into.table.num_envs:
             rule = "must have num_envs, so that steps of environments can be added"
@@ -317,12 +317,13 @@ class DeviceReplay(ReplayBase):
     def fill_(
         self, ids: Tensor, columns: Mapping[str, Tensor], *, table: str | None = None
     ) -> None:
-        """Write columns of trajectories; those that are not stored any more are left out.
+        """Write columns of trajectories; those no longer stored are left out.
 
         Args:
-            ids: As `batch.trajectory_id` of this replica. [n], int64.
-            columns: By name. [n, max_length (+ 1), *shape], or [n, *shape] for a value per
-                trajectory. Not rewards and ends, from which other quantities are derived.
+            ids: Ids as in `batch.trajectory_id` of this replica. [n], int64.
+            columns: Column -> [n, max_length (+ 1), *shape], or [n, *shape] for one value per
+                trajectory. Rewards and end flags are refused: other quantities derive from them.
+            table: As `add_`.
         Raises:
             SchemaError, ShapeError, DataError: A column is unknown, or does not fit.
             StoreError: The table holds a data set.
@@ -338,14 +339,14 @@ class DeviceReplay(ReplayBase):
         into.fill_(ids, columns)
 
     def remove_(self, ids: Tensor, *, table: str | None = None) -> None:
-        """Remove trajectories from the next draw on; those that are not stored any more are left
-        out.
+        """Remove trajectories before the next batch; those no longer stored are left out.
 
         Their rows are used again when they would have been evicted; later steps of an open
         trajectory begin another one. Waits for nothing; can be captured.
 
         Args:
-            ids: As `batch.trajectory_id` of this replica. [n], int64.
+            ids: Ids as in `batch.trajectory_id` of this replica. [n], int64.
+            table: As `add_`.
         Raises:
             ShapeError, DataError: `ids` is no such tensor on the device.
             StoreError: The table holds a data set.
@@ -358,23 +359,19 @@ class DeviceReplay(ReplayBase):
 
     @staticmethod
     def _check_ids(ids: object) -> None:
-        if (
-            not isinstance(ids, Tensor)
-            or ids.is_nested
-            or ids.dtype != torch.int64
-            or ids.dim() != 1
-        ):
-            form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
-            raise ShapeError("ids", "must be a tensor [n], int64", form)
+        form = (torch.int64, 1)  # dtype and number of axes
+        if not isinstance(ids, Tensor) or ids.is_nested or (ids.dtype, ids.dim()) != form:
+            given = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ShapeError("ids", "must be a tensor [n], int64", given)
 
     def update_priorities_(
         self, batch: Batch, priorities: Tensor, mask: Tensor | None = None
     ) -> None:
         """Set the priorities of a batch's items, for the next selection. Waits for nothing.
 
-        Of several values of an item the one with the highest sample number wins. Negative, infinite
-        and NaN ones change nothing; `statistics` counts them, and `check` raises. With accumulation
-        the values of all micro batches are applied together, after those of the last one.
+        If an item has several values, the one with the highest sample number wins. Negative,
+        infinite and NaN values change nothing; `statistics` counts them, and `check` raises. With
+        accumulation the values of all micro batches are applied together, after the last one's.
 
         Args:
             batch: From `sample` or `sample_`.
@@ -382,7 +379,8 @@ class DeviceReplay(ReplayBase):
             mask: Which steps count, as in `Replay.update_priorities`. [B, T], bool.
         Raises:
             ConfigError: The sampler has no priorities.
-            ShapeError: A wrong shape.
+            ShapeError: A shape does not fit the batch.
+            DataError: The batch is not of this replay's training stream, or a dtype does not fit.
         """
         self._check_open()
         sampler = self.config.item_sampler
@@ -432,7 +430,7 @@ class DeviceReplay(ReplayBase):
     def statistics(self) -> dict[str, Any]:
         """Return sizes, and counts of priority updates. Waits for the device.
 
-        Of a mixture: the sums over the tables, and those of each by name under "tables".
+        For a mixture, sums over the tables, and each table's entries by name under "tables".
         """
         every = {name: table.statistics() for name, table in self.tables.items()}
         first = next(iter(every.values()))
@@ -443,53 +441,49 @@ class DeviceReplay(ReplayBase):
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor. Waits for the device."""
-        found = self.statistics()
-        return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
+        statistics = self.statistics()
+        return {name: float(statistics[name]) for name in ("steps", "trajectories", "refused")}
 
     def total_progress(self) -> Progress:
         elapsed_s = time.perf_counter() - self._begin_s
         return Progress(self._num_selected() * self.batch_info.global_batch, elapsed_s, None, None)
 
     def check(self) -> None:
-        """Raise if the device has refused a trajectory or a priority, or had nothing to draw. Waits
-        for it.
+        """Check that the device has accepted all inputs and had items to sample. Waits for it.
 
         The first rank of a node logs a warning if many priorities were clamped since the last call.
 
         Raises:
-            DataError: It has.
+            DataError: The device has refused a trajectory or a priority, or had nothing to sample.
         """
         refused = sum(int(table.state[RingState.REFUSED]) for table in self.tables.values())
         if refused:
             rule = (
-                "must be in range: lengths in [0, T], end flags at last steps only, "
-                "priorities finite and "
+                "must be in range: lengths in [0, T], end flags at last steps only, priorities "
+                "finite and at least 0, beta in [0, 1]"
             )
-            rule += "at least 0, beta in [0, 1]"
             raise DataError("input of the device", rule, f"{refused} that were not")
-        empty = next(
-            (n for table in self.tables.values() if (n := int(table.state[RingState.EMPTY]))), 0
-        )
+        counts = [int(table.state[RingState.EMPTY]) for table in self.tables.values()]
+        empty = next(filter(None, counts), 0)
         if empty:
             rule = "must have an item with a mass whenever a batch is drawn"
             remedy = (
-                "add trajectories that have an anchor before sample_, and report "
-                "priorities above 0; "
+                "add trajectories that have an anchor before sample_, and report priorities above "
+                "0; batch.valid and batch.is_weight mark the samples that exist"
             )
-            remedy += "batch.valid and batch.is_weight mark the samples that exist"
             given = f"{empty} global batches without samples"
             raise DataError("the table on the device", rule, given, remedy)
         for warning in self._clamp_warnings:
             warning.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position alone, without trajectories and priorities: see `export_table` and
-        `save`.
+        """Return the position, without trajectories and priorities. Collective.
 
-        Collective. Equal on all ranks; JSON-able. Waits for the device.
+        Equal on all ranks, and JSON-able. Waits for the device. `export_table` and `save` also have
+        the contents.
 
         Raises:
-            StoreError: Some micro batches of a global batch were used, and not all.
+            StoreError: Only some micro batches of a global batch were used.
         """
         self._settle()
         return device_checkpoint.position_of(self._plan, self.tables)
@@ -498,7 +492,7 @@ class DeviceReplay(ReplayBase):
         """Return a copy of the table and the position, in host memory. Waits for the device.
 
         Raises:
-            StoreError: Some micro batches of a global batch were used, and not all.
+            StoreError: Only some micro batches of a global batch were used.
         """
         self._settle()
         saved = partial(device_checkpoint.saved_names, self._plan)
@@ -536,10 +530,11 @@ class DeviceReplay(ReplayBase):
         return loaded
 
     def _num_selected(self) -> int:
-        """Return the number of global batches that were selected since this replay was made."""
+        """Return the number of global batches selected since this replay was made."""
         return self._num_before_load + int(self.table.state[RingState.BATCH])
 
     def _go_on(self, selected: int) -> None:
+        """Continue after the tables have changed; `selected` is `_num_selected` before."""
         self._num_before_load = selected - int(self.table.state[RingState.BATCH])
         for each in self._mixture.tables:
             each.mark_filled(each.table.num_trajectories() > 0)
@@ -547,7 +542,7 @@ class DeviceReplay(ReplayBase):
         self._clamp_warnings = self._new_clamp_warnings()  # earlier updates do not count
 
     def _new_clamp_warnings(self) -> list[ClampWarning]:
-        """Return the clamp warnings of `check`: of each table, on the first rank of a node."""
+        """Return the clamp warning of each table; none unless this rank leads its node."""
         if not self._mixture.is_prioritized or not self.topology.leads_node:
             return []
         return [
@@ -556,7 +551,7 @@ class DeviceReplay(ReplayBase):
         ]
 
     def _settle(self) -> None:
-        """Apply all waiting updates; only between two global batches."""
+        """Apply all waiting priority updates; raise a StoreError within a global batch."""
         self._check_open()
         if self._loader.next_index != 0:
             rule = "must be taken between two global batches"

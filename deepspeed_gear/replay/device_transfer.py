@@ -41,9 +41,7 @@ MOST_STEPS = 1000  # of a synthetic trajectory
 
 
 def is_wanted(options: TransferConfig, device: torch.device) -> bool:
-    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a way is
-    named.
-    """
+    """Return whether batches are copied to a device: always to CUDA, to the CPU if a way is set."""
     if device.type not in ("cpu", "cuda") and options.way != "auto":
         rule = "must be auto where batches are on neither CUDA nor the CPU"
         raise ConfigError("gear.transfer.way", rule, options.way, f"they are on {device}")
@@ -187,9 +185,7 @@ class DeviceTransfer:
         return True
 
     def bring(self, batch: Batch) -> Batch:
-        """Copy a batch's other tensors (its samples) to the device. Called on the
-        transfer stream.
-        """
+        """Copy a batch's other tensors, of its samples, to the device; on the transfer stream."""
         here = [tensor for tensor in batch.every_tensor if tensor.device != self.lane.device]
         there = dict(zip(map(id, here), self.lane.bring(here), strict=True))
         return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
@@ -200,9 +196,7 @@ class DeviceTransfer:
         return batch
 
     def refuse_capture(self) -> None:
-        """Raise StoreError if a CUDA graph is captured: its next replay would read the
-        same batch.
-        """
+        """Raise a StoreError while a CUDA graph is captured: replays would read the same batch."""
         if self.lane.device.type == "cuda":
             rule = "cannot be captured where the table is in host memory"
             refuse_capture("sample", rule, 'sample before the graph, or set "placement": "device"')
@@ -217,9 +211,7 @@ class DeviceTransfer:
         return batch
 
     def describe(self) -> dict[str, Any]:
-        """Return the transfer way, registered bytes, and why others were refused or not
-        registered.
-        """
+        """Return the transfer way, registered bytes, and why other ways were refused."""
         return {
             "way": self.way,
             "refused": dict(self._refused),
@@ -236,8 +228,10 @@ class DeviceTransfer:
 
 
 def made_up_resolutions(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Return random resolutions within rows and slots of a table, [count, 8]; none if
-    no step fits.
+    """Return random resolutions within a table's rows and slots; none if no step fits.
+
+    Returns:
+        [count, 8], int64.
     """
     words = np.random.default_rng(0)
     final = int(table.spec.schema.has_final_row)

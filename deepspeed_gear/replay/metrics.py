@@ -1,6 +1,4 @@
-"""Metrics, progress, statistics and warnings of a Replay: its batches, and what its stores hold and
-drop.
-"""
+"""Metrics, progress, statistics and warnings of a Replay, for its batches and its stores."""
 
 from __future__ import annotations
 
@@ -38,8 +36,9 @@ TRAINED = ("trajectories", "tokens", "shared_tokens", "micro_batches", "fill", "
 
 
 class Metrics:
-    """Sums that only increase. Thread safe: a prefetch thread adds, the main thread
-    adds and reads.
+    """Sums that only increase.
+
+    Thread safety: a prefetch thread adds, the main thread adds and reads.
     """
 
     def __init__(self) -> None:
@@ -86,24 +85,22 @@ class Metrics:
         return {name: value - before[name] for name, value in now.items()}
 
     def _mean(self, name: str, total: float, count: float) -> float:
-        """Return a mean of the period since the last call; of an earlier one where nothing is
-        counted.
-        """
+        """Return a mean since the last call, or of the period before if nothing was counted."""
         if count:
             self._means[name] = total / count
         return self._means.get(name, 0.0)
 
     def take_trained(self) -> dict[str, float]:
-        """Return means per optimizer step of packed batches since the last call, and all skipped
-        ones.
-        """
+        """Return means per optimizer step since the last call, and the number of skipped steps."""
         new = self._new()
         means = {f"step_{name}": self._mean(name, new[name], new["steps"]) for name in TRAINED}
         return {**means, "train_steps": new["steps"], "skipped_steps": self.sums["skipped"]}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
-        """Return means per micro batch since the last call. `counters`: real rows, all rows, bytes.
-        [3].
+        """Return means per micro batch since the last call.
+
+        Args:
+            counters: Real rows, all rows and bytes, ever. [3].
         """
         self.sums |= zip(("real", "rows", "bytes"), counters.tolist(), strict=True)
         new = self._new()
@@ -207,9 +204,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def of_groups(tables: Sequence[Table]) -> dict[str, float]:
-    """Return the groups that were left out, of all sampled tables together; empty
-    without groups.
-    """
+    """Return the counts of groups left out, over all sampled tables; empty without groups."""
     known = [table.groups for table in tables if table.groups is not None]
     if not known:
         return {}
@@ -226,9 +221,7 @@ def of_groups(tables: Sequence[Table]) -> dict[str, float]:
 
 
 def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
-    """Return the counts of priority updates, and of items that were evicted before their turn in an
-    epoch.
-    """
+    """Return the counts of priority updates, and of items evicted before their turn in an epoch."""
     updates: Counter[str] = Counter()
     for stream in streams:
         if stream.state.priorities is not None:
@@ -241,9 +234,7 @@ def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
 
 
 def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
-    """Return the cheap statistics of the newest global batch (`of_selection`); empty before the
-    first.
-    """
+    """Return the cheap statistics of the newest global batch; empty before the first one."""
     batches = _batches(streams, 1)
     if not batches:
         return {}
@@ -258,8 +249,9 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
 
 
 def policy_lag(streams: Sequence[BatchStream]) -> float | None:
-    """Return the mean lag of the newest global batch's samples on this node; None: no versions or
-    samples.
+    """Return the mean policy lag of the newest global batch's samples on this node.
+
+    None if the table has no policy versions, or the node none of the samples.
     """
     if all(stream.table.spec.retention.version_column is None for stream in streams):
         return None
@@ -360,9 +352,7 @@ def _lag(batch: Selections) -> float | None:
 
 
 def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
-    """Return the slots of the samples whose trajectories are still in this node's store. [n],
-    int64.
-    """
+    """Return the slots of samples whose trajectories are still in this store. [n], int64."""
     resolutions = selection.resolutions.numpy()
     resolutions = resolutions[resolutions[:, Resolution.SLOT] < len(stream.table.slots)]
     slots = resolutions[:, Resolution.SLOT]
@@ -371,9 +361,7 @@ def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
 
 
 def _draws(stream: BatchStream) -> dict[str, float] | None:
-    """Return mean, maximum, and the fraction of items that were never drawn, of those
-    that can be.
-    """
+    """Return the mean and maximum of draws per item, and the fraction of items never drawn."""
     if stream.state.counts is None:
         return None
     counts = stream.state.counts.drawable(stream.masses)
@@ -392,9 +380,13 @@ PAUSE_S = 600.0  # between two warnings of one kind
 
 
 class ClampWarning:
-    """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds.
-    `most_bits` is log2 of the largest mass; `counts` and `recent` return the numbers of updates
-    applied and clamped: ever, and in the latest global batches (None: since the last `check`).
+    """Warning in the log of many clamped priority updates, at most once in `PAUSE_S` seconds.
+
+    Args:
+        table: Name of the table.
+        most_bits: log2 of the largest mass.
+        counts: Returns the numbers of updates that were ever applied and clamped.
+        recent: Returns those of the latest global batches; None: those since the last `check`.
     """
 
     def __init__(
@@ -521,8 +513,11 @@ class GroupWarning:
 
 
 class LossWarning:
-    """Logs that train steps have no loss tokens, at most once in `PAUSE_S` seconds. `column` is
-    that of the loss mask (None: there is none); `predicts`: whether losses are of predicted tokens.
+    """Warning in the log of train steps without loss tokens, at most once in `PAUSE_S` seconds.
+
+    Args:
+        column: Name of the loss mask; None: there is none.
+        predicts: Whether losses are of predicted tokens.
     """
 
     def __init__(self, column: str | None, predicts: bool) -> None:
@@ -560,9 +555,7 @@ class LossWarning:
 
 
 def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarning]:
-    """Return the warnings of streams that have priorities, and of those whose tables
-    have groups.
-    """
+    """Return the warnings of streams with priorities, and of those whose tables have groups."""
     found: list[ClampWarning | GroupWarning] = []
     for stream in streams:
         masses = stream.state.priorities

@@ -1,6 +1,4 @@
-"""This rank's links to other nodes: channels, and the selectors of tables that several nodes
-hold.
-"""
+"""This rank's links to other nodes: channels, and selectors of tables on several nodes."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ class SpreadTrajectories:
 
 
 class NodeLinks:
-    """The links of this rank to other nodes; empty with one node, and on ranks
-    without any.
-    """
+    """The links of this rank to other nodes; empty with one node, and on ranks that have none."""
 
     def __init__(self, plan: Resolved, device: torch.device) -> None:
         self._plan = plan
@@ -59,9 +55,10 @@ class NodeLinks:
     def selectors(
         self, states: States, goals: Goals, detector: FailureDetector | None
     ) -> dict[StreamState, Selector]:
-        """Open the channels and return the selectors of streams that nodes select together, on the
-        leaders of nodes that hold such tables. Collective. `goals` draws the achieved goals of
-        samples.
+        """Open the channels and return the selectors of streams that nodes select together.
+
+        Collective. The selectors are on the leaders of nodes that hold such tables. `goals` draws
+        the achieved goals of samples.
         """
         plan = self._plan
         config = self._plan.config
@@ -120,9 +117,10 @@ class NodeLinks:
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean of training selections since the last call, or before if there
-        was none; empty elsewhere. `late_ms.<node>` is how long the first node to be ready waited
-        for it.
+        """Return means of the training selections since the last call, or of the period before.
+
+        `late_ms.<node>` is the time that the first node to be ready waited for it. Empty on other
+        ranks than those that communicate for their node.
         """
         if not self._training:
             return {}
@@ -140,15 +138,14 @@ class NodeLinks:
         return self._found
 
     def part(self) -> None:
-        """Stop reporting lost nodes: this rank's thread may wait for one that samples no further
-        batch.
-        """
+        """Stop reporting lost nodes: this rank may wait for one that samples no further batch."""
         for channel in self._channels.values():
             channel.part()
 
     def leave(self) -> None:
-        """Announce that this node selects no further batch until one is requested; its thread has
-        stopped.
+        """Announce that this node selects no further batch until one is requested.
+
+        Its prefetch thread has stopped.
         """
         if self._training and self._plan.config.prefetch > 0:
             self._training[0].rounds.leave()

@@ -86,9 +86,7 @@ class NodeStores:
         self.states: dict[str, dict[str, StreamState]] = {}  # by table and stream
 
     def open(self, table: ResolvedTable) -> None:
-        """Open the store of a table: the node's leader creates it, the others attach.
-        Collective.
-        """
+        """Open the store of a table: the node's leader creates it, others attach. Collective."""
         file = self._file_of(table)
         name = file.spec.name
         attempt = self._plan.control_plane.attempt
@@ -138,9 +136,7 @@ class NodeStores:
         )
 
     def _regions_of_ranks(self) -> list[Region]:
-        """Return the regions by which ranks wait for each other, of the first sampled table's
-        store.
-        """
+        """Return the first sampled table's regions by which ranks wait for each other."""
         topology = self._plan.topology
         regions = [
             *BatchBarrier.regions(topology.num_peers),
@@ -152,9 +148,7 @@ class NodeStores:
         return regions
 
     def _create(self, file: StoreFile) -> None:
-        """Create the store, or attach to the one that an earlier job has kept; on the node's
-        leader.
-        """
+        """Create the store, or attach to a kept one of an earlier job; on the node's leader."""
         if not self._plan.topology.leads_node:
             return
         if file.keeps and self._start.has_kept:
@@ -180,12 +174,7 @@ class NodeStores:
         )
 
     def _begin_job(self, file: StoreFile) -> None:
-        """Retire what the earlier job of a run had drawn, and begin its streams anew; on the node's
-        leader.
-
-        A node whose store was lost has just made one: it takes part, since all nodes begin
-        together.
-        """
+        """Retire what a run's earlier job has drawn, and restart its streams; on the leader."""
         if not self._plan.topology.leads_node or not self._start.continues:
             return
         table = self.tables[file.spec.name]
@@ -257,9 +246,7 @@ def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
 
 
 def _advise(tables: Iterable[Table]) -> None:
-    """Read mapped data at random if they do not fit into the memory that is left to
-    this process.
-    """
+    """Advise random reads of mapped data that do not fit into this process's share of memory."""
     mapped = [
         table for table in tables if table.spec.dataset is not None and not table.spec.in_memory
     ]

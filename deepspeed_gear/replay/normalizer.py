@@ -1,4 +1,4 @@
-"""The normalizer: converts inputs and outputs of a model as the fields of a batch are converted."""
+"""Normalizer: converts a model's inputs and outputs as the fields of a batch are converted."""
 
 from __future__ import annotations
 
@@ -33,24 +33,31 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class FieldConversion:
-    """A field's conversion from its column's units to a batch's, (x - shift) * gain with one
-    rounding an operation, as in the gather op, and back. Without shift and gain only the dtype
-    changes.
+    """Conversion of a field from its column's units to a batch's, and back.
+
+    A batch holds (x - shift) * gain, with one rounding per operation as in the gather op. Without
+    shift and gain only the dtype changes.
+
+    Attributes:
+        stored: dtype of the column.
+        dtype: dtype in the batch.
+        shape: Shape of a row of the column.
+        shift: [*shape], or [] for all elements; float64.
+        gain: As `shift`; both are given or none.
     """
 
-    stored: torch.dtype  # of the column
-    dtype: torch.dtype  # in the batch
-    shape: tuple[int, ...] = ()  # of a row of the column
-    shift: torch.Tensor | None = None  # [*shape], or [] for all elements; float64
-    gain: torch.Tensor | None = None  # as `shift`; both or none
+    stored: torch.dtype
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    shift: torch.Tensor | None = None
+    gain: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> FieldConversion:
         """Return the conversion on a device; itself if it is already there."""
         if self.shift is None or self.gain is None or self.gain.device == device:
             return self
-        with torch.inference_mode(
-            False
-        ):  # a tensor of inference mode could not be used in training
+        # A tensor made in inference mode could not be used in training later.
+        with torch.inference_mode(False):
             return replace(self, shift=self.shift.to(device), gain=self.gain.to(device))
 
     def apply(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -62,6 +69,7 @@ class FieldConversion:
         return self._cast(name, values, self.dtype)
 
     def revert(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Convert values in the field's units to the column's."""
         if self.shift is not None and self.gain is not None:
             values = widen(values, torch.float64) / self.gain + self.shift
         elif not self.dtype.is_floating_point:
@@ -97,11 +105,13 @@ class FieldConversion:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> FieldConversion:
-        found = cls(DTYPES[entry["stored"]], DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        """Read the entry that `to_json` returned."""
+        made = cls(DTYPES[entry["stored"]], DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if entry["gain"] is None:
-            return found
-        shift, gain = (torch.tensor(entry[name], dtype=torch.float64) for name in ("shift", "gain"))
-        return replace(found, shift=shift, gain=gain)
+            return made
+        shift = torch.tensor(entry["shift"], dtype=torch.float64)
+        gain = torch.tensor(entry["gain"], dtype=torch.float64)
+        return replace(made, shift=shift, gain=gain)
 
 
 Convert = Callable[[FieldConversion, str, torch.Tensor], torch.Tensor]
@@ -153,15 +163,14 @@ class Normalizer:
         Args:
             config: The `gear` section: a mapping, a GearConfig, or the path of a JSON file (a whole
                 ds_config or the section alone).
-            dataset: In place of the data set that the config names, or its folder; None: the
+            dataset: Data set, or its folder, that takes the place of the config's; None: the
                 config's is opened.
-            schemas: Schemas of the tables that have a capacity and no schema in the config.
-            engine_dtype: The dtype of `"as": "engine"`.
+            schemas: Schemas of tables that have a capacity and no schema in the config.
+            engine_dtype: The dtype of fields with `"as": "engine"`.
         Raises:
             ConfigError, DataError: The config is wrong, or does not fit the data set.
-        Cost: the statistics are read; of another split than the data set's own they are computed in
-        one pass
-            over the data.
+        Cost: the statistics are read from the data set; those of another split than its own are
+            computed in one pass over the data.
         """
         if isinstance(dataset, (str, Path)):
             dataset = Dataset.open(dataset)
@@ -193,48 +202,47 @@ class Normalizer:
     def normalize(self, name: str, values: Any) -> Any:
         """Convert values in the units of a field's column to those of the batch.
 
-        The result has the bits that a batch has where the store holds this value: it is rounded to
-        a floating column's dtype first, as writers do (to float16 a float64 tensor, but no array,
-        by way of float32). Gradients pass through.
+        The result has the same bits as a batch with this value: values are first rounded to a
+        floating column's dtype, as writers do (a float64 tensor, but not an array, to float16 by
+        way of float32). Gradients pass through.
 
         Args:
-            name: A field of the batch: "observation", "observation.camera", "return_to_go" ... With
-                nested values, the first part of the names of several.
+            name: A field of the batch, such as "observation", "observation.camera" or
+                "return_to_go"; with nested values, the first part of several fields' names.
             values: A tensor, array, number or nested list. [..., *shape of the column's row]. Or
-                nested, as writers take them: {"camera": x, "joints": (y, z)} are
+                nested, as writers take them: {"camera": x, "joints": (y, z)} is
                 "observation.camera", "observation.joints.0" and "observation.joints.1".
         Returns:
-            Of the same shape and of the field's dtype: a tensor on the device of a given tensor,
-            else an array (float32 for bfloat16, which NumPy lacks). Of nested values: dictionaries,
-            as of `Batch.tree`.
+            Values of the same shape and of the field's dtype: a tensor on the device of a given
+            tensor, else an array (float32 for bfloat16, which NumPy lacks). For nested values
+            dictionaries, as `Batch.tree`.
         Raises:
             FieldError: There is no such field.
             ShapeError: The last dimensions are not those of the column's row.
-            DataError: They are no real numbers, or a field of integers cannot hold them.
+            DataError: Values are no real numbers, or a field of integers cannot hold them.
         Cost: no wait for a device, except to check integers of another dtype in a field of
         integers.
         """
         return self._converted(name, values, FieldConversion.apply)
 
     def denormalize(self, name: str, values: Any) -> Any:
-        """Convert values in the units of a batch's field to those of its column; reverses
-        `normalize`.
+        """Convert values in the units of a batch's field to those of its column.
+
+        Reverses `normalize`.
 
         Args:
-            name: As in `normalize`.
-            values: As in `normalize`.
+            name: As `normalize`.
+            values: As `normalize`.
         Returns:
-            As of `normalize`, of the column's dtype. Where the column holds integers and the field
-            is floating: float32 or float64, not rounded to integers.
+            As `normalize`, with the column's dtype. If the column holds integers and the field is
+            floating: float32 or float64, not rounded to integers.
         Raises:
             FieldError, ShapeError, DataError: As `normalize`.
         """
         return self._converted(name, values, FieldConversion.revert)
 
     def _converted(self, name: str, values: Any, convert: Convert) -> Any:
-        """Convert a field's values, or nested ones of the fields whose names begin with `name` and
-        a dot.
-        """
+        """Convert a field's values; or nested values of the fields below `name`."""
         if not isinstance(name, str) or name not in self.fields:
             parts = [
                 field
@@ -264,10 +272,10 @@ class Normalizer:
         placed = self._placed.get((name, given.device))
         if placed is None:
             placed = self._placed[name, given.device] = conversion.to(given.device)
-        found = convert(placed, name, given)
+        converted = convert(placed, name, given)
         if isinstance(values, torch.Tensor):
-            return found
-        return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
+            return converted
+        return (converted.float() if converted.dtype == torch.bfloat16 else converted).numpy()
 
     def save(self, folder: str | Path) -> None:
         """Write `normalizer.json` into a folder, atomically; `Replay.save` does it.
@@ -286,10 +294,10 @@ class Normalizer:
         """Read the normalizer of a checkpoint; needs no data set.
 
         Args:
-            folder: What `save` or `Replay.save` got, a tag's folder of an engine's checkpoint, or
-                the folder of the tags, of which the latest is taken.
+            folder: Folder that `save` or `Replay.save` got; or a tag's folder of an engine's
+                checkpoint; or the folder of the tags, of which the latest is taken.
         Raises:
-            CheckpointError: There is none, or it was changed.
+            CheckpointError: The folder has no normalizer, or its file has changed.
         """
         path = _find(arguments.folder("folder", folder))
         fields = save_folders.read_checked(path, _FORMAT, "fields")
@@ -317,7 +325,7 @@ class Normalizer:
 def _conversion(
     field: ResolvedField, statistics: Mapping[str, ColumnStatistics], engine_dtype: torch.dtype
 ) -> FieldConversion:
-    """Return the conversion of a resolved field, with the numbers that the gather op gets."""
+    """Return the conversion of a resolved field, with the numbers of the gather op."""
     column = field.column
     stored = DTYPES[DERIVED[str(field.derived)] if column is None else column.dtype]
     dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
@@ -336,19 +344,19 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_tensor(name: str, values: Any, stored: torch.dtype) -> torch.Tensor:
-    """Return real numbers as a tensor where they are, with its history."""
+    """Return real numbers as a tensor; a tensor stays on its device, with its gradient history."""
     if isinstance(values, torch.Tensor):
         arguments.tensor(name, values)
         return values
-    found = arguments.array(name, values)
-    if stored == torch.bfloat16 and found.dtype == np.uint16:  # as stored
-        return torch.from_numpy(found.copy()).view(torch.bfloat16)
-    if found.dtype.kind == "u" and found.dtype.itemsize > 1:
-        found = arguments.integers(name, found).reshape(found.shape)
-    if stored == torch.float16:  # with one rounding, where torch has two
+    array = arguments.array(name, values)
+    if stored == torch.bfloat16 and array.dtype == np.uint16:  # the bits, as in the store
+        return torch.from_numpy(array.copy()).view(torch.bfloat16)
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = arguments.integers(name, array).reshape(array.shape)
+    if stored == torch.float16:  # NumPy rounds once, torch twice: by way of float32
         with np.errstate(over="ignore"):
-            found = found.astype(np.float16)
-    return torch.from_numpy(np.array(found))
+            array = array.astype(np.float16)
+    return torch.from_numpy(np.array(array))
 
 
 def _find(folder: Path) -> Path:
@@ -357,10 +365,8 @@ def _find(folder: Path) -> Path:
     latest = folder / "latest"
     if latest.is_file():
         places.append(folder / latest.read_text().strip() / _GEAR / FILE)
-    found = [place for place in places if place.is_file()]
-    if not found:
-        remedy = (
-            "give the folder of a save or of an engine's checkpoint, or use Normalizer.from_config"
-        )
-        raise CheckpointError(str(folder), f"must hold {FILE}", None, remedy)
-    return found[0]
+    for place in places:
+        if place.is_file():
+            return place
+    remedy = "give the folder of a save or of an engine's checkpoint, or use Normalizer.from_config"
+    raise CheckpointError(str(folder), f"must hold {FILE}", None, remedy)

@@ -1,4 +1,4 @@
-"""Packs of a rollout batch: their plan for this rank, and the micro batches that are read by it."""
+"""Packs of a rollout batch: their plan for this rank, and the reader of their micro batches."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> N
 
 
 class PackSequence:
-    """The packs of trajectories whose loss is one mean; as many on every rank.
+    """The packs of trajectories whose loss is one mean; every rank has the same number of packs.
 
     Args:
-        columns: Those of the rollout batch.
+        columns: Columns of the rollout batch.
         index: The trajectories. [n], int64.
         tokens: Most steps of a pack; None: `gear.pack.tokens`.
-        planned: The plan of trajectories that are sorted by pack; None: it is made here.
+        planned: A plan of trajectories that are sorted by pack; None: one is made here.
     """
 
     def __init__(
@@ -114,8 +114,10 @@ class PackSequence:
 
 
 def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> PlannedPacks:
-    """Plan the packs; where prompts are shared, by as many members of a group at once as cost
-    least.
+    """Plan the packs.
+
+    If prompts are shared, several plans are made, with all, half, a quarter, ... of the members of
+    a group in one pack; the one of least cost is taken.
     """
     settings = columns.context.settings
     lengths = columns.trajectories.lengths[index]
@@ -137,7 +139,7 @@ def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> Pla
 
 @dataclass
 class _Gathered:
-    """What a pack has of its tables."""
+    """The fields of a pack as gathered from its tables."""
 
     steps: dict[str, torch.Tensor]  # fields of steps. [1, rows, *shape]
     trajectories: dict[str, torch.Tensor]  # fields of trajectories. [S, *shape]
@@ -177,10 +179,10 @@ class PackReader:
             rows.arrived(moves)
 
     def forward(self, packs: PackSequence, to_fill: ForwardPass) -> Iterator[MicroBatch]:
-        """Yield this rank's micro batches, to be filled.
+        """Iterate over this rank's micro batches, to fill them.
 
         Raises:
-            StoreError: One was not, on all ranks.
+            StoreError: A micro batch was not filled; on all ranks.
         """
         for number in range(len(packs)):
             yield self.read(packs, number, to_fill)
@@ -260,8 +262,10 @@ class PackReader:
         return _Gathered(steps, per_trajectory, opaque)
 
     def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
-        """Gather the columns of this rollout batch only, and the loss mask as MASK. [1,
-        rows] each.
+        """Gather the filled columns of this rollout batch, and with `with_mask` the loss mask.
+
+        Returns:
+            Column (MASK for the loss mask) -> [1, rows].
         """
         columns = self.columns
         rows = shape.end - shape.first

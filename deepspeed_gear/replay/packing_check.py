@@ -1,4 +1,4 @@
-"""Check of a model: a pack of random tokens against its trajectories alone."""
+"""Check of a model's packing: a pack of random tokens against each trajectory alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.rollout_context import PackSettings
 
-# of float32, and of 16 bits
-_EXACT = 1e-4
-_ROUNDED = 3e-2
+_EXACT = 1e-4  # relative difference admitted in float32
+_ROUNDED = 3e-2  # in 16 bits
 
 
 def check_packing(
     model: Any, attention: str | None, tolerance: float | None, settings: PackSettings
 ) -> float:
-    """Compare the logits of a pack with those of each of its trajectories alone:
-    `Replay.check_packing`.
-    """
+    """Compare the logits of a pack with those of each trajectory; see `Replay.check_packing`."""
     if settings.place.sequence_world > 1:
         rule = "must have whole trajectories"
         remedy = "check the model with one rank per sequence"
@@ -62,8 +59,9 @@ def check_packing(
 
 
 def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
-    """Return a pack of random tokens as long as a micro batch: halves, down to one token, and
-    padding where micro batches may have some.
+    """Return a pack of random tokens as long as a micro batch.
+
+    Its trajectories are halves of the rest, down to one token: 8 rows have 4, 2, 1 and padding.
     """
     rows = settings.pack.room
     pack = settings.pack

@@ -1,6 +1,4 @@
-"""Preview: the micro batches and packs of every rank, computed by one process from the plan of the
-run.
-"""
+"""Preview: micro batches and packs of every rank, computed by one process from a run's plan."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ def preview(
     num_nodes: int,
     batches: int,
 ) -> Preview:
-    """Compute the first micro batch of every rank, on nodes with equally many ranks each, in their
-    order.
-    """
+    """Compute the first micro batch of every rank; nodes have equal numbers of ranks, in order."""
     places = exchange_plan.grid(worlds)
     if len(places) % num_nodes:
         raise ConfigError(
@@ -165,9 +161,7 @@ def _traffic(
     batch: Batch,
     info: BatchInfo,
 ) -> np.ndarray:
-    """Count the bytes of rows that nodes receive; a row is sent to a node once, for all its
-    readers.
-    """
+    """Count the bytes of rows that nodes receive; a node gets a row once for all its readers."""
     places = list(needs)
     num_nodes = nodes[-1] + 1
     consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
@@ -232,8 +226,15 @@ def read_lengths(path: Path) -> np.ndarray:
 def pack_preview(
     config: GearConfig, lengths: np.ndarray, replicas: int, sequence: int = 1
 ) -> dict[str, int | float]:
-    """Plan the packs of one optimizer step, of all ranks together, whose trajectories have so many
-    steps ([n], int64). Returns the document that `gear preview --lengths --json` prints.
+    """Plan the packs of one optimizer step over all ranks, for trajectories of given lengths.
+
+    Args:
+        config: The gear section.
+        lengths: Number of steps of each trajectory. [n], int64.
+        replicas: Number of replicas.
+        sequence: Number of sequence ranks of a replica.
+    Returns:
+        The document of `gear preview --lengths --json`.
     """
     pack = config.pack
     if pack is None:
@@ -275,9 +276,7 @@ def pack_preview(
 def rollout_preview(
     config: GearConfig, replicas: int, sequence: int, stages: int
 ) -> dict[str, Any]:
-    """Describe packed batches as far as no lengths are needed; the document of `gear preview
-    --json`.
-    """
+    """Describe packed batches without lengths; the document of `gear preview --json`."""
     pack = config.pack
     size = config.rollout_size
     assert pack is not None

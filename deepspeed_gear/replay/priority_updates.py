@@ -1,4 +1,4 @@
-"""Priority updates from training: of a batch, or of items by id."""
+"""Priority updates from training: for the items of a batch, or for items by id."""
 
 from __future__ import annotations
 
@@ -41,7 +41,17 @@ def report(
     mask: object,
     late: AsyncPriorityUpdates,
 ) -> None:
-    """Report the priorities of a batch, on a rank that reports; see `Replay.update_priorities`."""
+    """Report the priorities of a batch, on a rank that reports; see `Replay.update_priorities`.
+
+    Args:
+        tables: Priorities of each sampled table.
+        sampler: Options of the sampler, which reduce priorities over a window.
+        place: This rank's place in the grid.
+        batch: As `Replay.update_priorities`.
+        priorities: As `Replay.update_priorities`.
+        mask: As `Replay.update_priorities`.
+        late: Appends priorities once a GPU has computed them.
+    """
     assert isinstance(sampler, PriorityOptions)  # as the tables have priorities
     if not isinstance(batch, (Batch, MicroBatch)):
         rule = "must be from this replay's sample or iterator, or a micro batch of packs"
@@ -72,7 +82,7 @@ def report(
             differ |= (other != chosen).any()
         if is_late:
             none_counts = ~chosen.any(1)
-            # A sample, counted from 1; 0: none.
+            # Number of the first sample without a step that counts, from 1; 0: there is none.
             empty = torch.where(none_counts.any(), none_counts.float().argmax() + 1, 0)
             faults = torch.stack([differ, empty]).float()
         elif differ:
@@ -97,15 +107,15 @@ def report(
 
 
 def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor | None) -> None:
-    """Raise unless priorities are those of a micro batch's trajectories, and trajectories are
-    items.
-    """
+    """Raise unless priorities are one for each trajectory of a micro batch, and these are items."""
     if unit == "group":
         rule = (
             'must be "trajectory" for priorities of a micro batch, which may hold a part of a group'
         )
-        remedy = "report those of whole groups, each by one of its trajectories: "
-        remedy += "set_priorities(ids, priorities)"
+        remedy = (
+            "report those of whole groups, each by one of its trajectories: "
+            "set_priorities(ids, priorities)"
+        )
         raise ConfigError("gear.sampler.unit", rule, unit, remedy)
     if priorities.shape != (micro.num_trajectories,):
         rule = f"must have shape [{micro.num_trajectories}], one for each trajectory"
@@ -115,8 +125,11 @@ def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor
 
 
 def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[UpdatePart]:
-    """Divide a batch's samples among the tables; refuse those of a pass, which would become trained
-    ones.
+    """Divide a batch's samples among the tables of a mixture.
+
+    Raises:
+        DataError: The batch is of a pass over a split. Its priorities would make items of the split
+            sampled for training.
     """
     resolutions = batch.reported
     if not resolutions.is_cpu:
@@ -142,8 +155,10 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
 
 
 def _rounded(given: Tensor) -> Tensor:
-    """Convert priorities to float32 in host memory, in which positive ones stay above 0; check
-    float64.
+    """Convert priorities to float32 in host memory; positive ones stay above 0.
+
+    Raises:
+        DataError: A float64 priority is not valid, or too large for float32.
     """
     given = given.to("cpu")
     rounded = float32_on_device(given)
@@ -161,9 +176,18 @@ def report_by_id(
     reports: bool,
     shard_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> int:
-    """Report priorities of items by id, if this rank `reports`; see `Replay.set_priorities`.
-    `shard_of` maps ids to the shard of each, -1 for none, [n] -> [n], int64; None: this store has
-    all.
+    """Report priorities of items by id; see `Replay.set_priorities`.
+
+    Args:
+        masses: Priorities of the table.
+        ids: As `Replay.set_priorities`.
+        priorities: As `Replay.set_priorities`.
+        steps: As `Replay.set_priorities`.
+        reports: Whether this rank reports for its replica.
+        shard_of: Maps ids to their shards, -1 for unknown ids, [n] -> [n], int64; None: the table
+            has one shard.
+    Returns:
+        Number of the items that are stored and admitted by the sampler.
     """
     numbers, anchors = _items(masses, ids, steps)
     given = arguments.tensor("priorities", priorities)
@@ -175,8 +199,10 @@ def report_by_id(
         updates, known = masses.handles_of(numbers, anchors)
     shard = masses.table.spec.shard
     if shard_of is not None and shard is not None:
-        # Handles with the shard in the slot's upper half, by id where another node holds the item.
-        shards, updates = shard_of(numbers), updates.copy()
+        # The slot's upper bits hold the shard: slot 5 of shard 2 is 2 << SHARD_BITS | 5. Slots of
+        # other nodes are not known here: ANY_SLOT, with the id in place of the generation.
+        shards = shard_of(numbers)
+        updates = updates.copy()
         updates[:, 0] |= shard.index << SHARD_BITS
         elsewhere = (shards >= 0) & (shards != shard.index)
         updates[elsewhere, 0] = shards[elsewhere] << SHARD_BITS | ANY_SLOT
@@ -192,19 +218,16 @@ def priorities_of(
     ids: Sequence[int] | torch.Tensor,
     steps: Sequence[int] | torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the priorities at the latest selection. [n], float32."""
+    """Return the priorities of items at the latest selection, 0 for evicted ones. [n], float32."""
     numbers, anchors = _items(masses, ids, steps)
+    priorities = np.zeros(len(numbers), np.float32)
     with masses.table.lock:
         updates, known = masses.handles_of(numbers, anchors)
-        found = np.zeros(len(numbers), np.float32)
-        slots = updates[known, 0]
-        items = (
-            masses.table.slots[slots, Slot.FIRST_ROW] + updates[known, 2]
-            if masses.by_step
-            else slots
-        )
-        found[known] = masses.values[items]
-    return torch.from_numpy(found)
+        items = updates[known, 0]  # slots
+        if masses.by_step:
+            items = masses.table.slots[items, Slot.FIRST_ROW] + updates[known, 2]  # rows
+        priorities[known] = masses.values[items]
+    return torch.from_numpy(priorities)
 
 
 def _items(
@@ -212,10 +235,12 @@ def _items(
     ids: Sequence[int] | torch.Tensor,
     steps: Sequence[int] | torch.Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Check the items of a call; return ids and steps (0 for whole trajectories). [n] each."""
     numbers = arguments.integers("ids", ids)
     if masses.by_step != (steps is not None):
-        needs = "must be given, as an item is a step"
-        rule = needs if masses.by_step else "must not be given, as an item is a trajectory"
+        rule = "must not be given, as an item is a trajectory"
+        if masses.by_step:
+            rule = "must be given, as an item is a step"
         raise ShapeError("steps", rule, None)
     anchors = np.zeros_like(numbers) if steps is None else arguments.integers("steps", steps)
     if anchors.shape != numbers.shape:
@@ -223,28 +248,37 @@ def _items(
     return numbers, anchors
 
 
-_BLOCKS = 4  # of pinned memory, allocated at once
+_BLOCKS = 4  # blocks of pinned memory that are allocated at once
 
 
 class UpdatePart(NamedTuple):
-    """The samples of a priority update that belong to one table."""
+    """The samples of a priority update that belong to one table.
+
+    Attributes:
+        reports: Priority log of the table.
+        resolutions: Resolutions of the samples. [n, 8], int64, contiguous, in host memory.
+        which: Indices of the samples in the batch; None: all. [n], int64.
+    """
 
     reports: PriorityLog
-    resolutions: Tensor  # resolutions of the samples. [n, 8], int64, contiguous, in host memory
-    which: Tensor | None = None  # their indices in the batch; None: all. [n], int64
+    resolutions: Tensor
+    which: Tensor | None = None
 
 
 class PinnedBlocks:
-    """Host memory for values from a device: reused, since an allocation of pinned memory may wait
-    for it.
+    """Blocks of pinned host memory for values from a device.
+
+    They are reused, as an allocation of pinned memory may wait for the device.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
 
     def fetch(self, values: Tensor) -> tuple[Tensor, Event]:
-        """Copy values after the work of their stream so far; return them and an event after the
-        copy.
+        """Copy values to the host in the order of their CUDA stream, without waiting.
+
+        Returns:
+            The block, and an event after which it has the values.
         """
         free = self._free.setdefault(len(values), [])
         if not free:
@@ -256,13 +290,18 @@ class PinnedBlocks:
         return host, event
 
     def give_back(self, host: Tensor) -> None:
-        """Return a block whose copy is done. Any thread."""
+        """Return a block whose values are read. Any thread."""
         self._free[len(host)].append(host)
 
 
 class AsyncPriorityUpdates:
-    """Appends priority updates to the logs when their device has computed them. Called by one
-    thread. Errors in them are raised by the next `check` or `drain`; such updates are dropped.
+    """Appends priority updates to the logs once their device has computed them.
+
+    A thread waits for the device. Updates with errors are dropped, and the next `check` or `drain`
+    raises. One thread calls the methods.
+
+    Args:
+        timeout_s: Longest wait of `close`, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -273,23 +312,28 @@ class AsyncPriorityUpdates:
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
     def take(self, parts: Sequence[UpdatePart], values: Tensor, faults: Tensor) -> None:
-        """Enqueue an update of a batch: its `values`, [B], are appended once the device has them.
+        """Enqueue the update of a batch, which is appended once the device has computed it.
 
-        `faults`, [2], float32, on the device: whether masks differ; the sample without a step that
-        counts, from 1. StoreError if a log cannot hold so many updates; nothing has changed.
+        Args:
+            parts: The samples by table.
+            values: Priorities. [B], float32, on the device.
+            faults: Whether masks differ; number of the first sample without a step that counts,
+                from 1, or 0. [2], float32, on the device.
+        Raises:
+            StoreError: A log cannot hold so many updates; nothing has changed.
         """
         for part in parts:
             part.reports.check_room(len(part.resolutions))
         host, event = self._blocks.fetch(torch.cat([values, faults]))
         for part in parts:
-            part.reports.promise(len(part.resolutions))
+            part.reports.promise(len(part.resolutions))  # selections wait for these until `_report`
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
             self._thread.start()
         self._jobs.put(partial(self._report, parts, host, event))
 
     def check(self) -> None:
-        """Raise an error of the updates since the last call: of a priority, or of a mask."""
+        """Raise the first error in the updates since the last call, if there is one."""
         if not self._errors.empty():
             raise self._errors.get()
 
@@ -300,9 +344,7 @@ class AsyncPriorityUpdates:
         self.check()
 
     def close(self) -> None:
-        """End the thread when all updates are appended, or `timeout_s` is over. Safe to
-        call twice.
-        """
+        """End the thread when all updates are appended, or after `timeout_s`. Idempotent."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(self._timeout_s)
@@ -316,7 +358,7 @@ class AsyncPriorityUpdates:
         self._jobs.task_done()
 
     def _report(self, parts: Sequence[UpdatePart], host: Tensor, event: Event) -> None:
-        """Append an update once its event has come: `host` has its values, then the faults."""
+        """Append an update after its event: `host` then has its values and the faults."""
         values = host[: sum(len(part.resolutions) for part in parts)]
         is_good = False
         try:

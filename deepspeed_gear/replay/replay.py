@@ -61,14 +61,14 @@ class Replay(ReplayBase):
     Args:
         config: The `gear` section, or a ds_config with one, whose batch sizes are those of an
             engine: a mapping, a GearConfig, or the path of a JSON file.
-        process_group: Ranks that sample different parts of one global batch; None for all.
-        schemas: Schemas of the tables that have a capacity and no schema in the config.
-        info: Batch sizes where an engine decides them. The ranks then train together: an error, a
-            death or an early end of one is raised on all by their next `sample`.
+        process_group: Ranks that sample different parts of one global batch; None: all ranks.
+        schemas: Schemas of tables that have a capacity and no schema in the config.
+        info: Batch sizes where an engine decides them. The ranks then train together: if one fails,
+            dies or ends early, the next `sample` of every rank raises.
         place: This rank's place in the grid; None: each rank is a replica.
-        turns: When ranks that train together wait for each other: after each micro batch, after the
-            last one of a global batch, or when an engine calls `take_turn`.
-        engine_dtype: The dtype of `"as": "engine"`.
+        turns: When ranks that train together wait for each other: "micro", after each micro batch;
+            "global", after the last one of a global batch; "schedule", before a pipeline's.
+        engine_dtype: The dtype of fields with `"as": "engine"`.
         device: The device of the batches.
     Raises:
         ConfigError, DataError, StoreError, BuildError: On every rank; all resources are released.
@@ -97,14 +97,12 @@ class Replay(ReplayBase):
         parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         self.tables = parts.tables
         self._place = plan.topology.place
-        self._inserters: dict[
-            str | None, Inserter
-        ] = {}  # by the names that calls give; None: as `store`
-        #: Moments of the newest selection, and what fields are normalised with by them.
+        # By the table's name as calls give it; None: the only sampled one, as in `store`.
+        self._inserters: dict[str | None, Inserter] = {}
+        # Running moments of the newest selection, and the statistics that follow from them.
         self._numbers: tuple[np.ndarray, Mapping[str, ColumnStatistics]] | None = None
-        self._around = id(
-            sys.exc_info()[1]
-        )  # an error that is handled around this replay does not end it
+        # An exception that is being handled now is not the reason why this replay is closed.
+        self._around = id(sys.exc_info()[1])
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics = Metrics()
@@ -117,7 +115,7 @@ class Replay(ReplayBase):
         else:
             self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, self._divisor)
         self._checkpoint = ReplayCheckpoint(parts, self._loader, self._passes)
-        # On each node for its own store.
+        # Each node's leader warns of its own store.
         self._warnings = warnings_of(parts.train if plan.topology.leads_node else [])
         self._questions = Readiness(parts)
         self._finalizer = weakref.finalize(self, parts.release)
@@ -153,10 +151,8 @@ class Replay(ReplayBase):
         with stream.table.lock:
             numbers = stream.state.newest_numbers.copy()
         if self._numbers is None or not np.array_equal(self._numbers[0], numbers):
-            self._numbers = (
-                numbers,
-                running_statistics(numbers, stream.table.spec.normalized_columns),
-            )
+            columns = stream.table.spec.normalized_columns
+            self._numbers = numbers, running_statistics(numbers, columns)
         return self._numbers[1]
 
     def _set_transform(self, transform: Transform | None) -> None:
@@ -188,7 +184,7 @@ class Replay(ReplayBase):
         split_by_flags: bool = False,
         final: Mapping[str, Any] | None = None,
     ) -> int | list[int]:
-        """Store a trajectory, which the next selection may sample.
+        """Add a trajectory, which the next selection may sample.
 
         Args:
             trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema
@@ -197,21 +193,21 @@ class Replay(ReplayBase):
                 and `observation.b.1`.
             table: Name of the table, here and in the other calls; None: the only one that is
                 sampled.
-            split_by_flags: Whether it holds several episodes, such as a rollout with resets inside:
-                it is divided after each step with an end flag, and every part is a trajectory.
-                Columns of one value per trajectory are those of every part; of the roles return and
-                length they are computed anew.
-            final: With `split_by_flags`, of columns of T+1 rows the state after each step, of which
-                the rows where a part ends inside are read: [T, *shape], or T objects as gymnasium's
-                `final_obs`. It must be given where an episode is truncated inside: the next row is
-                the next episode's. After a terminated step the place is filled with the state
-                before it, which nothing bootstraps from.
+            split_by_flags: Whether it holds several episodes, such as a rollout with resets inside.
+                It is divided after each step with an end flag, and every part is a trajectory.
+                Columns of one value per trajectory are copied to every part, except those of the
+                roles return and length, which are computed for each.
+            final: With `split_by_flags`, the state after each step, for columns of T+1 rows:
+                [T, *shape], or T objects as gymnasium's `final_obs`. Only rows where a part ends
+                inside are read. Required where an episode is truncated inside, as the next row is
+                the next episode's. After a terminated step the state before it takes the place,
+                from which no target bootstraps.
         Returns:
-            Its id; with `split_by_flags` those of the parts.
+            Its id; with `split_by_flags` the ids of all parts.
         Raises:
             DataError: It does not fit the schema, or has an end flag before its last step; nothing
                 has changed.
-            StoreFullError: Too few rows are free; earlier parts of a trajectory that is split stay.
+            StoreFullError: Too few rows are free; with `split_by_flags` earlier parts stay.
         """
         inserter = self._inserter(table)
         releases = self._parts.releases
@@ -221,7 +217,8 @@ class Replay(ReplayBase):
             try:
                 return inserter.add(one)
             except StoreFullError:
-                if not releases.drain():  # of selections that the device was reading
+                # Rows of selections that the device was reading may be free now.
+                if not releases.drain():
                     raise
                 return inserter.add(one)
 
@@ -230,16 +227,15 @@ class Replay(ReplayBase):
         return insert(trajectory)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
-        """Set the version of the learner's policy; stale trajectories are evicted by the next
-        selection.
+        """Set the version of the learner's policy; the next selection evicts stale trajectories.
 
-        With `on_stale = "wait"` it waits until no actor's open trajectory would exceed the lag. Any
-        rank may call it; the version holds for the store of its node.
+        With `on_stale = "wait"` this waits until no actor's open trajectory would exceed the lag.
+        Any rank may call it; the version applies to the store of its node.
 
         Raises:
-            ConfigError: The table has no versions.
-            NotReadyError: This process has such a trajectory open, or an actor has not ended one in
-                time.
+            ConfigError: The table has no column of policy versions.
+            NotReadyError: This process has such a trajectory open, or an actor has not ended its
+                own in time.
         """
         self._check_open()
         version = arguments.count("version", version, least=0)
@@ -249,9 +245,11 @@ class Replay(ReplayBase):
         """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
 
         Args:
+            trajectory_id: Id of the trajectory.
+            table: As `add`.
             **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
         Raises:
-            DataError: A column is not late, was written already, or does not fit; nothing has
+            DataError: A column is not late, is already written, or does not fit; nothing has
                 changed.
             StoreError: The trajectory is not stored on this node.
         """
@@ -264,24 +262,24 @@ class Replay(ReplayBase):
         chosen: torch.Tensor | Sequence[bool] | None = None,
         priorities: torch.Tensor | Sequence[float] | None = None,
     ) -> int:
-        """Add items of a rollout batch to another table, of which a mixture draws them again.
-        Collective.
+        """Copy items of a rollout batch to another table, from which a mixture samples them again.
 
-        Each node copies those that it holds. A table of groups leaves out a group whose number it
-        holds.
+        Collective. Each node copies the items that it holds. A table of groups leaves out a group
+        whose number it already holds.
 
         Args:
-            rollout: The batch; it has not ended.
-            table: Its columns are among those of the items' tables.
-            chosen: Which items. [num_items], bool; None: all that do not come from this table.
-            priorities: Of the items in a table that is sampled by them. [num_items], finite, at
-                least 0.
+            rollout: The rollout batch, which has not ended.
+            table: Name of the table, whose columns are among those of the items' tables.
+            chosen: Mask of the items to copy; None: all that do not come from this table.
+                [num_items], bool.
+            priorities: Priorities of the items, for a table that is sampled by priority.
+                [num_items], finite, at least 0.
         Returns:
-            How many trajectories this rank has added: that of its node which writes.
+            Number of trajectories that this rank has added; one rank per node adds.
         Raises:
-            ConfigError: There is no such table or column, or it has no priorities.
+            ConfigError: There is no such table or column, or the table has no priorities.
             DataError, ShapeError: `chosen` or `priorities` do not fit; or a late column is absent.
-            StoreFullError: Too few rows are free; items before it are added.
+            StoreFullError: Too few rows are free; earlier items are added.
             PeerError: Another rank failed.
         """
         self._check_open()
@@ -302,21 +300,25 @@ class Replay(ReplayBase):
     def forward(
         self, *names: str, tokens: int | None = None, table: str | None = None
     ) -> Iterator[MicroBatch]:
-        """Yield micro batches of the trajectories that lack late columns, to be filled. Collective.
+        """Iterate over micro batches of the trajectories that lack late columns, to fill them.
 
-        `for micro in replay.forward("ref_logp"): micro.fill(ref_logp=logp(micro))`. Each stored
-        trajectory that lacks one of the columns, with one number per step ("T") or trajectory, is
-        in one micro batch of one replica, of at most `tokens` steps (None: `gear.pack.tokens`);
-        every rank has as many, without fields of late columns. `micro.fill` writes at once. The
-        next call has what is added meanwhile, and what is not filled where a rank raises or dies.
+        Collective. `for micro in replay.forward("ref_logp"): micro.fill(ref_logp=logp(micro))`.
+        Each stored trajectory that lacks one of the columns is in one micro batch of one replica,
+        without fields of late columns. All ranks get the same number of micro batches. `micro.fill`
+        writes at once. Trajectories that are added meanwhile, or not filled as a rank raises or
+        dies, come with the next call.
 
-        Over nodes each fills its own rows: the replicas of a node share what its store holds,
-        `micro.weight` is of these, and where other nodes have more, the last micro batches are
-        empty.
+        With several nodes each fills the rows of its own store: its replicas share them,
+        `micro.weight` counts only these, and the last micro batches are empty where other nodes
+        have more.
 
+        Args:
+            *names: Late columns, with one number per step ("T") or trajectory.
+            tokens: Most steps of a micro batch; None: `gear.pack.tokens`.
+            table: As `add`.
         Raises:
-            ConfigError: There is no such column or `gear.pack`, or the ranks of a replica lie on
-                several nodes, as does the table.
+            ConfigError: There is no such column or no `gear.pack`, or the ranks of a replica are on
+                several nodes and so is the table.
             StoreError, PeerError: As `Rollout.forward`.
         """
         packed = self._packed()
@@ -327,7 +329,7 @@ class Replay(ReplayBase):
     def writer(self, table: str | None = None) -> TrajectoryWriter:
         """Return a writer of trajectories for simulators in this process.
 
-        Where a rank writes, `sample` never waits for items: it raises NotReadyError, which
+        If a rank writes, `sample` never waits for items but raises NotReadyError, which
         `can_sample` predicts.
 
         Raises:
@@ -341,16 +343,17 @@ class Replay(ReplayBase):
         return writer
 
     def rollout_worker(self, table: str | None = None) -> RolloutWorker:
-        """Return a rollout worker in this process, of the table with prompts; as with `writer`,
-        `rollout` never waits then.
+        """Return a rollout worker in this process; as with `writer`, `rollout` then never waits.
 
+        Args:
+            table: Name of the table; None: the one with prompts.
         Raises:
             ConfigError: The table has no prompts.
         """
-        with_prompts = [name for name, one in self.tables.items() if one.ledger is not None]
-        return RolloutWorker(
-            self.writer(with_prompts[0] if table is None and with_prompts else table)
-        )
+        if table is None:
+            with_prompts = [name for name, one in self.tables.items() if one.ledger is not None]
+            table = with_prompts[0] if with_prompts else None
+        return RolloutWorker(self.writer(table))
 
     def vector_writer(
         self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None
@@ -358,9 +361,9 @@ class Replay(ReplayBase):
         """Return a writer of the steps of many environments at once; as `writer().vector_writer`.
 
         Args:
-            num_envs: N; or the environment, whose number and mode are read.
-            autoreset: As `TrajectoryWriter.vector_writer`; with a number of environments it must be
-                given.
+            num_envs: Number of environments, or the environment itself.
+            autoreset: As `TrajectoryWriter.vector_writer`; required with a number.
+            table: As `add`.
         Raises:
             DataError: No autoreset mode is given, or it is not the environment's.
             StoreError: The table holds a data set.
@@ -379,30 +382,29 @@ class Replay(ReplayBase):
         return self.tables[self._table_name(table, self.tables, self.config.sampled_tables)]
 
     def close_with(self, part: Any) -> None:
-        """Call `close` of an object that uses this replay's stores when this replay is closed."""
+        """Close an object that uses this replay's stores together with this replay."""
         self._dependents.add(part)
 
     def read(
         self, ids: Sequence[int] | torch.Tensor, table: str | None = None
     ) -> list[dict[str, Any]]:
-        """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
-
-        An opaque column is its value: bytes, or the JSON value (None where a late one is not
-        filled).
+        """Copy whole trajectories.
 
         An evicted trajectory, such as a sampled one of a queue, can be read until its rows are
-        freed: once all ranks have their batch, an addition by any process may do that if it needs
-        rows.
+        freed. Once all ranks have their batch, any process that adds and needs rows may free them.
 
+        Returns:
+            For each id, column -> [T, *shape], [T+1, *shape] or [*shape]. The value of an opaque
+            column is bytes or a JSON value; None for a late one that is not filled.
         Raises:
             StoreError: An id is not stored, or its rows were freed.
         """
         return table_access.read(self.store(table), ids)
 
     def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
-        """Evict trajectories from the next selection on; ids that are not stored are ignored.
+        """Evict trajectories before the next selection; ids that are not stored are ignored.
 
-        Of a table with groups, the whole groups of these trajectories are evicted.
+        In a table with groups, the whole groups of these trajectories are evicted.
 
         Returns:
             Number of evicted trajectories.
@@ -422,7 +424,7 @@ class Replay(ReplayBase):
 
     @property
     def run(self) -> str:
-        """Id of the run, the same on all ranks: `run=` or GEAR_RUN of its actors."""
+        """Id of the run, equal on all ranks: pass it to actors as `run` or GEAR_RUN."""
         return self.store(self.config.sampled_tables[0]).run.id
 
     def __len__(self) -> int:
@@ -431,9 +433,7 @@ class Replay(ReplayBase):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in this node's stores of the sampled tables; a shared prompt
-        counts once.
-        """
+        """Number of steps in this node's stores of sampled tables; a shared prompt counts once."""
         return sum(table.num_steps for table in self._sampled)
 
     def sample(self) -> Batch:
@@ -441,16 +441,16 @@ class Replay(ReplayBase):
 
         Returns:
             A Batch of `batch_info.micro` samples, on the Replay's device, with the fields and the
-            part of the time axis that this rank needs. It lives until `sample` is called max(2,
-            accumulation) times more; `clone` keeps it.
+            part of the time axis that this rank needs. Its tensors are overwritten after
+            max(2, accumulation) more calls; `clone` keeps them.
         Raises:
-            StoreError: No item is admitted by the sampler, the Replay is closed, or the rank is an
-                inner stage of a pipeline.
+            StoreError: The sampler admits no item, the Replay is closed, or the rank is an inner
+                stage of a pipeline.
             PeerError: Another rank of the node is too late; with an engine also: it failed, died or
                 ended. The next call tries again.
             NotReadyError: The table's rate limiter admits no batch in time, or a table with writers
-                holds no item to sample in time; at once where no other process may add any. With an
-                engine on all ranks. The next call tries again.
+                holds no item to sample in time. It is raised at once if no other process can add
+                items, and with an engine on all ranks. The next call tries again.
         """
         self._check_reads()
         if not isinstance(self._loader, BatchLoader):
@@ -461,49 +461,49 @@ class Replay(ReplayBase):
         return batch
 
     def rollout(self) -> Rollout:
-        """Select and return the next rollout batch, of packed batches; the one before it ends.
+        """Select and return the next rollout batch; the one before it ends.
 
-        Its rows stay until the loop over its steps has ended, or the next one is requested.
+        Its rows are kept until the loop over its steps has ended, or the next one is requested.
 
         Raises:
             ConfigError: There is no `gear.pack`.
-            CheckpointError: A run was resumed in a rollout batch, and its trajectories have other
-                lengths.
-            StoreError: As `sample`, like the others.
+            CheckpointError: The run was resumed within a rollout batch, and its trajectories have
+                other lengths.
+            StoreError: As `sample`.
             PeerError: Another rank failed, died or ended.
-            NotReadyError: Too few items are there in time; at once where no other process may add
+            NotReadyError: Too few items come in time; raised at once if no other process can add
                 any.
         """
-        found = self._packed().next()
+        rollout = self._packed().next()
         self._warn()
-        return found
+        return rollout
 
     def step(self) -> TrainStep:
-        """Select the next batch of `gear.batch`; return its one optimizer step, an iterable of
-        micro batches.
+        """Select the next batch of `gear.batch`; return its one optimizer step of micro batches.
 
         Raises:
             ConfigError: There is no `gear.pack`, or `gear.rollout` instead of `gear.batch`.
-            StoreError: As `rollout`, like the others.
+            StoreError, PeerError, NotReadyError: As `rollout`.
         """
-        found = self._packed().step()
+        step = self._packed().step()
         self._warn()
-        return found
+        return step
 
     def set_model(self, model: Any) -> None:
-        """Set `gradient_divisor` to what the framework of a model divides gradients by.
+        """Set `gradient_divisor` to the divisor of a model's framework.
 
         Args:
-            model: As of `deepspeed_gear.gradient_divisor`.
+            model: As `deepspeed_gear.gradient_divisor`.
         Raises:
-            ConfigError: There is no one divisor, or it is not known.
+            ConfigError: The framework has no single divisor, or it is not known.
         """
         self._divisor.set(gradient_divisor(model))
 
     @property
     def gradient_divisor(self) -> float:
-        """What the framework divides the sum of all ranks' gradients by, which losses are
-        multiplied by.
+        """Number by which the framework divides the sum of all ranks' gradients.
+
+        Losses of packed batches are multiplied by it.
         """
         return self._divisor.value
 
@@ -514,18 +514,18 @@ class Replay(ReplayBase):
     def check_packing(
         self, model: Any, attention: str | None = None, tolerance: float | None = None
     ) -> float:
-        """Check that a model gives the trajectories of a pack the logits that each of them has
-        alone.
+        """Check that a model's logits for packed trajectories equal those of each one alone.
 
         Runs a pack of random tokens, as long as a micro batch, and its trajectories one by one,
-        without gradients and without dropout. With ZeRO 3 all ranks call it.
+        without gradients and dropout. With ZeRO 3 all ranks call it.
 
         Args:
             model: A causal language model of transformers, or an engine or another module around
                 it.
-            attention: The name that `MicroBatch.model_inputs` gets; None: it gets the model.
-            tolerance: Of the difference of a trajectory's logits, relative to their size (root mean
-                squares); None: 1e-4 in float32, 0.03 in 16 bits. Check in float32 where you can.
+            attention: Name of the attention for `MicroBatch.model_inputs`; None: the model's.
+            tolerance: Largest admitted difference of a trajectory's logits, relative to their size
+                (root mean squares); None: 1e-4 in float32, 0.03 in 16 bits. Check in float32 where
+                you can.
         Returns:
             The largest difference.
         Raises:
@@ -535,9 +535,7 @@ class Replay(ReplayBase):
         return check_packing(model, attention, tolerance, self._packed().context.settings)
 
     def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
-        """Call a function with each train step before its first micro batch; all ranks raise its
-        error.
-        """
+        """Call `begun` before each train step's first micro batch; its error is raised on all."""
         self._packed().context.observers.append(begun)
 
     def _warn(self) -> None:
@@ -552,11 +550,9 @@ class Replay(ReplayBase):
         return self._loader
 
     def can_sample(self) -> bool:
-        """Return whether `sample` would return a batch now; the same answer on every rank.
-        Collective.
+        """Return whether `sample` would return a batch now; equal on all ranks. Collective.
 
-        For simulators in the training ranks: step them while it is False, and sample once it is
-        True.
+        For simulators in the training ranks: step them while this is False, then sample.
         """
         self._check_reads()
         answer = self._loader.holds_batch or self._questions.ask(self._loader.next_number)
@@ -564,21 +560,21 @@ class Replay(ReplayBase):
         return answer
 
     def missing_groups(self, table: str | None = None) -> int:
-        """Return how many groups this rank should generate before the next batch is selected.
-        Collective.
+        """Return how many groups this rank should generate for the next batch. Collective.
 
-        The groups of a batch less those that can be sampled, or that the rate limiter asks for,
-        divided among the replicas; the first ones have one more where it does not divide. The
-        tensor and sequence ranks of a replica get the same number, which they generate together:
-        one of them adds the responses. With a limit of draws, groups count as often as they can
-        still be drawn. Groups that fail a condition leave the table when they are complete, so it
-        asks for more by the rate at which the latest 256 passed, at most 8 times as many and no
-        more than the table admits; and ask again: `while not replay.can_sample():
-        generate(replay.missing_groups())`.
+        `while not replay.can_sample(): generate(replay.missing_groups())`.
+
+        The number is the groups of a batch (or those that the rate limiter requires) less those
+        that can be sampled, divided among the replicas; a remainder goes to the first ones. The
+        tensor and sequence ranks of a replica get the same number and generate together: one of
+        them adds the responses. With a limit of draws, a group counts as often as it can still be
+        drawn. Groups that fail a condition leave the table when they are complete, so the number
+        is larger by the rate at which the latest 256 groups passed: at most 8 times as many, and
+        no more than the table admits.
 
         Raises:
             ConfigError: The table has no groups.
-            StoreError: It holds a data set.
+            StoreError: The table holds a data set.
             PeerError: Another rank does not call in time.
         """
         self._check_reads()
@@ -598,7 +594,7 @@ class Replay(ReplayBase):
         return missing
 
     def take_turn(self, action: Callable[[], None]) -> None:
-        """Run an action, again by the next turn if it fails; a rank's error is raised on all."""
+        """Run an action and raise a rank's error on all; the next turn runs a failed one again."""
         self._check_open()
         barrier = self._parts.barrier
         if barrier is None or not isinstance(self._loader, BatchLoader):  # pipelines take no packs
@@ -612,39 +608,37 @@ class Replay(ReplayBase):
         priorities: torch.Tensor | np.ndarray | Sequence[Any],
         mask: torch.Tensor | np.ndarray | Sequence[Any] | None = None,
     ) -> None:
-        """Report the priorities of a batch's items, as of their TD errors.
+        """Report the priorities of a batch's items, for example their TD errors.
 
-        The selection of global batch n applies what all ranks reported before they requested batch
-        n - prefetch. Of several updates of an item the one with the highest sample number of the
-        newest batch wins. Evicted items are ignored, and counted in `statistics()`. One rank of
-        each replica reports: the arguments of its other tensor, sequence and pipeline ranks are
-        ignored.
+        The selection of global batch n applies the updates that all ranks reported before they
+        requested batch n - prefetch. If an item has several, the one with the highest sample number
+        of the newest batch wins. Updates of evicted items are ignored, and counted in
+        `statistics()`. One rank of each replica reports; the arguments of its other tensor,
+        sequence and pipeline ranks are ignored.
 
-        The call does not wait for priorities on a GPU: a thread reports them when they are
-        computed, and selections that need them wait until then. Errors in them are raised by a
-        later call of this Replay.
+        The call does not wait for priorities on a GPU: a thread reports them once they are
+        computed, and selections that need them wait until then. A later call of this Replay raises
+        errors in them.
 
         Args:
-            batch: From `sample`, or a micro batch of packs; may be None on a rank that reports
+            batch: From `sample`, or a packed micro batch; may be None on a rank that reports
                 nothing.
-            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`; of packs one
-                for each trajectory, [S]. Of any real dtype and any device, finite, at least 0;
-                lists and NumPy arrays are accepted.
+            priorities: [B], or [B, T] to be reduced over a window by `sampler.reduce`; for a packed
+                micro batch one for each trajectory, [S]. Any real dtype and any device, finite, at
+                least 0; lists and NumPy arrays are accepted.
             mask: Which steps count. None: the batch's mask of this shape without burn-in
                 (`batch.learns`), or every step. [B, T], bool.
         Raises:
-            ConfigError: The sampler has no priorities, or the batch is a micro batch and items are
-                groups.
+            ConfigError: The sampler has no priorities, or the batch is packed and items are groups.
             DataError: A priority is negative, infinite or NaN; nothing has changed.
-            ShapeError: A wrong shape.
+            ShapeError: A shape does not fit the batch.
             StoreError: More updates wait than the priority log holds.
         """
         self._check_open()
         masses = self._all_priorities
         if self._place.reports:
-            sampler = self.config.sampler_of(
-                self.config.sampled_tables[0]
-            )  # they reduce in one way
+            # All samplers of a mixture reduce priorities in the same way.
+            sampler = self.config.sampler_of(self.config.sampled_tables[0])
             priority_updates.report(
                 masses, sampler, self._place, batch, priorities, mask, self._late_updates
             )
@@ -656,15 +650,15 @@ class Replay(ReplayBase):
         steps: Ids | None = None,
         table: str | None = None,
     ) -> int:
-        """Report priorities of items by id; they count after those of the batch that was requested
-        last.
+        """Report priorities of items by id, after those of the batch that was requested last.
 
         Args:
-            ids: Trajectories. [n].
+            ids: Ids of trajectories. [n].
             priorities: [n], finite, at least 0.
-            steps: Where the unit is a step: which step of each trajectory. [n].
+            steps: The step of each trajectory, where the unit is a step. [n].
+            table: As `add`.
         Returns:
-            How many of the items are stored and admitted by the sampler; the others are ignored.
+            Number of the items that are stored and admitted by the sampler; others are ignored.
         Raises:
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
@@ -726,37 +720,35 @@ class Replay(ReplayBase):
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.
 
-        Means per micro batch since the last call (times, bytes, padding fraction) or, of packed
-        batches, per optimizer step; where there was none, as after the monitor's call of the last
-        step, those of the call before, with `train_steps` 0. The epoch, and effective samples,
-        duplicates, age and policy lag of the newest global batch. Over nodes, on the rank that
-        sends for its node: bytes per global batch, and how late each node was. With a rate limiter:
-        the total seconds that this rank has waited for it. With groups: those held, and ever
-        rejected, and the trajectories that came too late.
+        - Means since the last call, per micro batch (times, bytes, padding fraction) or, for packed
+          batches, per optimizer step. Without an optimizer step since then, they are those of the
+          call before, with `train_steps` 0.
+        - The epoch, and effective samples, duplicates, age and policy lag of the newest global
+          batch.
+        - With several nodes, on each node's leader: bytes per global batch, and how late each node
+          was.
+        - With a rate limiter: total seconds that this rank has waited for it.
+        - With groups: the number held, ever rejected, and of trajectories that came too late.
         """
         self._check_open()
         if self.config.pack is None:
             taken = self.metrics.take(self._parts.assembler.counters)
         else:
             taken = self.metrics.take_trained()
-        if any(stream.state.may_wait for stream in self._parts.train):
-            taken["rate_wait_s"] = sum(
-                stream.state.limiter_wait.total_s for stream in self._parts.train
-            )
+        train = self._parts.train
+        if any(stream.state.may_wait for stream in train):
+            taken["rate_wait_s"] = sum(stream.state.limiter_wait.total_s for stream in train)
         return {
             **taken,
             **metrics.of_groups(self._sampled),
             **self._parts.links.take_metrics(),
-            **metrics.of_last_batch(self._parts.train),
+            **metrics.of_last_batch(train),
         }
 
     def total_progress(self) -> Progress:
         if self.config.pack is None:
-            samples = (
-                int(self.metrics.sums["batches"])
-                * self.batch_info.micro
-                * self.batch_info.data_world
-            )
+            info = self.batch_info
+            samples = int(self.metrics.sums["batches"]) * info.micro * info.data_world
         else:
             samples = int(self.metrics.sums["trajectories"])
         elapsed_s = time.perf_counter() - self._begin_s
@@ -764,7 +756,7 @@ class Replay(ReplayBase):
         return Progress(samples, elapsed_s, self.metrics.sums["wait_s"], lag)
 
     def statistics(self) -> dict[str, Any]:
-        """Return sizes of the store, how the training stream draws, and times since the last call.
+        """Return sizes of the store, statistics of the training stream, and times since last call.
 
         docs/how-to/statistics.md explains each entry. Cost: one pass over priorities and counters.
         """
@@ -789,9 +781,9 @@ class Replay(ReplayBase):
     def close(self) -> None:
         """Stop the prefetch thread and detach; safe to call twice and at exit.
 
-        An exception that is being handled, as where `finally` closes, is sent to the other ranks as
-        the reason of this rank's end. References of the program to a store (such as a column's
-        tensor) stay valid, and keep the store's memory until they are dropped.
+        If an exception is being handled, as when `finally` closes, the other ranks get it as the
+        reason why this rank has ended. References of the program to a store, such as a column's
+        tensor, stay valid and keep the store's memory.
         """
         if not self._closed:
             self._closed = True
@@ -803,11 +795,10 @@ class Replay(ReplayBase):
             for part in self._dependents:
                 part.close()
             if isinstance(self._loader, RolloutLoader):
-                self._loader.abandon()  # a loop over its steps may still be there
+                self._loader.abandon()  # the program may still hold a loop over its steps
             self._finalizer()
             self._folder_locks.release()
-            # Without references to the stores their memory is freed, unless the program holds a
-            # part of it.
+            # Drop all references to the stores, so that their memory is freed.
             self.__dict__.pop("_all_priorities", None)
             self.tables = {}
             self._warnings = []

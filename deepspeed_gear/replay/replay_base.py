@@ -31,11 +31,11 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 
 T = TypeVar("T")
-_MOST_LOADS = 20  # saves that are replaced while they are read, one after the other
+_MOST_LOADS = 20  # attempts to read a newest save that other saves replace meanwhile
 
 
 class ReplayBase(ProcessBound, PublicNames, ABC):
-    """Batches, priorities, checkpoints and statistics of the tables of a config.
+    """Base of Replay and DeviceReplay: batches, priorities, checkpoints and statistics.
 
     Construction, `state_dict`, `load_state_dict`, `save`, `load` and `close` are collective. One
     thread per process uses a replay.
@@ -74,23 +74,20 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def __repr__(self) -> str:
         kind = self.config.sampler.kind
         info = self.batch_info
-        sizes = f"batches of {info.micro}" + (
-            f" of {info.global_batch}" if info.num_micro_batches > 1 else ""
-        )
+        sizes = f"batches of {info.micro}"
+        if info.num_micro_batches > 1:
+            sizes += f" of {info.global_batch}"
         if self._closed:
             end = ", closed"
         elif self.config.on_device and self.device.type == "cuda":
             end = ""  # a `repr` must not wait for a GPU, nor break a capture
         else:
             end = f", {len(self):,} trajectories, {self.num_steps:,} steps"
-        name = type(self).__name__
-        return (
-            f"{name}({', '.join(self.config.sampled_tables)}: {kind}, {sizes}, on "
-            f"{self.device}{end})"
-        )
+        tables = ", ".join(self.config.sampled_tables)
+        return f"{type(self).__name__}({tables}: {kind}, {sizes}, on {self.device}{end})"
 
     def _table_name(self, given: str | None, known: Iterable[str], choice: Sequence[str]) -> str:
-        """Return the name of a known table that a call gives, else the only one of a choice."""
+        """Return the name of the table that a call means: `given`, or the only one of `choice`."""
         if given is None and len(choice) > 1:
             rule = "must be given where there are several"
             raise ConfigError("table", rule, None, f"one of {', '.join(choice)}")
@@ -101,14 +98,15 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @property
     def control_plane(self) -> ControlPlane:
-        """The control plane of all ranks, whose waits end when one is lost; once closed, a plain
-        one.
+        """The control plane of all ranks, whose waits end when a rank is lost.
+
+        After `close`, a control plane without the failure detector.
         """
         return ControlPlane() if self._closed else self._plan.control_plane
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that share a global batch, each with its tensor, sequence and pipeline ranks."""
+        """Number of replicas, each with its tensor, sequence and pipeline ranks."""
         return self.topology.place.data_world
 
     @property
@@ -123,11 +121,11 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @property
     def transform(self) -> Transform | None:
-        """A program's transform: (batch, random word per sample [B]) -> batch; set before sampling.
+        """Transform of batches: (batch, a random word per sample [B] int64) -> batch.
 
-        The words depend on seed, stream and sample number only, so values
+        Set it before sampling. The words depend only on seed, stream and sample number: values
         derived from them are the same for any number of ranks. They are on the batch's device.
-        `DeviceReplay.sample_` does not call it.
+        `DeviceReplay.sample_` does not call the transform.
         """
         self._check_open()
         return self._transform
@@ -153,12 +151,13 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         return self.iterator()
 
     def iterator(self, stream: str = TRAIN) -> Iterator[Batch]:
-        """Return an iterator over batches: endless for training, one pass over every item for a
-        split.
+        """Return an iterator over batches: endless for training, one pass over a split.
 
-        All ranks iterate over a split together and get equally many batches; in the last ones
-        `valid` is False, and `is_weight` 0, for filler samples.
+        All ranks iterate over a split together and get the same number of batches. The last ones
+        may have filler samples, whose `valid` is False and `is_weight` 0.
 
+        Args:
+            stream: "train", or the name of a split.
         Raises:
             ConfigError: There is no such stream.
         """
@@ -175,7 +174,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         return iter(next_one, None)
 
     def num_batches(self, stream: str) -> int:
-        """Return the number of batches of each rank in one pass over a split.
+        """Return the number of batches that each rank gets in one pass over a split.
 
         Raises:
             ConfigError: There is no such split.
@@ -187,32 +186,26 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def normalizer(self) -> Normalizer:
         """The conversions of all fields; usable without this replay, and in other processes.
 
-        Of a table without a data set: those of the newest selection; another object once they
+        For a table without a data set, those of the newest selection: a new object whenever they
         change.
         """
-        known = self._statistics_of_fields()
+        statistics = self._statistics_of_fields()
         plan = self._plan
-        if self._normalizer is None or self._normalizer[0] is not known:
-            self._normalizer = (
-                known,
-                Normalizer.of(plan.config, plan.fields, known, self._engine_dtype),
-            )
+        if self._normalizer is None or self._normalizer[0] is not statistics:
+            made = Normalizer.of(plan.config, plan.fields, statistics, self._engine_dtype)
+            self._normalizer = statistics, made
         return self._normalizer[1]
 
     def _statistics_of_fields(self) -> Mapping[str, ColumnStatistics]:
-        """Return what fields are normalised with: the same object as long as it stays the same."""
+        """Return the statistics for normalised fields; the same object while they are the same."""
         return self._plan.statistics(self._plan.fields)
 
     def normalize(self, name: str, values: Any) -> Any:
-        """Convert an input of the model as a batch's field is converted; see
-        `Normalizer.normalize`.
-        """
+        """Convert values as a batch's field is converted; see `Normalizer.normalize`."""
         return self.normalizer.normalize(name, values)
 
     def denormalize(self, name: str, values: Any) -> Any:
-        """Convert an output of the model to a field's column's units; see
-        `Normalizer.denormalize`.
-        """
+        """Convert values back to the units of a field's column; see `Normalizer.denormalize`."""
         return self.normalizer.denormalize(name, values)
 
     @abstractmethod
@@ -223,47 +216,50 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: whole global batches that were used, not those that were prefetched.
+        """Return the position after the global batches that were used whole. Collective.
 
-        Collective. Equal on all ranks; JSON-able. A global batch of which only some micro batches
-        were used is sampled again. A DeviceReplay waits for the device.
+        Equal on all ranks, and JSON-able. Prefetched batches do not count, and a global batch of
+        which only some micro batches were used is sampled again. A DeviceReplay waits for the
+        device.
 
         Raises:
-            StoreError: Of a DeviceReplay: only some micro batches of a global batch were used.
+            StoreError: In a DeviceReplay, only some micro batches of a global batch were used.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a state, on any number of ranks; tables keep their content. Collective.
+        """Continue at a state, on any number of ranks; tables keep their contents. Collective.
 
         Captured graphs of a DeviceReplay stay valid.
 
+        Args:
+            state: From `state_dict` or `save`.
         Raises:
-            CheckpointError: It has another format, other data or options that select other samples;
-                nothing has changed.
+            CheckpointError: The state has another format, or is of other data or of options that
+                select other samples; nothing has changed.
         """
         self._check_open()
         arguments.mapping("state", state, "pass a state from state_dict or save")
         self._load(state, None)
 
     def save(self, folder: str | Path) -> dict[str, Any]:
-        """Save tables' additions, priorities and the position; return the position. Collective.
+        """Save added trajectories, priorities and the position; return the position. Collective.
 
-        The save is written next to the previous one in the folder, fsynced and swapped with it;
-        the previous one stays until the next save into the folder begins. After an interruption at
-        any time one of both can be loaded: by a returned state that was stored elsewhere, or by the
-        state in the folder. One run saves into a folder: from its first save until it is closed or
-        ends, another is refused.
+        The save is written beside the one before, fsynced, and swapped with it. The one before
+        stays until the next save into the folder begins. Whenever the program is interrupted, one
+        of the two can be loaded: by a returned state that was stored elsewhere, or by the state in
+        the folder. Only one run saves into a folder, from its first save until it is closed or
+        ends; another run is refused.
 
         Args:
-            folder: Receives `position.json`, `normalizer.json` and a folder for each table with a
-                capacity or with priorities; other files in it stay unchanged. On a file system that
-                the nodes share.
+            folder: Gets `position.json`, `normalizer.json` and a folder for each table with a
+                capacity or with priorities; other files in it stay unchanged. It must be on a file
+                system that all nodes share.
         Returns:
             `state_dict()`, with the id and the checksums of this save.
         Raises:
             CheckpointError: A file cannot be written, or another run saves into this folder; the
                 save before this one stays.
-            StoreError: Of a DeviceReplay: only some micro batches of a global batch were used.
+            StoreError: In a DeviceReplay, only some micro batches of a global batch were used.
         """
         self._check_open()
         at = os.path.realpath(arguments.folder("folder", folder))
@@ -285,18 +281,18 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         return state
 
     def load(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
-        """Load a save: replace the contents that it has written, and continue there. Collective.
+        """Load a save: replace the contents of tables, and continue at its position. Collective.
 
         Another process may save into the folder meanwhile: without a state, the newest whole save
-        is loaded. Priorities of earlier batches must not be reported afterwards: their trajectories
-        may have moved.
+        is loaded. Do not report priorities of earlier batches afterwards: their trajectories may
+        have moved.
 
         Args:
             folder: The folder of the save.
             state: The state that `save` returned; None: the newest save of the folder.
         Raises:
-            CheckpointError: A file is missing, changed or of another save than the state, or the
-                state does not fit; nothing has changed.
+            CheckpointError: A file is missing, has changed or is of another save than the state, or
+                the state does not fit; nothing has changed.
             StoreFullError: A table is too small; nothing has changed.
         """
         self._check_open()
@@ -307,15 +303,13 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         whole_saves.name_others(self._plan.control_plane, load, partial(whole_saves.others_in, at))
 
     def load_folder(self, folder: Path, state: Mapping[str, Any] | None) -> None:
-        """Load a folder's save, as `load`, whose error does not name what can be loaded instead."""
+        """Load a folder's save as `load`, without naming other saves in errors."""
         loaded = self._load_newest(folder) if state is None else self._load(state, folder)
         if loaded is not None:
             self._last_saves[str(folder)] = loaded
 
     def _load_newest(self, folder: Path) -> Mapping[str, Any] | None:
-        """Load the newest save, and the next one where it was replaced before it was read.
-        Collective.
-        """
+        """Load the newest save; try again if another save replaces it meanwhile. Collective."""
         for _ in range(_MOST_LOADS):
             known = self._from_leader(partial(save_folders.read_position, folder))
             try:
@@ -329,13 +323,13 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         raise CheckpointError(str(folder), rule, None, remedy) from cause
 
     def _from_leader(self, action: Callable[[], T]) -> T:
-        """Return what an action returns on rank 0: others would see another save. Collective."""
+        """Return the result of rank 0, as other ranks might find another save. Collective."""
         control_plane = self._plan.control_plane
         leads = self.topology.rank == 0
-        found: T = control_plane.broadcast(
+        result: T = control_plane.broadcast(
             control_plane.attempt("loading the state", lambda: action() if leads else None)
         )
-        return found
+        return result
 
     @abstractmethod
     def _save(self, folder: Path, kept: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -343,8 +337,10 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @abstractmethod
     def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
-        """Continue at a state; load the tables of a save's folder, or leave them as they are (None:
-        returns None). Returns the save's state, which the next one into this folder keeps.
+        """Continue at a state, and load the tables of a save's folder; None: tables stay.
+
+        Returns:
+            The state of the loaded save, which the next save into this folder keeps; None: none.
         """
 
     @property
@@ -358,8 +354,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @abstractmethod
     def statistics(self) -> dict[str, Any]:
-        """Return sizes of the store, and statistics of samples and updates:
-        docs/how-to/statistics.md.
+        """Return sizes of the store, and statistics of samples and updates.
+
+        docs/how-to/statistics.md explains each entry.
         """
 
     @abstractmethod
@@ -369,14 +366,13 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def progress(self) -> Progress:
         """Return samples per second, time in `sample` and policy lag since the last call.
 
-        The first call: since the replay was made. Not collective.
+        The first call counts from the construction of the replay. Not collective.
 
         Returns:
             A Progress, whose `str` is one line for a log.
         Raises:
             StoreError: The rank is an inner stage of a pipeline, or the replay is closed.
-        Cost: a difference of counters; where a table has versions, a copy of the newest selection.
-        A
+        Cost: a difference of counters; with policy versions, a copy of the newest selection. A
             DeviceReplay waits for the device.
         """
         self._check_reads()

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.checkpoint import position, save_folders, table_files
+from deepspeed_gear.checkpoint import position, rollout_file, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.segment_links import SegmentLinks, Written
-from deepspeed_gear.checkpoint.table_files import TableLoader
+from deepspeed_gear.checkpoint.table_loader import TableLoader
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
@@ -38,8 +38,11 @@ class ReplayCheckpoint:
     def state(
         self, save: State | None = None, columns: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Return the position, equal on all ranks: `Replay.state_dict`; of a save with its id and
-        manifests, and the file of the `columns` of the rollout batch whose training is under way.
+        """Return the position, equal on all ranks: `Replay.state_dict`.
+
+        Args:
+            save: Id and manifests of the save that holds the tables; None: no save.
+            columns: File of the columns of the rollout batch whose training is under way.
         """
         plan = self._parts.plan
         at = self._loader.position
@@ -56,10 +59,14 @@ class ReplayCheckpoint:
         return position.state_of(plan, passes, where, save, rollout)
 
     def save(self, folder: Path, kept: State | None) -> dict[str, Any]:
-        """Write the tables whose content is not a data set's, then the position, which is returned.
-        One node writes replicated tables, each node its shard of the others. A table's folder is
-        renamed to its name when all files are complete on the disk. `kept`: of the latest save here
-        that this Replay has loaded or made.
+        """Write the tables that are not data sets, then the position; return the position.
+
+        One node writes replicated tables, each node its shard of the others. A table's folder gets
+        its name once all files are complete on the disk.
+
+        Args:
+            folder: Folder of saves.
+            kept: State of the latest save here that this Replay has loaded or made.
         """
         parts = self._parts
         loader = self._loader
@@ -81,7 +88,7 @@ class ReplayCheckpoint:
         def write(save_id: str) -> dict[str, dict[str, str]]:
             nonlocal columns
             if plan.leads_first_shard:
-                columns = table_files.write_rollout(folder, save_id, loader.position.columns, kept)
+                columns = rollout_file.write_rollout(folder, save_id, loader.position.columns, kept)
             written = {}
             for name, table in tables.items():
                 streams = list(parts.streams.get(name, {}).values())
@@ -118,9 +125,7 @@ class ReplayCheckpoint:
         return made
 
     def load(self, state: State, folder: Path | None) -> None:
-        """Continue at a state, with its save's tables (None: they stay); an error
-        changes nothing.
-        """
+        """Continue at a state, with its save's tables; None: tables stay. Errors change nothing."""
         parts = self._parts
         loader = self._loader
         parts.plan.control_plane.attempt("the priority updates", parts.late_updates.drain)
@@ -143,7 +148,7 @@ class ReplayCheckpoint:
                 rule += "which has the columns of its rollout batch"
                 remedy = "use save and load, or take states between two rollout batches"
                 raise CheckpointError("the gear state", rule, ", ".join(rollout["names"]), remedy)
-            return table_files.read_rollout(folder, state)
+            return rollout_file.read_rollout(folder, state)
 
         control_plane.attempt("loading the state", check)
         save_folders.compare(control_plane.all_gather(state))
@@ -196,8 +201,9 @@ class ReplayCheckpoint:
         }
 
     def _pause(self) -> None:
-        """Stop prefetching on all nodes after the same selection; `leave` ends waits for other
-        nodes.
+        """Stop prefetching on all nodes after the same selection.
+
+        `NodeLinks.leave` ends waits of other nodes for this one.
         """
         self._parts.stop_prefetching()
         self._parts.links.leave()

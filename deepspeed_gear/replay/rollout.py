@@ -29,16 +29,16 @@ READ = "the columns of a rollout batch that are read"
 class Rollout(PublicNames):
     """A rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
 
-    It ends with its last step, or where the loop over them is left.
+    It ends with its last step, or when the loop over the steps is left.
 
     Attributes:
         number: Its number among the rollout batches of the run.
-        num_items: Items of the batch: groups, or trajectories.
-        num_trajectories: Trajectories of the batch.
-        num_tokens: Steps of its trajectories.
-        steps_done: Optimizer steps that are done.
-        columns: The columns of this rollout batch. [num_tokens] each, float32, trajectory by
-            trajectory.
+        num_items: Number of items: groups, or trajectories.
+        num_trajectories: Number of trajectories.
+        num_tokens: Number of steps of its trajectories.
+        steps_done: Number of optimizer steps that are done.
+        columns: Columns that were filled or set for this rollout batch. [num_tokens] each,
+            float32, trajectory by trajectory.
     """
 
     _internal = frozenset({"abandon", "check_open", "finish", "reader", "step"})
@@ -48,7 +48,7 @@ class Rollout(PublicNames):
     ) -> None:
         self.number = number
         self.reader = reader
-        self._consume = consume  # the loader's: releases its rows, and lets the next one begin
+        self._consume = consume  # the loader's: releases the rows, and admits the next batch
         self._context = reader.context
         self._columns = reader.columns
         self._trajectories = reader.columns.trajectories
@@ -74,20 +74,18 @@ class Rollout(PublicNames):
 
     @property
     def group(self) -> torch.Tensor:
-        """Item of each trajectory: those of one group have one number. [n], int64."""
+        """Item of each trajectory; those of one group have the same number. [n], int64."""
         return torch.from_numpy(self._trajectories.item.copy())
 
     @property
     def table(self) -> torch.Tensor:
-        """Table of each item: its index in `sampler.shares` of a mixture, else 0. [num_items],
-        int64.
-        """
+        """Index of each item's table in a mixture's shares, else 0. [num_items], int64."""
         _, first = np.unique(self._trajectories.item, return_index=True)
         return torch.from_numpy(self._trajectories.source[first])
 
     @property
     def trajectory_id(self) -> torch.Tensor:
-        """[n], int64."""
+        """Id of each trajectory. [n], int64."""
         return self._trajectories.resolutions[:, Resolution.ID].clone()
 
     def values(self, name: str) -> torch.Tensor:
@@ -95,7 +93,7 @@ class Rollout(PublicNames):
 
         Raises:
             ConfigError: There is no such column.
-            DataError: It is late, and a trajectory does not have it yet.
+            DataError: The column is late, and a trajectory does not have it yet.
             StoreError: The rollout batch has ended.
         """
         self.check_open()
@@ -103,18 +101,16 @@ class Rollout(PublicNames):
         return torch.from_numpy(self._columns.values(name))
 
     def forward(self, *names: str, tokens: int | None = None) -> Iterator[MicroBatch]:
-        """Yield micro batches of the whole batch, each of which the program fills with columns.
-        Collective.
+        """Iterate over micro batches of the whole batch, to fill columns. Collective.
 
         `for micro in rollout.forward("old_logp"): micro.fill(old_logp=logp(micro))`. After the last
-        one the columns are in the micro batches of every step on every rank, and stay for this
-        rollout batch. Columns that are there already, as in a run that is resumed, are not asked
-        for again.
+        one the columns are in the micro batches of every step on every rank, for this rollout
+        batch. Columns that are already filled, as in a resumed run, are skipped.
 
         Args:
-            *names: The columns.
-            tokens: Most steps of a micro batch; None: `gear.pack.tokens`. Without gradients more of
-                them fit.
+            *names: Names of the columns.
+            tokens: Most steps of a micro batch; None: `gear.pack.tokens`. Without gradients more
+                fit.
         Raises:
             FieldError: A name is a field of the config.
             ConfigError: `tokens` does not hold the longest trajectory.
@@ -131,13 +127,13 @@ class Rollout(PublicNames):
             if missing:
                 check_tokens(context.settings.pack, self._trajectories.lengths, tokens)
 
-        # Rows move between nodes: after it no rank reads those of another batch.
+        # Rows move between nodes below: after this no rank still reads those of another batch.
         context.agree(check)
         context.check_same("rollout.forward: columns and tokens", (missing, tokens))
         if not missing:
             return
         packs = PackSequence(columns, np.arange(self.num_trajectories), tokens)
-        _ = packs.loss  # collective
+        _ = packs.loss  # cached here, as its computation is collective
         self.reader.fetch(packs)
         filled = _FilledColumns(columns, missing)
         for micro in self.reader.forward(packs, ForwardPass(missing, len(packs), filled)):
@@ -146,16 +142,15 @@ class Rollout(PublicNames):
         columns.filled.update(filled.of_all_ranks())
 
     def set(self, name: str, values: torch.Tensor | np.ndarray) -> None:
-        """Set a column of this rollout batch from values of every trajectory, the same on every
-        rank.
+        """Set a column of this rollout batch; all ranks give the same values.
 
         Args:
-            name: Of the column in micro batches, [1, N].
-            values: [n], or one for each place: [num_tokens], trajectory by trajectory, at
-                predicting places.
+            name: Name of the column in micro batches, [1, N].
+            values: One for each trajectory, [n]; or one for each place, [num_tokens], trajectory by
+                trajectory, at predicting places.
         Raises:
             FieldError: A field of the config has the name.
-            ShapeError: Another shape.
+            ShapeError: `values` has another shape.
         """
         self.check_open()
         array = arguments.array(name, values)
@@ -165,10 +160,10 @@ class Rollout(PublicNames):
         self._columns.set_column(name, array)
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a column of this rollout batch. [num_tokens], float32, trajectory by trajectory.
+        """Copy a column of this rollout batch. [num_tokens], float32, trajectory by trajectory.
 
         Raises:
-            FieldError: It was not filled or set.
+            FieldError: The column was not filled or set.
         """
         if name not in self._columns.filled:
             has = f"there are: {', '.join(self._columns.filled) or 'none'}"
@@ -185,37 +180,35 @@ class Rollout(PublicNames):
         count_masked: bool | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Set and return each trajectory's advantage against its group, or each place's by a
-        critic's values.
+        """Set and return advantages: of trajectories against their group, or by a critic's values.
 
-        Members without loss tokens, such as overlong ones that are masked, are no part of the
-        baseline; their own advantage is 0.
+        With "grpo", "dr_grpo" and "rloo", members without loss tokens, such as overlong ones that
+        are masked, do not count in the baseline; their own advantage is 0.
 
         "gae" and "vtrace" also set the column "value_target". A place of the loss mask is an
-        action, others take no time: the rewards after an action, up to the next one, are its own.
-        The last action is bootstrapped from the value after the trajectory unless that was
-        terminated, as it is without a column of the role terminated or truncated.
+        action; other places take no time, so rewards after an action, up to the next one, belong to
+        it. The last action bootstraps from the value after the trajectory, unless the trajectory
+        was terminated. Without a column of the role terminated or truncated all are.
 
         Args:
-            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`. "gae" or "vtrace":
-                see `options`.
-            reward: The per-trajectory column of rewards, with "gae" and "vtrace" of the last
-                actions; or, as their options, a column that was filled or set, or a field or column
-                with a number per step.
-            name: Of the column in micro batches, the same at all places of a trajectory.
-            group: The per-trajectory column of integers that names the group; None: items are
-                groups.
-            member: That of its members; None: those of the table's groups, or each trajectory is
-                one.
+            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`; "gae" or "vtrace".
+            reward: Name of the rewards: a per-trajectory column, which "gae" and "vtrace" add to
+                the last actions; or, with these two, a column that was filled or set, or a field or
+                column with a number per step.
+            name: Name of the column in micro batches; equal at all places of a trajectory.
+            group: Per-trajectory column of integers that names the group; None: items are groups.
+            member: Per-trajectory column that names the member; None: that of the table's groups,
+                or each trajectory is a member.
             count_masked: Whether members without loss tokens count; None: `gear.loss.count_masked`.
-            **options: Of "gae" and "vtrace", as in `gear.advantage`: `value`, `gamma` (1 if left
-                out), `lam`, `next_value`, `log_prob`, `behaviour_log_prob`, `rho_bar`, `c_bar`.
+            **options: Options of "gae" and "vtrace", as in `gear.advantage`: `value`, `gamma` (1 if
+                left out), `lam`, `next_value`, `log_prob`, `behaviour_log_prob`, `rho_bar`,
+                `c_bar`.
         Returns:
-            [n], float64; of "gae" and "vtrace" [num_tokens], float32.
+            [n], float64; with "gae" and "vtrace" [num_tokens], float32.
         Raises:
             ConfigError: There is no such column, estimator or option.
-            DataError: A column, or that of the loss mask, is late, and a trajectory does not have
-                it yet; or there is no value after a trajectory that was not terminated.
+            DataError: A column or the loss mask is late, and a trajectory does not have it yet; or
+                there is no value after a trajectory that was not terminated.
             PeerError: Another rank failed.
         """
         self.check_open()
@@ -240,11 +233,11 @@ class Rollout(PublicNames):
             counted = None if count_masked else columns.counts > 0
             groups = self._trajectories.item if group is None else values[group].astype(np.int64)
             members = np.arange(len(groups)) if member is None else values[member].astype(np.int64)
-            found = group_advantages(kind, values[reward], groups, members, counted)
-            columns.set_column(name, found)
-            return found
+            advantages = group_advantages(kind, values[reward], groups, members, counted)
+            columns.set_column(name, advantages)
+            return advantages
 
-        # Reading is collective over nodes: no rank must do so alone.
+        # Reading is collective over nodes, so a wrong name must be raised on all ranks first.
         self._context.check_same(
             READ, (*named, count_masked), partial(columns.check_values, *named)
         )
@@ -253,7 +246,7 @@ class Rollout(PublicNames):
     def _estimated(
         self, kind: str, reward: str, name: str, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Set and return the advantages of places, and set value targets. [num_tokens], float32."""
+        """Set advantages and value targets of places; return the former. [num_tokens], float32."""
         try:
             chosen = AdvantageConfig(**{"kind": kind, "gamma": 1.0, **options})
         except ValidationError as error:
@@ -272,11 +265,10 @@ class Rollout(PublicNames):
         return torch.from_numpy(self._context.agree(compute))
 
     def whiten(self, name: str, over: str = "token") -> None:
-        """Shift and scale a column of this rollout batch to mean 0 and deviation 1 over the whole
-        batch.
+        """Normalise a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
 
         Args:
-            name: Of a column that was filled or set.
+            name: Name of a column that was filled or set.
             over: "token": mean and deviation over all loss tokens; "sequence": over trajectories
                 with loss tokens, each by the mean of its loss tokens.
         Raises:
@@ -303,7 +295,7 @@ class Rollout(PublicNames):
         return self._size.epochs * self._minibatches
 
     def __iter__(self) -> Iterator[TrainStep]:
-        """Yield the steps that are left. Where the loop ends early, the rollout batch ends too.
+        """Iterate over the remaining steps. If the loop ends early, the rollout batch ends too.
 
         Raises:
             StoreError: The rollout batch has ended.
@@ -313,15 +305,14 @@ class Rollout(PublicNames):
             while self.steps_done < len(self):
                 step = self.step(self.steps_done)
                 yield step
-                if (
-                    self.steps_done == step.number
-                ):  # skipped, or not all of its micro batches were used
+                # A step that was skipped, or of which some micro batches were not used, counts too.
+                if self.steps_done == step.number:
                     self.steps_done += 1
-        finally:  # also of a loop that is left
+        finally:
             self.close()
 
     def step(self, number: int) -> TrainStep:
-        """Return one of the steps, outside of an iteration.
+        """Return one of the steps, without an iteration.
 
         Raises:
             StoreError: The rollout batch has ended.
@@ -344,28 +335,26 @@ class Rollout(PublicNames):
         return TrainStep(self, number, np.nonzero(chosen[self._trajectories.item])[0])
 
     def check_open(self) -> None:
-        """Raise StoreError if the batch has ended."""
+        """Raise a StoreError if the batch has ended."""
         if self._is_closed:
             rule = "must not be used after its loop has ended, or the next one was requested"
             remedy = "use its steps inside the loop over it"
             raise StoreError(f"rollout batch {self.number}", rule, None, remedy)
 
     def finish(self, step: int) -> None:
-        """Count a step as trained; a save in the body of the last one resumes after the batch."""
+        """Count a step as trained. A save after the last one resumes with the next batch."""
         self.steps_done = step + 1
         if self.steps_done == len(self):
             self.close()
 
     def close(self) -> None:
-        """End the batch: its rows may be evicted, and the next one is selected next. Safe to call
-        twice.
-        """
+        """End the batch: its rows may be evicted, and the next one follows. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
             self._consume()
 
     def abandon(self) -> None:
-        """End the batch without consuming it, as where another position was loaded."""
+        """End the batch without consuming it, for example as another position was loaded."""
         self._is_closed = True
 
 
@@ -373,13 +362,14 @@ class TrainStep(PublicNames):
     """One optimizer step: an iterable of this rank's micro batches. Iterated once.
 
     Attributes:
-        number: Of the step in its rollout batch.
-        index: The trajectories of the step, of all ranks together. [n], int64.
-        num_trajectories: Their number.
-        num_tokens: Their steps.
-        loss_tokens: Their loss tokens.
-        shared_tokens: Their steps that have no places of their own, as `gear.pack.prefix` shares
-            prompts.
+        number: Number of the step in its rollout batch.
+        index: Trajectories of the step, of all ranks together. [n], int64.
+        num_trajectories: Number of trajectories.
+        num_tokens: Number of their steps.
+        loss_tokens: Number of their loss tokens.
+        shared_tokens: Number of their steps that have no places of their own, as `gear.pack.prefix`
+            shares prompts.
+        name: Name of the step in errors.
     """
 
     _internal = frozenset({"name", "packs"})
@@ -396,8 +386,6 @@ class TrainStep(PublicNames):
         self.loss_tokens = self.packs.loss.num_tokens
         self.shared_tokens = self.packs.shared_tokens
         self._is_used = False
-        #: Its name in errors: the number, and that of the rollout batch (of `gear_step` each is
-        #: one).
         self.name = f"train step {number} of rollout batch {rollout.number}"
 
     def __len__(self) -> int:
@@ -407,15 +395,15 @@ class TrainStep(PublicNames):
     def __repr__(self) -> str:
         return (
             f"TrainStep({self.number} of rollout batch {self._rollout.number}: "
-            f"{self.num_trajectories} "
-            f"trajectories, {self.num_tokens} tokens, {len(self)} micro batches)"
+            f"{self.num_trajectories} trajectories, {self.num_tokens} tokens, {len(self)} micro "
+            "batches)"
         )
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro batches.
+        """Iterate over this rank's micro batches.
 
         Raises:
-            StoreError: They were used already, or the rollout batch has ended.
+            StoreError: They were iterated over before, or the rollout batch has ended.
             PeerError: Another rank failed, died or ended.
         """
         if self._is_used:
@@ -452,19 +440,18 @@ class TrainStep(PublicNames):
             begun(self)
 
     def mean(self, **values: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Return means over the step as its loss is normalised, of all ranks.
-
-        Collective: one all-reduce, and one copy from a device.
+        """Return means over the step and all ranks, normalised as the loss is. Collective.
 
         `step.mean(kl=kls, clip=clips)` after the loop, where `kls` has `micro.sum(kl)` of each
         micro batch.
 
         Args:
-            **values: Of each micro batch in their order: `micro.sum(x)`, []. The same names on
-                every rank.
+            **values: For each name, `micro.sum(x)` of all micro batches in their order, [] each.
+                All ranks give the same names.
         Raises:
-            ShapeError: Not one number for each micro batch.
-            PeerError: Another rank has raised it.
+            ShapeError: There is not one number for each micro batch.
+            PeerError: Another rank has raised the ShapeError.
+        Cost: one all-reduce, and one copy from a device.
         """
         fault = None
         rule = f"must have a number for each of the {len(self)} micro batches"
@@ -478,7 +465,7 @@ class TrainStep(PublicNames):
             sums[-1] = 1
         elif self._context.settings.place.tensor_rank == 0 and values:
             every = [value.detach().reshape(()) for given in values.values() for value in given]
-            # Together, so that a device is waited for once.
+            # One copy for all, so that the device is waited for once.
             stacked = torch.stack([value.to(every[0].device, torch.float64) for value in every])
             sums[:-1] = stacked.cpu().view(len(values), len(self)).sum(1)
         *total, faults = self._context.control_plane.sum(sums).tolist()
@@ -493,9 +480,7 @@ class TrainStep(PublicNames):
 
 
 class _FilledColumns:
-    """Columns of a rollout batch that a forward pass fills: each rank has the values of
-    its places.
-    """
+    """Columns that a forward pass fills; each rank has the values of its own places."""
 
     def __init__(self, columns: RolloutColumns, names: Sequence[str]) -> None:
         self._columns = columns
@@ -507,9 +492,11 @@ class _FilledColumns:
     def of_all_ranks(self) -> dict[str, torch.Tensor]:
         """Return the whole columns, [num_tokens] each. Collective."""
         context = self._columns.context
-        found = dict[str, torch.Tensor]()
+        whole = dict[str, torch.Tensor]()
         for name, values in self._own.items():
-            if context.settings.place.tensor_rank != 0:  # tensor rank 0 gives those of its replica
+            # Every place is filled on one replica; its tensor ranks have equal values, so only the
+            # first of them adds to the sum.
+            if context.settings.place.tensor_rank != 0:
                 values.zero_()
-            found[name] = context.control_plane.sum(values)
-        return found
+            whole[name] = context.control_plane.sum(values)
+        return whole

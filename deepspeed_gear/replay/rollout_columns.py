@@ -1,4 +1,4 @@
-"""The columns of a rollout batch: its rows in each table, what is read of them, what is filled."""
+"""Columns of a rollout batch: its rows in each table, stored columns, and filled ones."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class TableRows:
             holders = np.flatnonzero(shared == 0)
             first = np.zeros(int(item[-1]) + 1, np.int64)
             first[item[holders]] = holders
-            self._holders = first[
-                item
-            ]  # the trajectory of each one's group that holds all of its steps
+            # The trajectory of each one's group that holds the prompt. For the items [0, 0, 1, 1]
+            # with holders 0 and 2, the holder of each is [0, 0, 2, 2].
+            self._holders = first[item]
             self.shared = SharedRows(shared, np.zeros_like(shared))
             self._locate()
         if spread is not None:
@@ -155,18 +155,14 @@ class TableRows:
         self._locate()
 
     def _join(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of the bytes of arrays over all ranks, of which one has each byte.
-        Collective.
-        """
+        """Sum the bytes of arrays over all ranks, of which one has each byte. Collective."""
         flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         return (
             self._context.control_plane.sum(flat).numpy().view(values.dtype).reshape(values.shape)
         )
 
     def _joined(self, values: np.ndarray) -> np.ndarray:
-        """Return values of all trajectories from those that each rank contributes. [m, ...] -> [n,
-        ...].
-        """
+        """Join the values that all ranks contribute. [m, ...] -> [n, ...]. Collective."""
         if self._spread is None:
             return values
         whole = np.zeros((len(self.rows), *values.shape[1:]), values.dtype)
@@ -179,8 +175,12 @@ class TableRows:
         return self._joined(self.table.values(name, self._slots))
 
     def steps(self, name: str, offset: int, as_flags: bool = False) -> np.ndarray:
-        """Return the values of a column's steps, float64, or which are not 0, bool. [sum of their
-        steps].
+        """Return a column's values of all steps, trajectory by trajectory. [sum of their steps].
+
+        Args:
+            name: Name of the column.
+            offset: Step t has the value of step t + offset.
+            as_flags: Whether to return which values are not 0, bool; else float64.
         """
         self.check_filled(name)
         column = self.table.schema[name]
@@ -205,9 +205,16 @@ class TableRows:
         return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
 
     def leaders(self, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return the first trajectory of each one's item with as many first `rows`, at least 1,
-        with equal tokens and media. [n], int64. Collective over nodes: the trajectories of an item
-        lie on one.
+        """Return for each trajectory the first one of its item that begins with the same prompt.
+
+        A prompt is the same if it has as many rows, and equal tokens and media. Collective over
+        nodes; the trajectories of an item are on one node.
+
+        Args:
+            rows: Number of first rows that make the prompt, at least 1. [n], int64.
+            items: Item of each trajectory. [n], int64.
+        Returns:
+            [n], int64; a trajectory without an earlier equal one is its own leader.
         """
         own = self._own
         rows = rows[own]
@@ -237,9 +244,7 @@ class TableRows:
         return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
 
     def check_filled(self, name: str) -> None:
-        """Raise DataError if a late column is absent in one of the trajectories. Collective over
-        nodes.
-        """
+        """Raise a DataError if a trajectory lacks a late column. Collective over nodes."""
         bits = self.table.schema.late_bits([name])
         if not bits:
             return
@@ -261,10 +266,10 @@ class RolloutColumns:
     Reading stored columns is collective over nodes.
 
     Args:
-        tables: Its rows in each table.
-        context: That of the rank's rollout batches.
-        access: How rows are kept in place while they are read.
-        has_neighbours: Whether the trajectories of an item stand side by side.
+        tables: Rows of the rollout batch in each table.
+        context: Context of the rank's rollout batches.
+        access: Keeps rows in place while they are read; None: a selection pins them.
+        has_neighbours: Whether the trajectories of an item are side by side.
     """
 
     def __init__(
@@ -285,9 +290,7 @@ class RolloutColumns:
 
     @cached_property
     def mask(self) -> np.ndarray:
-        """Which steps count in the loss, at predicting places, one trajectory after the other.
-        [tokens].
-        """
+        """Mask of the steps that count in the loss, at predicting places. [num_tokens], bool."""
         with self.access.reading(slice(None)) as has_rows:
             mask = self._read_mask()
         if has_rows is not None:  # what was evicted does not count
@@ -312,7 +315,7 @@ class RolloutColumns:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Loss tokens of each trajectory. [n], int64."""
+        """Number of loss tokens of each trajectory. [n], int64."""
         if not len(self.trajectories):
             return np.zeros(0, np.int64)
         flags = self.mask.view(np.uint8)
@@ -320,9 +323,10 @@ class RolloutColumns:
 
     @cached_property
     def prompts(self) -> Prefixes | None:
-        """Steps of each trajectory before its first loss place, and the first trajectory of its
-        item with as many, and equal tokens up to that place. None: prompts are not shared.
-        Collective over nodes.
+        """Prompt of each trajectory: its steps before the first loss place, and their leader.
+
+        The leader is the first trajectory of its item with an equal prompt. None: prompts are not
+        shared. Collective over nodes.
         """
         token = self.context.settings.schema.role("token")
         if (
@@ -368,9 +372,7 @@ class RolloutColumns:
         return np.concatenate([rows.values(name) for rows in self.tables])
 
     def _column(self, name: str) -> tuple[Column, int]:
-        """Return the column of numbers per step that micro batches have by a name, and
-        its offset.
-        """
+        """Return the column of numbers per step that micro batches have by a name; its offset."""
         fields = {field.name: field for field in self.context.settings.fields}
         column = fields[name].column if name in fields else None
         if column is None and all(name in rows.table.schema for rows in self.tables):
@@ -384,11 +386,13 @@ class RolloutColumns:
         return column, int(fields[name].offset) if name in fields else follows
 
     def places(self, name: str, later: int = 0) -> np.ndarray:
-        """Return values where micro batches have them, or so many steps later. [num_tokens],
-        float64.
+        """Return a column's values at the places of micro batches. [num_tokens], float64.
 
-        `name` is of a column of this rollout batch, a per-step field or column. Collective over
-        nodes.
+        Collective over nodes.
+
+        Args:
+            name: A column of this rollout batch, or a field or column with a number per step.
+            later: Number of steps after the place.
         """
         if name in self.filled:
             return self.filled[name].double().numpy()
@@ -434,7 +438,7 @@ class RolloutColumns:
         return found
 
     def _rewards(self, name: str) -> np.ndarray:
-        """Return the reward of each place, of a trajectory at its last one. [num_tokens]."""
+        """Return the reward of each place; a trajectory's reward is at its last. [num_tokens]."""
         schema = self.context.settings.schema
         trajectories = self.trajectories
         if name in self.filled or name not in schema or schema[name].rows != "1":
@@ -444,7 +448,7 @@ class RolloutColumns:
         return rewards
 
     def _ends(self) -> np.ndarray:
-        """Return which trajectories end where they end: no value follows. [n], bool."""
+        """Return a mask of trajectories that were terminated: no value follows. [n], bool."""
         last = self.trajectories.starts + self.trajectories.lengths - 1
         ends = np.ones(len(last), bool)  # without flags trajectories are whole
         for role in ("truncated", "terminated"):
@@ -457,12 +461,12 @@ class RolloutColumns:
     def _values_after(
         self, options: AdvantageConfig, value: np.ndarray, ends: np.ndarray
     ) -> np.ndarray:
-        """Return the value of the state after each place, of which those of last places are used.
+        """Return the value of the state after each place; only last places are used. [num_tokens].
 
         Args:
             options: The columns of values.
             value: The value at each place. [num_tokens].
-            ends: Which trajectories need none. [n], bool.
+            ends: Mask of trajectories that need no value. [n], bool.
         """
         column = None
         offset = 0
@@ -472,10 +476,8 @@ class RolloutColumns:
             return self.places(options.next_value)
         if column is not None and column.rows == "T+1":
             return self.places(options.value, 1)
-        if (
-            self.context.settings.predicts and offset == 0
-        ):  # the last place is that of the last token
-            return value
+        if self.context.settings.predicts and offset == 0:
+            return value  # the last place is that of the last token: its value follows all actions
         if ends.all():
             return np.zeros(len(value))
         rule = "must have the value of the state after trajectories that were not terminated"
@@ -485,8 +487,11 @@ class RolloutColumns:
         )
 
     def set_column(self, name: str, values: np.ndarray) -> None:
-        """Set a column of this rollout batch: a value of each trajectory, [n], or place,
-        [num_tokens].
+        """Set a column of this rollout batch.
+
+        Args:
+            name: Name of the column.
+            values: One value per trajectory, [n], or per place, [num_tokens].
         """
         self.check_names([name])
         lengths = self.trajectories.lengths
@@ -494,7 +499,7 @@ class RolloutColumns:
         self.filled[name] = torch.from_numpy(np.ascontiguousarray(per_place, np.float32))
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise if a field of the config has one of the names."""
+        """Raise a FieldError if a field of the config has one of the names."""
         for name in {field.name for field in self.context.settings.fields}.intersection(names):
             rule = "must not be named like a field of gear.fields"
             raise FieldError(
@@ -502,20 +507,23 @@ class RolloutColumns:
             )
 
     def write(self, column: torch.Tensor, micro: MicroBatch, values: torch.Tensor) -> None:
-        """Write values of this rank's places of a pack, [rows of this rank], to a column,
-        [num_tokens].
+        """Write values of this rank's places of a pack to a column of the rollout batch.
+
+        Args:
+            column: The column. [num_tokens], float32.
+            micro: The micro batch that was made of the pack.
+            values: Values of this rank's places. [rows of this rank].
         """
         shape = micro.pack_shape
         given = values.detach().to("cpu", torch.float32)
-        begins = np.maximum(
-            shape.first - shape.starts, 0
-        )  # this rank's first place of each trajectory
+        # This rank's first place within each trajectory: of a slice that begins at row 5, a
+        # trajectory that starts at row 3 has place 2 first.
+        begins = np.maximum(shape.first - shape.starts, 0)
         whole = self.trajectories.starts[micro.index.numpy()]
         to = whole + begins if shape.prefixes is None else whole + shape.prefixes.steps
         at = 0
-        for start, size in zip(
-            to.tolist(), shape.sizes.tolist(), strict=False
-        ):  # padding is the last size
+        # Not strict: the last size is that of the padding.
+        for start, size in zip(to.tolist(), shape.sizes.tolist(), strict=False):
             column[start : start + size] = given[at : at + size]
             at += size
         if shape.prefixes is not None:

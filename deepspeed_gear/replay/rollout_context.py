@@ -1,4 +1,4 @@
-"""Rollout context: how the packs of a rank are made, and with which other ranks."""
+"""Rollout context: how a rank makes its packs, and what its rollout batches share."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ class RolloutContext:
     observers: list[StepObserver] = field(default_factory=list)
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Return what an action returns, after the ranks' batch barrier: an error is raised on all
-        ranks.
-        """
+        """Run an action after the batch barrier and return its result; all ranks raise an error."""
         if self.barrier is not None:
             return self.barrier.agree(action)
         if self.is_spread:  # nodes exchange rows: ranks must not use them before or after
@@ -104,8 +102,12 @@ class RolloutContext:
     def check_same(
         self, what: str, value: object, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Where nodes exchange rows, run a check on all ranks, which raise unless they give one
-        value.
+        """Check on all ranks that they give the same value; only where nodes exchange rows.
+
+        Args:
+            what: Name of the value in errors.
+            value: The value of this rank.
+            check: Called first; its error is raised on all ranks.
         """
         if self.is_spread:
             self.agree(check)

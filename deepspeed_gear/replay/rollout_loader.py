@@ -38,8 +38,12 @@ from deepspeed_gear.store.table import Table
 
 
 class SelectedItems:
-    """The items of one selection, those of several tables in turn, in proportion to their numbers;
-    its head; and its trajectories in each table, `parts`, those of one item side by side.
+    """The items of one selection; those of several tables alternate, in proportion.
+
+    Args:
+        number: Number of the selection.
+        heads: Head of the selection in each table.
+        parts: Its trajectories in each table, those of one item side by side.
     """
 
     def __init__(self, number: int, heads: list[list[int]], parts: list[TableTrajectories]) -> None:
@@ -157,8 +161,9 @@ class RolloutLoader:
         self._current = None
 
     def forward_gatherer(self, settings: PackSettings, table: Table) -> PackGatherer:
-        """Return the gatherer of the passes over a table, which have one `settings`: with the loss
-        mask.
+        """Return the gatherer of forward passes over a table, which also gathers the loss mask.
+
+        All calls for a table have the same `settings`.
         """
         found = self._of_forward.get(table.spec.name)
         if found is None:
@@ -222,8 +227,9 @@ class RolloutLoader:
         return self.next().step(0)
 
     def _take(self) -> list[TableTrajectories]:
-        """Return the next batch's trajectories by table; a too long item is a batch. Errors take
-        none.
+        """Return the next batch's trajectories by table; after an error no item is taken.
+
+        An item longer than the size of a batch is a batch of its own.
         """
         while not self._next_items()[1]:
             self._held.append(self._select())
@@ -241,9 +247,7 @@ class RolloutLoader:
         return [TableTrajectories(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
 
     def _consume(self) -> None:
-        """Consume the rollout batch that was taken: rows of which no batch has an item may be
-        evicted.
-        """
+        """Consume the rollout batch that was taken: rows before the next one may be evicted."""
         self._number += 1
         self._first_item += self._num_taken
         self._num_taken = 0
@@ -257,9 +261,7 @@ class RolloutLoader:
                 stream.release(ended.number)
 
     def _next_items(self) -> tuple[int, bool]:
-        """Return how many items of those at hand are the next batch's, and whether it
-        is complete.
-        """
+        """Return how many held items are the next batch's, and whether the batch is complete."""
         if not self._held:
             return 0, False
         if self._size.tokens is None:
@@ -324,8 +326,9 @@ class RolloutLoader:
 
     @property
     def position(self) -> LoaderPosition:
-        """The position, with the rollout batch after it; between two that are a selection each
-        without.
+        """The position, with the rollout batch after it.
+
+        Without one between two rollout batches that are a selection each.
         """
         current = self._under_way
         at = self._start
@@ -343,9 +346,7 @@ class RolloutLoader:
         return LoaderPosition(at, rollout, {} if current is None else current.columns)
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
-        """Raise CheckpointError unless a rollout batch that is being trained has the size of this
-        config.
-        """
+        """Raise a CheckpointError if a saved rollout batch under way has another size."""
         if rollout is not None and rollout["size"] != self._size.model_dump():
             rule = f"must have the size of this config ({self._size.model_dump()})"
             remedy = (

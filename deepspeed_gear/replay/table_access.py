@@ -1,6 +1,4 @@
-"""Access to the tables of a replay: additions, reads, removals, policy versions, copies
-of items.
-"""
+"""Calls of a replay on its tables: add, read, remove, set a policy version, copy items."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ _POLL_S = 500e-6
 def inserter_of(
     table: Table, streams: list[BatchStream], max_length: int | None, context: Context
 ) -> Inserter:
-    """Return the inserter of a table; its streams may sample new trajectories at their next
-    selection.
-    """
+    """Return the inserter of a table, whose streams may sample its trajectories."""
     refuse_read_only(table)
     name = f"table {table.spec.name}"
     rules = [stream.spec.rule for stream in streams]
@@ -50,9 +46,8 @@ def inserter_of(
     custom = [stream.masses for stream in streams if stream.spec.rule.custom is not None]
 
     def committed(slot: int) -> None:
-        for (
-            masses
-        ) in custom:  # errors of a program's own masses are raised here, not in a selection
+        # Errors of a program's own masses are raised here, not in a selection.
+        for masses in custom:
             masses.of(np.array([slot]))
 
     return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
@@ -68,9 +63,8 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             evicted = table.extents.retired()
             times = table.views["retention"][evicted, SlotRetention.TIMES_SAMPLED]
             evicted = evicted[times >= table.spec.retention.max_times_sampled]
-            if (
-                table.groups is not None and table.shared_prompts is not None
-            ):  # the prompts may be freed
+            if table.groups is not None and table.shared_prompts is not None:
+                # Prompts that others hold may be freed already.
                 shared, holders = table.shared_prompts[evicted].T
                 is_same = table.groups.numbers(holders) == table.groups.numbers(evicted)
                 evicted = evicted[(shared == 0) | (is_same & np.isin(holders, evicted))]
@@ -83,11 +77,11 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
                 remedy = "read samples before adding more: rows of evicted trajectories are reused"
             absent = int(numbers[slots < 0][0])
             raise StoreError(f"table {table.spec.name}: id", "must be stored", absent, remedy)
-        found = [
+        copies = [
             {name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots
         ]
-        media = [_media(table, rows, nullcontext()) for rows in found]
-    return [values(table, *both) for both in zip(found, media, strict=True)]
+        media = [_media(table, rows, nullcontext()) for rows in copies]
+    return [values(table, *both) for both in zip(copies, media, strict=True)]
 
 
 def _media(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> Mapping[int, Media]:
@@ -98,9 +92,7 @@ def _media(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> Mapping[i
 def values(
     table: Table, rows: Mapping[str, np.ndarray], media: Mapping[int, Media]
 ) -> dict[str, Any]:
-    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with
-    rows.
-    """
+    """Return a trajectory's columns as programs give them; tensors share memory with the rows."""
 
     def value(column: Column, rows: np.ndarray) -> Any:
         if column.role == "media":
@@ -113,9 +105,7 @@ def values(
 
 
 def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
-    """Evict trajectories, or their whole groups; ignore ids that are not stored. Returns their
-    number.
-    """
+    """Evict trajectories, or their whole groups; return their number. Unknown ids are ignored."""
     refuse_read_only(table)
     numbers = arguments.integers("ids", ids)
     with quiet(table, table.lock.timeout_s):
@@ -124,7 +114,7 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
 
 
 def clear(table: Table, streams: list[BatchStream]) -> None:
-    """Retire all trajectories and end the epoch."""
+    """Evict all trajectories of a table and end the epoch."""
     refuse_read_only(table)
     with quiet(table, table.lock.timeout_s):
         table.evict(np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0], removed=True)
@@ -136,8 +126,9 @@ def clear(table: Table, streams: list[BatchStream]) -> None:
 
 
 def set_policy_version(table: Table, version: int, context: Context) -> None:
-    """Set the policy version of a node's store; it never decreases. See
-    `Replay.set_policy_version`.
+    """Set the policy version of this node's store, which never decreases.
+
+    See `Replay.set_policy_version`.
     """
     name = f"table {table.spec.name}"
     retention = table.spec.retention
@@ -174,10 +165,20 @@ def copy_items(
     chosen: object = None,
     priorities: object = None,
 ) -> int:
-    """Add items to a table; see `Replay.copy_items`. `report` takes priorities by id. Collective
-    over nodes.
+    """Add items of a rollout batch to a table; see `Replay.copy_items`. Collective over nodes.
 
-    Nothing is added unless every item fits. Cost: of an addition for each.
+    Nothing is added unless every item fits.
+
+    Args:
+        columns: Columns of the rollout batch.
+        target: The table.
+        add: Adds a trajectory to it; returns the id.
+        report: Reports priorities by id; None: the table has none.
+        chosen: As `Replay.copy_items`.
+        priorities: As `Replay.copy_items`.
+    Returns:
+        Number of trajectories that this rank has added.
+    Cost: an addition for each trajectory.
     """
     trajectories = columns.trajectories
     is_target = np.array([rows.table is target for rows in columns.tables])

@@ -1,6 +1,4 @@
-"""Forward passes over a table: micro batches of trajectories that lack late columns, to
-be filled.
-"""
+"""Forward passes over a table: micro batches of trajectories that lack late columns."""
 
 from __future__ import annotations
 
@@ -39,11 +37,12 @@ class StoredRows:
             yield self._locate(at)
 
     def _locate(self, at: Any) -> np.ndarray:
-        """Set where trajectories, and prompts that others hold for them, lie now; evicted ones: row
-        0.
+        """Find the rows of trajectories, and of prompts that others hold for them. Needs the lock.
+
+        Evicted trajectories get row 0.
 
         Returns:
-            Which have rows. Needs the lock.
+            Mask of the trajectories that have rows. [n], bool.
         """
         table = self._rows.table
         shared = self._rows.shared
@@ -59,12 +58,12 @@ class StoredRows:
 
 
 class LateColumns:
-    """The late columns of a table that a forward pass fills: they are stored at once.
+    """The late columns of a table that a forward pass fills; values are stored at once.
 
     Args:
         table: The table.
-        settings: Those of the replay's packs; columns of its fields stand where the fields do.
-        stored: The trajectories of the packs. [n, 8], int64.
+        settings: Settings of the replay's packs; a column of a field has the field's offset.
+        stored: Resolutions of the packs' trajectories. [n, 8], int64.
     """
 
     def __init__(self, table: Table, settings: PackSettings, stored: np.ndarray) -> None:
@@ -102,7 +101,7 @@ class LateColumns:
 
 
 def check_late(table: Table, names: Sequence[str]) -> None:
-    """Raise ConfigError unless the columns are late, with one number per step or trajectory."""
+    """Raise a ConfigError unless columns are late, with one number per step or trajectory."""
     columns = table.schema.late_columns
     late = [c.name for c in columns if not (c.shape or c.is_opaque or c.rows == "T+1")]
     for name in names:
@@ -113,10 +112,10 @@ def check_late(table: Table, names: Sequence[str]) -> None:
 
 
 def fill_place(table: Table, place: RankCoordinates, topology: Topology) -> RankCoordinates:
-    """Return a rank's place among the replicas of its node, which fill what its store holds.
+    """Return a rank's place among the replicas of its node, which fill the node's own rows.
 
     Raises:
-        ConfigError: The table lies on several nodes, and so do the ranks of a replica.
+        ConfigError: The table is on several nodes, and so are the ranks of a replica.
     """
     shard = table.spec.shard
     if shard is None or shard.count == 1:
@@ -137,9 +136,7 @@ def fill_place(table: Table, place: RankCoordinates, topology: Topology) -> Rank
 def forward(
     table: Table, names: Sequence[str], tokens: int | None, loader: RolloutLoader
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro batches of trajectories that lack one of the columns; as
-    `Replay.forward`.
-    """
+    """Iterate over micro batches of trajectories that lack a column; see `Replay.forward`."""
     settings = loader.context.settings
     topology = loader.topology
     # Its collectives are those of all ranks, whether they train together or not.
@@ -153,13 +150,11 @@ def forward(
         with table.lock:
             return absent(table, *names)
 
-    lists = context.control_plane.all_results(
-        "a rollout batch", listed
-    )  # of the leader of each node
+    # By rank; None except for the leader of each node.
+    lists = context.control_plane.all_results("a rollout batch", listed)
     context.check_same("forward: table, columns and tokens", (table.spec.name, names, tokens))
-    of_all_nodes = np.concatenate([one for one in lists if one is not None])[
-        :, Resolution.NUM_STEPS
-    ]
+    of_nodes = np.concatenate([one for one in lists if one is not None])
+    of_all_nodes = of_nodes[:, Resolution.NUM_STEPS]
     resolutions = np.asarray(lists[topology.peers[0]])
     place = fill_place(table, settings.place, topology)
     # For a plan of 8 ranks and 4 replicas, 3 of them here, the plan is of 6.
@@ -204,7 +199,14 @@ def forward(
 def _stored_columns(
     table: Table, resolutions: np.ndarray, context: RolloutContext, loader: RolloutLoader
 ) -> RolloutColumns:
-    """Return the columns of trajectories that no selection pins, by their resolutions, [n, 8]."""
+    """Return the columns of trajectories that no selection pins.
+
+    Args:
+        table: The table.
+        resolutions: Resolutions of the trajectories. [n, 8], int64.
+        context: Context of the pass.
+        loader: The replay's loader, which has the gatherer.
+    """
     count = len(resolutions)
     known = TableTrajectories(
         resolutions=torch.from_numpy(resolutions),

@@ -1,6 +1,4 @@
-"""TransitionBuffer: a replay of single transitions with the calls of CleanRL and
-Stable-Baselines3.
-"""
+"""TransitionBuffer: single transitions, with the calls of CleanRL and Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -21,29 +19,29 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 
-LONGEST = (
-    128  # steps of a trajectory, where no field reads others: rows for it are reserved and freed
-)
-MARGIN = 32  # one of so many transitions is held besides: free rows may be scattered
-FIRST_CHECK = 256  # gaps before the log may have a warning
-MOST_GAPS = 1 / 8  # of the transitions, without a warning
+# Steps of a trajectory, where no field reads other steps: rows for all of them are reserved, and
+# those left over are freed at its end.
+LONGEST = 128
+MARGIN = 32  # one of so many transitions is added to the capacity, as free rows may be scattered
+FIRST_CHECK = 256  # gaps before the log may have a warning of them
+MOST_GAPS = 1 / 8  # share of transitions after a gap that gives no warning
 FIRST_RESETS = 8  # episodes before the log may have a warning of the autoreset mode
 
 
 class TransitionSamples(NamedTuple):
-    """Sampled transitions, by the names of Stable-Baselines3.
+    """Sampled transitions, with the names of Stable-Baselines3.
 
-    [B, *shape] each, and [B, 1] for a column without a shape. The tensors are those of `batch`, and
-    are overwritten with it: see Batch.
+    [B, *shape] each, and [B, 1] for a column without a shape. The tensors belong to `batch` and are
+    overwritten with it: see Batch.
 
     Attributes:
-        observations: Before the actions.
-        actions: Of the environments, or of the program.
-        next_observations: After the actions; with `n_step`, after its last step.
-        dones: 1 where the episode terminated, 0 elsewhere: also where it was truncated. float32.
+        observations: Observations before the actions.
+        actions: The actions.
+        next_observations: Observations after the actions; with `n_step`, after the last of n steps.
+        dones: 1 where the episode terminated; 0 elsewhere, even where it was truncated. float32.
         rewards: The rewards; with `n_step`, the n-step returns. float32.
-        discounts: With `n_step`, of the value of the next observation: gamma^k, 0 where `dones` is
-            1. None without it. float32.
+        discounts: With `n_step`, the factor of the next observation's value: gamma^k, and 0 where
+            `dones` is 1. None without `n_step`. float32.
         batch: The batch, with its own names, ids and weights.
     """
 
@@ -62,7 +60,7 @@ class _Rows(NamedTuple):
     argument: str
     column: Column
     shape: tuple[int, ...]  # [N, *shape]
-    others: tuple[tuple[int, ...], ...]  # shapes that are admitted too
+    others: tuple[tuple[int, ...], ...]  # other shapes that are admitted
 
     @classmethod
     def of(cls, argument: str, column: Column, num_envs: int) -> _Rows:
@@ -82,10 +80,8 @@ class _Rows(NamedTuple):
         rows = value if isinstance(value, np.ndarray) else arguments.array(self.argument, value)
         if rows.shape != self.shape:
             if rows.shape not in self.others:
-                remedy = (
-                    "give the spaces of one environment: single_observation_space, "
-                    "single_action_space"
-                )
+                spaces = "single_observation_space, single_action_space"
+                remedy = f"give the spaces of one environment: {spaces}"
                 rule = f"must have shape {list(self.shape)}"
                 raise DataError(self.argument, rule, list(rows.shape), remedy)
             rows = rows.reshape(self.shape)
@@ -96,44 +92,45 @@ class _Rows(NamedTuple):
         return as_stored(rows, self.column, "the transition", len(rows))
 
 
-_OF_EPISODES = (  # go on where an episode is stored in parts
+# Columns for fields of whole episodes, which continue where an episode is stored in parts.
+_OF_EPISODES = (
     Column("timestep", "int32", (), "timestep"),
     Column("return_to_go", "float32", (), "return_to_go", late=True),
 )
 
 
 class TransitionBuffer(ProcessBound, PublicNames):
-    """Stores transitions of one or many environments, and samples them one by one; each observation
-    once.
+    """Replay buffer of single transitions from one or many environments.
 
-    The next observation of a transition is the stored observation of the next one; only the last
-    one of a trajectory is stored besides. So the transitions of an environment are added in order.
-    Where an observation is not the next observation of the transition before it, as after a reset
-    by the program, a trajectory ends and another begins.
+    Each observation is stored once: the next observation of a transition is the observation of the
+    following one, and only the last one of a trajectory is stored besides. So the transitions of an
+    environment must be added in order. If an observation is not the next observation of the
+    transition before it, as after a reset by the program, a new trajectory begins.
 
-    One process and one thread. A transition can be sampled as soon as it is added. `replay` saves,
-    loads, takes priorities and has statistics.
+    One process and one thread. A transition can be sampled as soon as it is added. Use `replay` to
+    save and load, to report priorities and for statistics.
 
     Args:
-        buffer_size: Transitions: at least so many are held, where a trajectory has 16 on average.
-            Whole trajectories are evicted, the oldest first, when rows are needed, so up to 1/32 of
-            `buffer_size` and (N + 1) * max_length more are held.
-        observation_space: Of one environment: Box, Discrete, MultiDiscrete or MultiBinary.
-        action_space: Of one environment, as its observations'.
-        device: Of the samples.
-        n_envs: N; or the environment, whose number and autoreset mode are read.
-        autoreset: As `Replay.vector_writer`; with a number it must be given. With "next_step" the
+        buffer_size: Number of transitions. At least so many are held if trajectories have 16 on
+            average. Whole trajectories are evicted, the oldest first, when rows are needed; so up
+            to 1/32 of `buffer_size` and (N + 1) * max_length more are held.
+        observation_space: Space of one environment: Box, Discrete, MultiDiscrete or MultiBinary.
+        action_space: Space of one environment, of the same kinds.
+        device: Device of the samples.
+        n_envs: Number of environments, N; or the environment itself, whose number and autoreset
+            mode are read.
+        autoreset: As `Replay.vector_writer`; required if `n_envs` is a number. With "next_step" the
             step that resets an environment is no transition and is left out; with "same_step"
-            `next_obs` holds the last observation where an episode was truncated.
+            `next_obs` has the last observation where an episode was truncated.
         table: More options of the table, such as `max_length`, the steps of the longest trajectory.
-            A longer episode is stored in parts, at whose ends n-step returns and windows end. By
-            default 128; where a field reads other steps than a transition's (frame stacks, time
-            steps), the environment's `spec.max_episode_steps`, or without one as many as fit; and
-            at most `buffer_size` / (N + 1).
+            A longer episode is stored in parts, at whose ends n-step returns and windows end. The
+            default is 128; if a field reads other steps than a transition's (frame stacks, time
+            steps), it is the environment's `spec.max_episode_steps`, or without one as many as fit.
+            It is at most `buffer_size` / (N + 1).
         **options: More options of the `gear` section: `batch_size` (256 by default), `seed`,
             `sampler`, `n_step`, `fields`, ...
     Raises:
-        ConfigError, DataError, SchemaError: An option, a space or the autoreset mode does not suit.
+        ConfigError, DataError, SchemaError: An option, a space or the autoreset mode does not fit.
         StoreError, BuildError: As `Replay`.
     """
 
@@ -155,9 +152,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
             _column("action", action_space, "T"),
             Column("reward", "float32", (), "reward"),
             Column("terminated", "bool", (), "terminated"),
-            Column(
-                "truncated", "bool"
-            ),  # the environment's own: the store would mark other ends too
+            # Without the role: the store would also mark the ends of parts as truncated.
+            Column("truncated", "bool"),
         ]
         self._forms = [_Rows.of(column.name, column, self.num_envs) for column in columns]
         self._next_form = self._forms[0]._replace(argument="next_obs")
@@ -169,17 +165,16 @@ class TransitionBuffer(ProcessBound, PublicNames):
         most = getattr(getattr(n_envs, "spec", None), "max_episode_steps", None)
         section = _section(buffer_size, self.num_envs, table or {}, options, most)
         self.replay = Replay(section, schemas={"main": Schema(columns)}, device=device)
-        # "same_step" is "disabled" here: an episode's first observation comes with its first
-        # transition.
+        # "same_step" is "disabled" for the writer: the first observation of an episode comes with
+        # its first transition.
         self._resets_itself = mode == "next_step"
         own: Autoreset = "next_step" if self._resets_itself else "disabled"
         self._writer = self.replay.vector_writer(self.num_envs, own)
-        self._begins_anew = (
-            False  # after an error, which may have come before or after the step was taken
-        )
+        # Set by an error, which may have come before or after the step was taken: the next
+        # transitions begin trajectories.
+        self._begins_anew = False
         self._num_gaps = self._num_equal = self._num_resets = 0
-        #: Environments whose transition before this one may have an overwritten `obs`; None: none.
-        #: [N], bool.
+        # Environments whose transition before may have an overwritten `obs`; None: none. [N], bool.
         self._suspects: np.ndarray | None = None
 
     def add(
@@ -188,13 +183,14 @@ class TransitionBuffer(ProcessBound, PublicNames):
         """Add a transition of every environment.
 
         Args:
-            obs: Observations that were acted on. [N, *shape]; all arguments also without N if N is
-                1.
-            next_obs: Observations that followed; where an episode ends, its last one. [N, *shape].
-            action: Actions. [N, *shape], also [N, 1] where they have no shape.
-            reward: [N].
-            terminated: Which episodes have ended by themselves. [N], bool.
-            truncated: Which episodes were cut off; their next observation still has a value. [N],
+            obs: Observations before the actions. [N, *shape]; if N is 1, all arguments may also
+                come without this axis.
+            next_obs: Observations after the actions; at the end of an episode, its last one.
+                [N, *shape].
+            action: Actions. [N, *shape]; those without a shape also as [N, 1].
+            reward: Rewards. [N].
+            terminated: Which episodes ended in a terminal state. [N], bool.
+            truncated: Which episodes were cut off: the next observation still has a value. [N],
                 bool.
         Raises:
             DataError: An argument does not fit its space, or is not finite; or `obs` is the memory
@@ -216,7 +212,7 @@ class TransitionBuffer(ProcessBound, PublicNames):
             if not self._begins_anew and self._writer.take_after(obs, whole):
                 self._clear(begins)
                 return
-            # They are not in the stored form, or trajectories begin.
+            # Arguments are not in the stored form, or a trajectory begins: convert and try again.
             observation, *others = self._forms
             before = observation.read(obs)
             after = self._next_form.read(next_obs)
@@ -233,9 +229,12 @@ class TransitionBuffer(ProcessBound, PublicNames):
             raise
 
     def _begin(self, observations: np.ndarray, following: np.ndarray, is_one_memory: bool) -> None:
-        """Begin trajectories where episodes have ended, or where observations do not follow the
-        last ones. `is_one_memory`: observations and those that follow them were given in the same
-        memory.
+        """Begin trajectories after ended episodes, and where observations do not follow the last.
+
+        Args:
+            observations: Observations of this transition. [N, *shape].
+            following: Observations after it. [N, *shape].
+            is_one_memory: Whether both were given in the same memory.
         """
         writer = self._writer
         differs = self._differ(observations, writer.last_states("observation"))
@@ -248,9 +247,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
             num_resets = int((differs & ended & ~fresh).sum()) if self._resets_itself else 0
             gaps = differs & ~ended
             self._check_overwritten(gaps & is_one_memory, ended)
-            num_equal = (
-                int((gaps & ~self._differ(observations, following)).sum()) if gaps.any() else 0
-            )
+            num_equal = 0
+            if gaps.any():
+                num_equal = int((gaps & ~self._differ(observations, following)).sum())
             self._note(int(gaps.sum()), num_equal, num_resets)
         if begins.any():
             writer.reset(begins, observation=observations)
@@ -260,31 +259,36 @@ class TransitionBuffer(ProcessBound, PublicNames):
         return np.asarray((one != other).reshape(self.num_envs, -1).any(axis=1))
 
     def _clear(self, begins: np.ndarray | None) -> None:
-        """Clear the suspects that go on from their last observation; of `begins`
-        nothing is known.
-        """
+        """Clear the suspects that continue their trajectory; those of `begins` stay suspect."""
         if self._suspects is not None and begins is not None:
             self._suspects &= begins
 
     def _check_overwritten(self, suspects: np.ndarray, begins: np.ndarray) -> None:
-        """Raise where two transitions in a row begin at what was not the next observation before,
-        each in the memory of its own next observation. A program that resets may do so once. First
-        transitions of episodes, `begins`, are passed over: nothing is known of their observations.
+        """Raise a DataError if the environment has overwritten `obs` in two transitions in a row.
+
+        A suspect transition does not follow the one before, and has its observations before and
+        after in one memory. A program that resets may cause one, but not two in a row. The first
+        transitions of episodes, `begins`, show nothing and are skipped.
         """
         before = np.zeros_like(suspects) if self._suspects is None else self._suspects
         self._suspects = suspects | (before & begins)
         if (before & suspects).any():
             environment = int(np.argmax(before & suspects))
             rule = (
-                "must be what the policy got, but it is the memory of next_obs, which step "
-                "has overwritten"
+                "must be what the policy got, but it is the memory of next_obs, which step has "
+                "overwritten"
             )
             remedy = "the environment returns one array again and again: keep obs = next_obs.copy()"
             raise DataError(f"obs of environment {environment}", rule, None, remedy)
 
     def _note(self, num_gaps: int, num_equal: int, num_resets: int) -> None:
-        """Log, once, resets that do not begin at last states, and gaps: each stores an observation
-        twice.
+        """Count gaps and resets, and log one warning each if there are many.
+
+        Args:
+            num_gaps: Transitions that do not follow the one before in an episode; each stores an
+                observation twice.
+            num_equal: Those of them whose `obs` equals `next_obs`.
+            num_resets: Episodes that do not begin at the last state, with "next_step".
         """
         gaps = self._num_gaps
         resets = self._num_resets
@@ -296,37 +300,31 @@ class TransitionBuffer(ProcessBound, PublicNames):
         if resets < FIRST_RESETS <= self._num_resets and are_most:
             LOG.warning(
                 'gear: TransitionBuffer: autoreset "next_step": obs after the end of an episode '
-                "should be "
-                f"its last next_obs, in the step that resets it, got another one after "
-                f"{self._num_resets} "
-                "episodes: give the environment as n_envs, or its own autoreset mode"
+                "should be its last next_obs, in the step that resets it, got another one after "
+                f"{self._num_resets} episodes: give the environment as n_envs, or its own "
+                "autoreset mode"
             )
         if gaps < FIRST_CHECK <= self._num_gaps and self._num_gaps > MOST_GAPS * added:
             cause = ""
             if self._num_equal > self._num_gaps / 2:
                 cause = (
                     f". In {self._num_equal} of them obs equals next_obs: if the environment "
-                    f"overwrites the "
-                    "array that it has returned, keep obs = next_obs.copy()"
+                    "overwrites the array that it has returned, keep obs = next_obs.copy()"
                 )
             LOG.warning(
                 "gear: TransitionBuffer: obs should be the next_obs of the environment's "
-                "transition before "
-                f"it, unless an episode begins, got {self._num_gaps} others in {added} "
-                f"transitions; each "
-                "begins a trajectory, and fewer transitions are held: add them in order, with "
-                "obs as the "
-                f"policy gets them{cause}"
+                f"transition before it, unless an episode begins, got {self._num_gaps} others in "
+                f"{added} transitions; each begins a trajectory, and fewer transitions are held: "
+                f"add them in order, with obs as the policy gets them{cause}"
             )
 
     def sample(self, batch_size: int | None = None) -> TransitionSamples:
         """Return a batch of transitions.
 
         Args:
-            batch_size: B, as it was given to the constructor: the batches of a buffer have one
-                size.
+            batch_size: B; all batches have the size that the constructor got.
         Raises:
-            ConfigError: Another size.
+            ConfigError: `batch_size` is another one.
             StoreError, NotReadyError: As `Replay.sample`.
         """
         size = self.replay.batch_info.micro
@@ -343,12 +341,15 @@ class TransitionBuffer(ProcessBound, PublicNames):
             discount = batch["discount"]
             done = (discount == 0).float()
             discounts = discount.unsqueeze(1)
-        names = ("observation", "action", "next_observation")
-        before, action, after = (
-            batch[n] if batch[n].dim() > 1 else batch[n].unsqueeze(1) for n in names
+        return TransitionSamples(
+            observations=_with_axis(batch["observation"]),
+            actions=_with_axis(batch["action"]),
+            next_observations=_with_axis(batch["next_observation"]),
+            dones=done.unsqueeze(1),
+            rewards=reward.unsqueeze(1),
+            discounts=discounts,
+            batch=batch,
         )
-        done, reward = done.unsqueeze(1), reward.unsqueeze(1)
-        return TransitionSamples(before, action, after, done, reward, discounts, batch)
 
     def __len__(self) -> int:
         """Return the number of transitions that the buffer holds."""
@@ -362,8 +363,13 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self.replay.close()
 
 
+def _with_axis(values: torch.Tensor) -> torch.Tensor:
+    """Return values as [B, 1] if they are [B]."""
+    return values if values.dim() > 1 else values.unsqueeze(1)
+
+
 def _address(value: Any) -> int | None:
-    """Return where a value lies that a program can overwrite; None of numbers."""
+    """Return the address of a value that a program can overwrite; None for numbers."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, np.ndarray):
@@ -372,6 +378,7 @@ def _address(value: Any) -> int | None:
 
 
 def _column(role: str, space: Any, rows: Any) -> Column:
+    """Return the column for the values of a gymnasium space."""
     shape = getattr(space, "shape", None)
     dtype = getattr(space, "dtype", None)
     if shape is None or dtype is None:
@@ -400,10 +407,10 @@ def _section(
     options: dict[str, Any],
     most_steps: int | None,
 ) -> dict[str, Any]:
-    """Return a buffer's `gear` section; `most_steps` of an episode, None where they are not known.
+    """Return a buffer's `gear` section; `most_steps` is the longest episode, None if unknown.
 
-    Rows for the longest trajectory of each environment are reserved while it grows. These come on
-    top of `buffer_size`, and those that an eviction may free in excess.
+    The capacity is `buffer_size`, the margin for scattered rows, the rows that are reserved for the
+    growing trajectory of each environment, and those of one that an eviction may free in excess.
     """
     for name in ("tables", "data"):
         if name in options:

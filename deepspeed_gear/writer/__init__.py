@@ -1,3 +1,1 @@
-"""Writing into stores: from ranks, and from actors that have neither an engine nor a
-process group.
-"""
+"""Writers: add trajectories to a store, from ranks and from actors without an engine."""

@@ -23,8 +23,11 @@ _POLL_S = 5e-3
 
 
 class FillLease:
-    """A trajectory, `trajectory_id`, whose late column a worker computes from `columns` that are
-    there.
+    """A trajectory without a late column, leased by the worker that computes the column.
+
+    Attributes:
+        trajectory_id: Its permanent id.
+        columns: Copies of the columns that it has.
     """
 
     def __init__(self, worker: FillWorker, lease: LeaseRecord, columns: dict[str, Any]) -> None:
@@ -34,15 +37,18 @@ class FillLease:
         self.columns = columns
 
     def fill(self, value: Any) -> None:
-        """Write the column, as `Replay.fill`; ignored if the trajectory has it (counted), or is
-        gone.
+        """Write the column, as `Replay.fill`.
+
+        A value is ignored if the trajectory has been evicted, and ignored and counted if another
+        worker has filled the column.
         """
         self._worker._fill(self._lease, value)
 
 
 class FillWorker(ProcessBound):
-    """Leases trajectories that lack a late column: `FillWorker.attach(config, "reward")`. One
-    thread.
+    """Leases trajectories that lack a late column, to fill it: a reward model, for example.
+
+    `FillWorker.attach(config, "reward")` attaches to a store of this node. One thread at a time.
     """
 
     def __init__(self, writer: TrajectoryWriter, column: str, lease_s: float) -> None:
@@ -67,8 +73,17 @@ class FillWorker(ProcessBound):
         lease_s: float = 600.0,
         **options: Any,
     ) -> FillWorker:
-        """Attach as a TrajectoryWriter; `lease_s` is the time of a lease, after which others may
-        have it.
+        """Attach to the store of a run of this node.
+
+        Args:
+            config: As `TrajectoryWriter.attach`.
+            column: Name of the late column.
+            lease_s: How long a lease lasts, in seconds; then another worker may lease its
+                trajectory.
+            **options: As `TrajectoryWriter.attach`.
+        Raises:
+            ConfigError: The table has no such late column; or as `TrajectoryWriter.attach`.
+            StoreError: As `TrajectoryWriter.attach`.
         """
         check_timeout("lease_s", lease_s)
         return cls(TrajectoryWriter.attach(config, **options), column, lease_s)
@@ -76,9 +91,13 @@ class FillWorker(ProcessBound):
     def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[FillLease]:
         """Lease up to `count` trajectories that lack the column and that no living worker holds.
 
-        The smallest numbers of groups come first, else the oldest trajectories; after `timeout_s`
-        none. A lease returns when its worker closes or dies, or after `lease_s`. Raises as
-        `RolloutWorker.lease`.
+        Those of the smallest group numbers come first; without groups, the oldest. A lease comes
+        back when its worker closes or dies, or after `lease_s`.
+
+        Returns:
+            1 to `count` leases; none after `timeout_s` seconds.
+        Raises:
+            StoreError: The worker is closed, or the run has ended.
         """
         wanted = arguments.count("count", count)
         timeout_s = check_timeout("timeout_s", timeout_s)
@@ -87,19 +106,18 @@ class FillWorker(ProcessBound):
         return wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on) or []
 
     def _take(self, count: int) -> list[FillLease] | None:
-        """Lease up to `count` trajectories now; None: there are none."""
+        """Lease up to `count` trajectories now; None if there are none."""
         table = self._table
         assert table.fills is not None
         with table.lock:
             lacking = absent(table, self._column.name)
             leases = table.fills.lease(self._late, lacking, count, self._lease_ns)
-            of_table = [lease._replace(origin=table.lineage) for lease in leases]
-            return [
-                FillLease(self, lease, self._columns(lease.entry)) for lease in of_table
-            ] or None
+            # An id names the same trajectory only while the lineage is the same.
+            named = [lease._replace(origin=table.lineage) for lease in leases]
+            return [FillLease(self, lease, self._columns(lease.entry)) for lease in named] or None
 
     def _columns(self, slot: int) -> dict[str, Any]:
-        """Return copies of a trajectory's columns that are there. Requires the lock."""
+        """Copy the columns that a trajectory has. The caller holds the lock."""
         schema = self._table.schema
         rows = self._table.rows(slot)
         present = self._table.late_present(slot)

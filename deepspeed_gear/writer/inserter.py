@@ -1,4 +1,4 @@
-"""Adds whole trajectories to a table: checks, reserves, copies, commits."""
+"""Inserter: checks, reserves, copies and commits the trajectories of one process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,20 @@ Committed = Callable[[int], None]
 
 
 class Inserter:
-    """Adds the trajectories of this process to a table with a capacity. One thread at a time; by
-    one native call where all arrays have the stored form and the eviction policy is native, else in
-    Python, with the same result. `checks` raise DataError before anything changes; `committed` is
-    called with a slot and the lock held, and its error evicts the trajectory. If it `samples` too,
-    it must not wait for itself.
+    """Adds the trajectories of this process to a table with a capacity.
+
+    A whole trajectory of arrays in the stored form is added by one native call, unless its commit
+    needs Python (groups, media, returns-to-go, `committed`); else in Python, with the same result.
+    One thread at a time.
+
+    Args:
+        table: Table to add to.
+        context: Time limit and failure check of waits.
+        max_length: Steps of the longest trajectory; None: no limit.
+        checks: Called with the columns before anything changes; they raise a DataError.
+        committed: Called with a committed slot and the lock held; its error evicts the trajectory.
+        samples: Whether this process also samples from the table. Then it raises where waiting
+            could only be ended by a selection of its own.
     """
 
     def __init__(
@@ -59,12 +68,12 @@ class Inserter:
         self._ends = [self._names.index(column.name) for column in table.spec.schema.end_columns]
         self._position = table.views.get("stream/train/position")
         retention = table.spec.retention
-        #: The column of policy versions, if ranks wait for open trajectories of old versions; else
-        #: "".
+        #: Name of the column of policy versions where ranks wait for open trajectories; else "".
         self.version_column = (retention.version_column or "") if retention.waits else ""
-        self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
+        self._open: dict[int, int] = {}  # oldest open policy version by id() of the writer
         self.growing: set[Any] = set()  # each `GrowingTrajectory` that may have published steps
-        #: Whether the owner of some was dropped: the latest weak reference to one.
+        #: Not empty once the owner of a growing trajectory was deleted. A garbage collection may
+        #: run in any statement, with the lock held: its callback only appends to this deque.
         self.dropped = deque[object](maxlen=1)
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
@@ -77,13 +86,13 @@ class Inserter:
         self._adds_natively = committed is None and not has_more
 
     def vector_options(self) -> dict[str, Any]:
-        """Return `set_store`'s arguments. `whole`: checked whole trajectories may be stored;
-        `begins`: first steps may be published where no eviction is needed.
-        """
+        """Return the arguments of `VectorSteps.set_store` that concern this table."""
         return {
             "of_store": self._address,
             "most": self.max_length or 0,
+            # Whether the native call may store whole trajectories.
             "whole": self._adds_natively and not self._checks,
+            # Whether it may publish first steps, where no eviction is needed.
             "begins": not (
                 self._checks or self._committed or self.table.ledger or self.table.media
             ),
@@ -91,15 +100,15 @@ class Inserter:
         }
 
     def add(self, trajectory: Mapping[str, Any]) -> int:
-        """Store a trajectory, waiting for free rows and for the rate limiter. Returns its id.
+        """Add a trajectory and return its id; waits for free rows and for the rate limiter.
 
         Raises:
             DataError: It does not fit the schema, has an end flag before its last step, a value is
-                not finite and must be, or its group has `max_trajectories` already; nothing is
-                added. Values are checked while they are copied, so evictions until then remain; the
-                next trajectory uses the rows.
-            StoreFullError, NotReadyError: Too few rows, and none evicted; the ranks do not sample
-                in time.
+                not finite and must be, or its group already has `max_trajectories`; nothing is
+                added. Values are checked while they are copied: trajectories that were evicted
+                to free the rows stay evicted, and the next trajectory uses the rows.
+            StoreFullError: Too few rows are free, and the table evicts nothing.
+            NotReadyError: The ranks do not sample in time.
         """
         if self._adds_natively and not (self._checks or self._late or self._opaque):
             added = self._add_stored_form(trajectory)
@@ -107,46 +116,47 @@ class Inserter:
                 return added
         items = dict[int, MediaItem]()
         columns, num_steps, present = self.checked(trajectory, items)
-        # None also for an array without a buffer of the stored form, such as bfloat16 without
-        # steps.
-        added = (
-            self._add_natively(columns, num_steps)
-            if self._adds_natively and not self._late
-            else None
-        )
-        return self._add_plainly(columns, num_steps, present, items) if added is None else added
+        if self._adds_natively and not self._late:
+            added = self._add_natively(columns, num_steps)
+            if added is not None:
+                return added
+            # An array has no buffer of the stored form, such as bfloat16 without steps.
+        return self._add_plainly(columns, num_steps, present, items)
 
     def checked(
         self, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
     ) -> tuple[list[np.ndarray], int, int]:
-        """Return stored columns, number of steps, bits of late columns; its media are added to
-        `items`.
+        """Check a trajectory and convert its columns to the stored form.
 
-        Raises as `add`, except for NaN.
+        Args:
+            trajectory: As `Replay.add`.
+            items: Media items by content id, to which those of the trajectory are added.
+        Returns:
+            Columns in the schema's order, number of steps, and bits of the late columns that the
+            trajectory has.
+        Raises:
+            DataError: As `add`, except for values that are not finite.
         """
+        spec = self.table.spec
         trajectory = flatten(f"{self._name}: trajectory", trajectory, self._columns)
-        if self.table.spec.media is not None:
-            trajectory = self.table.spec.media.take(
-                self._name, self.table.spec.schema, trajectory, items
-            )
-        arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
+        if spec.media is not None:
+            trajectory = spec.media.take(self._name, spec.schema, trajectory, items)
+        arrays, num_steps = check_trajectory(self._name, spec.schema, trajectory)
         self.check_length(num_steps)
         self.check(arrays)
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
-        return columns, num_steps, self.table.spec.schema.late_bits(trajectory) if self._late else 0
+        return columns, num_steps, spec.schema.late_bits(trajectory) if self._late else 0
 
     def split(
         self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
-        """Return the trajectories of rows of several episodes; as `split_episodes`."""
+        """Divide rows of several episodes into trajectories; as `split_episodes`."""
         return split_episodes(
             self._name, self.table.spec.schema, trajectory, final, self.max_length
         )
 
     def _add_stored_form(self, trajectory: Mapping[str, Any]) -> int | None:
-        """Add a trajectory whose arrays have the stored form; None, without effect, if
-        one has not.
-        """
+        """Add a trajectory of arrays in the stored form; None, without effect, if one is not."""
         try:
             columns = [trajectory[name] for name in self._names]
             num_steps = len(trajectory[self._measured]) - self._extra
@@ -163,25 +173,33 @@ class Inserter:
         return self._add_natively(columns, num_steps)
 
     def check(self, columns: dict[str, np.ndarray]) -> None:
-        """Raise unless columns of one value per trajectory are valid for the streams, such as
-        weights.
+        """Raise a DataError unless columns of one value per trajectory, such as weights, are valid.
+
+        The streams that use the columns define what is valid.
         """
         for check in self._checks:
             check(columns)
 
     def check_length(self, num_steps: int) -> None:
+        """Raise a DataError if a trajectory is longer than `max_length`."""
         if self.max_length is not None and num_steps > self.max_length:
             rule = f"must have at most max_length = {self.max_length} steps"
-            raise DataError(f"{self._name}: trajectory", rule, num_steps)
+            remedy = "divide it, or raise gear.tables.<name>.max_length"
+            raise DataError(f"{self._name}: trajectory", rule, num_steps, remedy)
 
     def _add_natively(self, columns: list[Any], num_steps: int) -> int | None:
-        """Add a trajectory by the native module; complete in Python what it refuses. None: as
-        `store_add`.
+        """Add a trajectory by one native call; complete in Python what the call refuses.
+
+        Returns:
+            Its id; None, without effect, if an array does not have the stored form.
         """
-        found = self._store_add(self._address, columns, num_steps, TURN_S)
-        if found is None or found[0] >= 0:
-            return None if found is None else int(found[0])
-        refusal, slot = found
+        outcome = self._store_add(self._address, columns, num_steps, TURN_S)
+        if outcome is None:
+            return None
+        number, slot = outcome  # the id; or, if negative, a code of `Refusal`
+        if number >= 0:
+            return int(number)
+        refusal = number
         if refusal == Refusal.NOT_FINITE:
             if slot >= 0:
                 self.free([slot])
@@ -196,24 +214,32 @@ class Inserter:
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
 
     def check_finite(self, columns: list[np.ndarray]) -> None:
-        """Raise a DataError if a value of columns in their stored form is not finite
-        and must be.
-        """
+        """Raise a DataError if a value that must be finite is not; columns in the stored form."""
         if not self._store.are_finite(columns):
             arrays = dict(zip(self._names, columns, strict=True))
             check_finite(self._name, self.table.spec.schema, arrays)
 
     def add_media(self, groups: Sequence[list[np.ndarray]], items: Mapping[int, MediaItem]) -> None:
-        """Add the media that written, reserved rows name; raises as `MediaPages.add`."""
+        """Add the media items that reserved rows name; waits for free pages.
+
+        Args:
+            groups: Columns in the stored form of each trajectory, already written.
+            items: Media items by content id.
+        Raises:
+            StoreFullError, NotReadyError: As `MediaPages.add`.
+        """
         media = self.table.media
+        if media is None:
+            return
+        at = self._names.index(media.spec.column)
+        named = np.concatenate([columns[at][columns[at] != 0] for columns in groups])
         until = time.monotonic() + self.timeout_s
-        while media is not None:
-            at = self._names.index(media.spec.column)
-            named = np.concatenate([columns[at][columns[at] != 0] for columns in groups])
+        while True:
             try:
                 media.add(items, named, self.table.lock, self.evictor.release, self.evictor.pinned)
                 return
             except StoreFullError:
+                # Pages that selections read become free once these end; else none will.
                 with self.table.lock:
                     is_read = self.evictor.pinned().any()
                 if self._samples or not is_read:
@@ -227,6 +253,7 @@ class Inserter:
         present: int = 0,
         items: Mapping[int, MediaItem] | None = None,
     ) -> int:
+        """Add a checked trajectory in Python: reserve, write, commit. Return its id."""
         self.check_finite(columns)
         slot = self.reserve(num_steps)
         with undo_on_error(partial(self.free, [slot])):
@@ -238,7 +265,7 @@ class Inserter:
                 return number
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free those of the slots that this process has reserved and not committed."""
+        """Free the slots that this process has reserved and not committed; ignore others."""
         own = [SlotState.RESERVED, self.table.memory.peer]
         with self.table.lock:
             for slot in slots:
@@ -246,14 +273,18 @@ class Inserter:
                     self.table.extents.free(slot)
 
     def report_versions(self, writer: object, versions: np.ndarray) -> None:
-        """Publish the oldest policy version of a writer's open trajectories to ranks; negative:
-        none.
+        """Show the ranks the oldest policy version of this process's open trajectories.
+
+        Args:
+            writer: Writer or open trajectory that reports; it replaces its report before.
+            versions: Policy version of each of its open trajectories; negative: none. [n], int64.
         """
         given = versions[versions >= 0]
         if len(given):
             self._open[id(writer)] = int(given.min())
         else:
             self._open.pop(id(writer), None)
+        # The word is the oldest version + 1: 0, of new shared memory, is no open trajectory.
         oldest = min(self._open.values(), default=-1)
         self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
 
@@ -280,8 +311,9 @@ class Inserter:
             self.evictor.wait(slot, num_steps, until)
 
     def publish(self, slot: int, num_steps: int) -> int:
-        """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the
-        lock.
+        """Commit the first steps of a reserved slot, which keeps its free rows to grow.
+
+        The caller holds the lock. Returns the trajectory's id.
         """
         self.table.extents.open(slot, num_steps)
         return self._commit(slot)

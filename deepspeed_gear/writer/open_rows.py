@@ -1,4 +1,4 @@
-"""Open rows: the rows of open trajectories of N environments, each with its own range."""
+"""Open rows: the open trajectories of N environments, before the store has them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from deepspeed_gear.store.native_rows import address, form_of
 
 
 class OpenRows:
-    """The arrays, of their creator, in which open trajectories of N environments grow. One process
-    at a time. Each column has [places, length + 1, *shape], contiguous; the places of environments
-    differ. [N], int64.
+    """Arrays in which the open trajectories of N environments grow.
+
+    Each environment has one place in every array; all places have room for `length` steps and the
+    state after the last one. With a length of 4 the environment at place 2 has the rows 10 to 14
+    of all places' rows: `first` is 10. One process at a time.
+
+    Args:
+        columns: Columns of steps.
+        arrays: Column -> [places, length + 1, *shape], contiguous; they belong to the caller.
+        places: Place of each environment, all different. [N], int64.
+        native: The native module; None: Python copies rows.
     """
 
     def __init__(
@@ -30,15 +38,14 @@ class OpenRows:
         self.places = places
         self._native = native
         self.length = arrays[columns[0].name].shape[1] - 1
-        self.first = places * (
-            self.length + 1
-        )  # row of each environment's first step, over all places
+        #: Row of each environment's first step, over all places. [N], int64.
+        self.first = places * (self.length + 1)
 
     @classmethod
     def private(
         cls, columns: Sequence[Column], num_envs: int, length: int, native: ModuleType | None
     ) -> OpenRows:
-        """Return them in private memory, for trajectories of up to `length` steps."""
+        """Allocate open rows in private memory, for trajectories of up to `length` steps."""
         arrays = {
             c.name: np.zeros((num_envs, length + 1, *c.shape), c.numpy_dtype) for c in columns
         }
@@ -49,12 +56,19 @@ class OpenRows:
         return np.asarray(self.arrays[name][self.places[env]])
 
     def rows(self, columns: Sequence[Column]) -> ColumnRows:
+        """Return access to the rows of some columns by their numbers over all places."""
         return ColumnRows(columns, self.arrays, self._native, self.places)
 
 
 class ColumnRows:
-    """Rows of some columns, by their numbers over all places (in errors: environments, if
-    `places`).
+    """Rows of some columns, addressed by their numbers over all places.
+
+    Args:
+        columns: The columns.
+        arrays: Column -> [places, length, *shape], contiguous.
+        native: The native module; None: Python copies rows.
+        places: Place of each environment, for the environment's number in errors; None: it is the
+            place.
     """
 
     def __init__(
@@ -76,8 +90,14 @@ class ColumnRows:
             self._address = self._targets.address
 
     def put(self, values: Sequence[Any], rows: np.ndarray) -> None:
-        """Copy row i of each column's values, [n, *shape], to row rows[i]; negative ones are left
-        out. DataError, nothing changed: a shape, dtype or value that must be finite does not fit.
+        """Copy value i of each column to row rows[i]; values with a negative row are left out.
+
+        Args:
+            values: Values of each column. [n, *shape].
+            rows: Row of each value over all places, or negative. [n], int64.
+        Raises:
+            DataError: A shape or dtype does not fit, or a value is not finite and must be; nothing
+                has changed.
         """
         if self._targets is not None and self._rows_put(self._address, values, rows) < 0:
             return
@@ -85,7 +105,11 @@ class ColumnRows:
             self._flat[name][rows[rows >= 0]] = stored
 
     def check(self, values: Sequence[Any], rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return what `put` would store in rows that are not left out. Column -> [kept, *shape]."""
+        """Convert values as `put` does, without storing them; arguments and errors as `put`.
+
+        Returns:
+            Column -> values in the stored form, without those left out. [kept, *shape].
+        """
         kept = rows >= 0
         pairs = zip(self.columns, values, strict=True)
         stored = {c.name: as_stored(value, c, "the steps", len(rows))[kept] for c, value in pairs}
@@ -100,5 +124,5 @@ class ColumnRows:
         return f"step {step} of environment {env}"
 
     def get(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return copies of rows. Column -> [n, *shape]."""
+        """Copy rows. Column -> [n, *shape]."""
         return {name: flat[rows] for name, flat in self._flat.items()}

@@ -1,6 +1,4 @@
-"""Open trajectories, and the publication of their first steps, which can be sampled
-before the end.
-"""
+"""Open trajectories, and how their first steps are published: sampled before the episode ends."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ class CompletedTrajectory(NamedTuple):
 
     Attributes:
         env: Number of its environment; 0 for a single one.
-        trajectory_id: Its id, for `fill` and `read`; of a RemoteWriter: that writer's number of it.
-        num_steps: Number of its steps.
+        trajectory_id: Its id, for `fill` and `read`; a RemoteWriter gives its own number for it.
+        num_steps: Number of steps.
     """
 
     env: int
@@ -54,9 +52,13 @@ class CompletedTrajectory(NamedTuple):
 
 
 class GrowingTrajectory:
-    """An open trajectory of this process, and how many of its steps are published. It ends when its
-    `owner` is deleted, which appends to it. `words`, `Growing`, are shared with C++; None: it is
-    new, and used once.
+    """An open trajectory of this process, and how many of its steps are published.
+
+    Args:
+        owner: The object that appends to it. The trajectory ends when the owner is deleted.
+        publisher: Publisher of its steps; None: it cannot be published.
+        words: `Growing` [NUM_WORDS], int64, shared with C++, of an environment's trajectories one
+            after the other. None: words of its own, for one trajectory.
     """
 
     def __init__(
@@ -96,17 +98,22 @@ class GrowingTrajectory:
 
 
 class PublishedPart(NamedTuple):
-    """The steps of an open trajectory that are to be published."""
+    """The steps of an open trajectory to be published.
+
+    Attributes:
+        growing: The open trajectory.
+        end: Number of its steps, including those before `growing.first`.
+        columns: In the stored form. Columns of steps: all rows so far, as an array or a list of
+            rows; others: the value. [*shape].
+    """
 
     growing: GrowingTrajectory
-    end: int  # number of its steps, including those before `growing.first`
-    # Of steps: all rows so far in the stored form, as an array or a list of rows; else the value.
-    # [*shape].
+    end: int
     columns: Mapping[str, Any]
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that are or will be stored as one trajectory."""
+        """Number of steps that the stored trajectory will have."""
         return self.end - self.growing.first
 
     @property
@@ -116,8 +123,11 @@ class PublishedPart(NamedTuple):
 
 
 def checked(publisher: Publisher | None) -> Publisher:
-    """Return a publisher that can publish; raise as `Publisher.check`, or because a writer has
-    none.
+    """Return a writer's publisher after `Publisher.check`.
+
+    Raises:
+        DataError: The writer has no publisher, as it is on another machine; or as the check.
+        StoreError: As the check.
     """
     if publisher is None:
         rule = "must be called on a writer of a node that holds the table"
@@ -129,9 +139,12 @@ def checked(publisher: Publisher | None) -> Publisher:
 class Publisher:
     """Publishes the open trajectories of this process. One thread at a time.
 
-    The first publication reserves rows for the longest trajectory. If those are evicted (by hand or
-    by age; never to free rows), the steps that follow become another one. `check` raises, before,
-    where writing has ended.
+    The first publication reserves rows for the longest trajectory. If the trajectory is evicted
+    (by hand or by age; never to free rows), the steps that follow become another one.
+
+    Args:
+        inserter: Adds to the table.
+        check: Called before each publication; raises where writing has ended.
     """
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
@@ -139,7 +152,7 @@ class Publisher:
         self._table = inserter.table
         self._check = check
         self._name = f"table {inserter.table.spec.name}"
-        #: Why no steps of open trajectories can be published: rule and remedy; None: they can.
+        #: Rule and remedy of the error where the table cannot have open trajectories; else None.
         self.unsuited: tuple[str, str] | None = None
         if inserter.max_length is None:
             rule = "must have max_length for steps of open trajectories to be published"
@@ -159,9 +172,7 @@ class Publisher:
 
     @property
     def num_added(self) -> int:
-        """Number of trajectories with published steps, and of those that native calls have stored
-        whole.
-        """
+        """Number of published trajectories, and of those that native calls have stored whole."""
         words = (StepCount.WHOLE_ADDED, StepCount.BEGUN)
         return self._num_begun + sum(int(counts[word]) for counts in self.counts for word in words)
 
@@ -177,8 +188,11 @@ class Publisher:
                     self.end(growing, truncated=True)
 
     def check(self) -> None:
-        """Raise a StoreError if the run has ended, a DataError if the table needs whole
-        trajectories.
+        """Check that open trajectories can be published.
+
+        Raises:
+            StoreError: The run has ended, or the writer is closed.
+            DataError: The table takes whole trajectories only.
         """
         self.look()
         if self.unsuited is not None:
@@ -186,8 +200,11 @@ class Publisher:
             raise DataError(self._name, rule, None, remedy)
 
     def publish(self, parts: Sequence[PublishedPart]) -> None:
-        """Publish the steps so far for the next selection; raises as `Inserter.add` (new ones:
-        nothing).
+        """Publish all steps so far, for the next selection; waits as `Inserter.add`.
+
+        Raises:
+            DataError, StoreFullError, NotReadyError: As `Inserter.add`. Parts that were published
+                before stay; a new one that raises has no stored steps.
         """
         until = time.monotonic() + self.inserter.timeout_s
         longer = [part for part in parts if part.num_new > 0]
@@ -206,34 +223,38 @@ class Publisher:
                 self.inserter.evictor.wait(Refusal.RATE_LIMITED, waiting[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
-        """Publish new steps; return False if rate-limited. The caller holds the lock, as loading a
-        checkpoint replaces rows.
+        """Publish new steps of a published trajectory; return False if rate-limited.
+
+        The caller holds the lock: loading a checkpoint replaces rows, and must not come between
+        the test of the slot and the write.
         """
         growing = part.growing
         extents = self._table.extents
         if not extents.stands(growing.words):
+            # It was evicted, so the steps that follow become another trajectory. After 5 of 7
+            # steps were published, FIRST is 5, and the next trajectory has the steps 5 and 6.
             self._end_slot(growing, truncated=False)
-            growing.words[Growing.FIRST] += (
-                growing.published
-            )  # the steps that follow become another
-            growing.words[[Growing.PUBLISHED, Growing.SLOT]] = 0, -1
+            growing.words[Growing.FIRST] += growing.published
+            growing.words[Growing.PUBLISHED] = 0
+            growing.words[Growing.SLOT] = -1
             return True
         rate = self._table.spec.retention.rate_limiter
         by_step = rate is not None and rate.unit == "step"
         if by_step and not self.inserter.evictor.may_insert(part.num_new):
             return False
-        slot, known = growing.words[[Growing.SLOT, Growing.PUBLISHED]].tolist()
-        self._table.write(slot, part.columns, known, part.num_steps, growing.first)
+        slot = int(growing.words[Growing.SLOT])
+        # Rows first, then the number of steps: samplers read only the steps that it counts.
+        self._table.write(slot, part.columns, growing.published, part.num_steps, growing.first)
         growing.words[Growing.PUBLISHED] = part.num_steps
         extents.grow(slot, part.num_steps)
         return True
 
     def _begin(self, part: PublishedPart) -> None:
-        """Publish the first steps of a trajectory."""
+        """Publish the first steps of a trajectory, in rows for the longest one."""
         growing = part.growing
         limit = self.inserter.max_length
         extents = self._table.extents
-        assert limit is not None
+        assert limit is not None  # `unsuited` otherwise
         once = [c.name for c in self._table.spec.schema if c.rows == "1" and not c.late]
         for name in once:
             if name not in part.columns:
@@ -256,8 +277,14 @@ class Publisher:
     def end(
         self, growing: GrowingTrajectory, truncated: bool = False, env: int = 0
     ) -> CompletedTrajectory | None:
-        """End an open trajectory; published steps stay, the last one `truncated`. None: there is
-        none.
+        """End an open trajectory; its published steps stay.
+
+        Args:
+            growing: The trajectory.
+            truncated: Whether to mark its last published step as truncated.
+            env: Number of its environment.
+        Returns:
+            The completed trajectory; None: no step is stored.
         """
         number = growing.trajectory_id if growing.is_published else None
         with self._table.lock:
@@ -282,7 +309,16 @@ class Publisher:
 
 
 class OpenWriter(ProcessBound, PublicNames, ABC):
-    """What open trajectories need of their writer, whose `add` stores them when they end."""
+    """Base of the writers that store open trajectories; `add` stores them when they end.
+
+    Args:
+        table: Name of the table.
+        schema: Columns of the table.
+        max_length: Steps of the longest trajectory; None: as many as fit.
+        whole_fields: Fields that need whole episodes. Longer ones are then refused instead of
+            divided: a part's returns-to-go would lack later rewards, and its time steps would
+            begin at 0 again.
+    """
 
     _internal = frozenset({"native", "publisher", "whole_fields"})
     #: Publisher of this writer's open trajectories; None: they cannot be published.
@@ -295,26 +331,30 @@ class OpenWriter(ProcessBound, PublicNames, ABC):
         self.table = table
         self.schema = schema
         self.max_length = max_length
-        #: Fields that need whole episodes, so that longer ones are not divided: a part's
-        #: return-to-go lacks later rewards, and its time steps begin at 0 again.
         self.whole_fields = whole_fields
 
     @abstractmethod
     def add(self, trajectory: Mapping[str, Any]) -> int:
-        """Add a whole trajectory; return its id, or number."""
+        """Add a whole trajectory; return its id, or a RemoteWriter's number for it."""
 
 
 class OpenTrajectory(ProcessBound):
-    """A trajectory that grows step by step in this process."""
+    """A trajectory that grows step by step; a `with` block adds it to the table at its end.
+
+    Attributes:
+        trajectory_id: Its id, once it is added or its first steps are published; else None.
+        completed: The record of the stored trajectory, once it has ended; else None.
+    """
 
     def __init__(self, writer: OpenWriter, per_trajectory: Mapping[str, Any]) -> None:
         self._name = f"table {writer.table}"
         self._schema = writer.schema
         self._add = writer.add
         self._once: dict[str, np.ndarray] = {}
-        self._publisher = publisher = writer.publisher
+        publisher = writer.publisher
         schema = writer.schema
         native = writer.native
+        self._publisher = publisher
         self._growing = GrowingTrajectory(self, publisher)
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
@@ -324,15 +364,15 @@ class OpenTrajectory(ProcessBound):
         if native is not None:
             self._targets = native.RowTargets([(0, form_of(native, c)) for c in steps])
             self._row_fits = partial(native.row_fits, self._targets.address)
-        # Largest values: Python floats up to these are converted without a check for overflow.
+        # dtype and largest value: Python floats up to it are converted without an overflow check.
         floats = [c for c in steps if c.must_be_finite and c.dtype != "bfloat16" and not c.shape]
         self._floats = {c.name: (c.numpy_dtype, float(np.finfo(c.numpy_dtype).max)) for c in floats}
         self._ends = {column.name for column in steps if column.rows == "T+1"}
         self._flags = [column.name for column in schema.end_columns]
         self._has_ended = False  # an end flag is set at the last step
         self._version = "" if publisher is None else publisher.inserter.version_column
-        self.trajectory_id: int | None = None  # once it is added, or its first steps are published
-        self.completed: CompletedTrajectory | None = None  # once it has ended and is stored
+        self.trajectory_id: int | None = None
+        self.completed: CompletedTrajectory | None = None
         self._open = True
         self.set(**per_trajectory)
 
@@ -350,17 +390,20 @@ class OpenTrajectory(ProcessBound):
             **columns: A row of each column of steps; or nested, as in `Replay.add`.
         Raises:
             DataError: A column is missing or unknown, does not fit, or is not finite and must be;
-                the step before it has an end flag; or the trajectory has ended: nothing has
-                changed. Or the table does not admit open trajectories.
-            StoreFullError, NotReadyError: The step is appended, but not published; as
-                `TrajectoryWriter.add`.
+                the step before has an end flag; or the trajectory has ended: nothing has changed.
+                Or the table does not admit open trajectories.
+            StoreFullError, NotReadyError: As `TrajectoryWriter.add`; the step is appended, but not
+                published.
         """
         name = self._name
         self._check_open()
         given = flatten(name, columns, self._rows.keys())
         unknown = sorted(given.keys() - self._rows.keys())
         if unknown:
-            raise DataError(f"{name}: column {unknown[0]}", "must be a column of steps", None)
+            remedy = known_names(unknown[0], self._rows)
+            raise DataError(
+                f"{name}: column {unknown[0]}", "must be a column of steps", None, remedy
+            )
         missing = sorted(self._rows.keys() - given.keys())
         if missing and given.keys() != self._ends:
             remedy = f"after the last step append {sorted(self._ends)} alone" if self._ends else ""
@@ -380,9 +423,10 @@ class OpenTrajectory(ProcessBound):
             self._publish()
 
     def _stored(self, column: str, row: Any) -> np.ndarray:
-        """Return a copy of a row in its stored form: environments reuse their arrays."""
+        """Copy a row in its stored form: environments reuse their arrays."""
         dtype, largest = self._floats.get(column, (None, -1.0))
         given = row
+        # Python numbers become arrays first, as the native check of a row only takes arrays.
         if type(row) is float and abs(row) <= largest:
             given = np.array(row, dtype)
         elif type(row) in (bool, int):
@@ -391,12 +435,11 @@ class OpenTrajectory(ProcessBound):
             given = as_stored(row, self._row[column], self._name)
             step = f"{self._name}: step {len(self._rows[column])}"
             check_finite(step, [self._row[column]], {column: given})
-        stored: np.ndarray = np.array(given)
-        return stored
+        return np.array(given)
 
     @property
     def _num_steps(self) -> int:
-        """Number of complete steps."""
+        """Number of complete steps: T of T+1 observations and T other rows."""
         return min(len(rows) - int(name in self._ends) for name, rows in self._rows.items())
 
     def _publish(self) -> None:
@@ -431,10 +474,10 @@ class OpenTrajectory(ProcessBound):
         self._once.update(values)
 
     def discard(self) -> None:
-        """End the trajectory without adding it; published steps stay, the last marked as truncated.
+        """End the trajectory without adding it.
 
-        Nothing can be appended any more, and the end of a `with` block adds nothing. Safe to call
-        twice.
+        Published steps stay, the last one marked as truncated. Nothing can be appended afterwards,
+        and the end of the `with` block adds nothing. Safe to call twice.
         """
         if not self._open:
             return
@@ -454,7 +497,7 @@ class OpenTrajectory(ProcessBound):
             self._report_version(np.empty(0))
 
     def _report_version(self, version: np.ndarray) -> None:
-        """Report the policy version of the first step while the trajectory is open."""
+        """Report the policy version of the first step, or with an empty array that it has ended."""
         assert self._publisher is not None
         self._publisher.inserter.report_versions(self, version.reshape(-1).astype(np.int64))
 

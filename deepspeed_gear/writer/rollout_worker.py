@@ -29,10 +29,9 @@ _POLL_S = 5e-3
 
 
 class LeaseLedger(ProcessBound):
-    """A table's prompt ledger as rollout workers use it: of this node's store, or through a
-    gateway.
+    """A table's prompt ledger as rollout workers use it, in this node's store or over a gateway.
 
-    What changes a lease raises LeaseExpiredError where it has ended.
+    Methods that change a lease raise a LeaseExpiredError if it has ended.
     """
 
     @property
@@ -62,7 +61,7 @@ class LeaseLedger(ProcessBound):
 
 
 def check_reason(reason: Any) -> None:
-    """Raise a ConfigError unless prompts can be counted under the name of a reason."""
+    """Raise a ConfigError unless a reason is a name under which dropped prompts can be counted."""
     if not isinstance(reason, str) or not 0 < len(reason.encode()) <= REASON_BYTES:
         rule = f"must be a name of 1 to {REASON_BYTES} bytes"
         raise ConfigError(
@@ -71,24 +70,25 @@ def check_reason(reason: Any) -> None:
 
 
 def check_kept(lease: LeaseRecord, data: bytes, most_bytes: int) -> None:
-    """Raise a DataError if a lease is to keep too much."""
+    """Raise a DataError if the data that a lease keeps need more than `most_bytes`."""
     if len(data) > most_bytes:
         rule = f"must need at most prompts.keep_bytes = {most_bytes}"
-        raise DataError(f"what is kept of prompt {lease.number}", rule, len(data), "raise it")
+        remedy = "raise prompts.keep_bytes, or keep less"
+        raise DataError(f"what is kept of prompt {lease.number}", rule, len(data), remedy)
 
 
 class Lease:
     """A prompt that a rollout worker holds until it commits or fails it.
 
-    Leases end in any order. One whose time has passed, or whose worker has ended, comes back: its
-    prompt is leased again, and this one's `commit` raises LeaseExpiredError.
+    Leases end in any order. A lease comes back when its time has passed or its worker has ended:
+    the prompt is then leased again, and `commit` of the old lease raises a LeaseExpiredError.
 
     Attributes:
-        number: epoch * prompts + place in the epoch's order: the group's number. Never the same
-            twice.
+        number: Number of the group, never given twice: epoch * prompts + place in the epoch's
+            order. Of 100 prompts, the third of the second epoch has the number 102.
         prompt: The columns of the prompt, as `Dataset.trajectory`; views of the data set.
-        version: Rollout batches that were trained at the lease: generate with weights of it or
-            later.
+        version: Number of rollout batches that were trained at the lease: generate with weights of
+            this version or later.
         attempt: 1 for the first lease of this number.
     """
 
@@ -103,10 +103,10 @@ class Lease:
 
     @cached_property
     def kept(self) -> dict[str, np.ndarray]:
-        """Arrays that the lease before it has kept, by name.
+        """Arrays by name that the previous lease of the prompt has kept.
 
-        If there are some, `version` is that of the first lease that kept any: what is generated
-        goes on with weights of it or later.
+        If there are any, `version` is that of the first lease that kept some: generation goes on
+        with weights of that version or later.
         """
         if not self._lease.kept:
             return {}
@@ -117,14 +117,17 @@ class Lease:
         return f"Lease(prompt {self.number}, version {self.version}, attempt {self.attempt})"
 
     def commit(self, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Add the `group.size` trajectories of the group, all or none, and end the lease. Returns
-        their ids.
+        """Add all trajectories of the group at once, and end the lease.
 
-        They are as `Replay.add` takes them; the group's column may be left out.
-
+        Args:
+            trajectories: The `group.size` trajectories, as `Replay.add` takes them; the group's
+                column may be left out.
+        Returns:
+            Their ids.
         Raises:
             LeaseExpiredError: The lease came back; nothing is added.
-            DataError, StoreFullError, NotReadyError: As `Replay.add`; the lease goes on.
+            DataError, StoreFullError, NotReadyError: As `Replay.add`; nothing is added, and the
+                lease goes on.
         """
         with self._named_ending():
             ids = self._ledger.commit(self._lease, trajectories)
@@ -132,12 +135,13 @@ class Lease:
         return ids
 
     def fail(self, reason: str = "failed", retry: bool = True) -> None:
-        """End the lease without a group; its prompt is leased again, up to `prompts.attempts`
-        times.
+        """End the lease without a group.
+
+        The prompt is leased again, up to `prompts.attempts` times in total; then it is dropped.
 
         Args:
-            reason: Name under which the prompt is counted if it is dropped, of 32 bytes at most.
-            retry: False: it is dropped now.
+            reason: Name under which a dropped prompt is counted, of 32 bytes at most.
+            retry: Whether the prompt may be leased again; False drops it now.
         Raises:
             LeaseExpiredError: The lease came back already.
         """
@@ -147,28 +151,28 @@ class Lease:
         self._ending = f"it was failed as {reason!r}"
 
     def keep(self, **arrays: Any) -> None:
-        """Keep arrays for the next lease of the prompt, in place of those before, and renew this
-        one.
+        """Keep arrays for the next lease of the prompt, and renew this lease.
 
-        It has them, as `kept`, if this lease comes back: its worker has died, its time has passed,
-        or it failed. So a rollout goes on turn by turn, with the weights of another version.
+        They replace the arrays that were kept before. If this lease comes back (its worker died,
+        its time passed, or it failed), the next lease has them as `kept`: a rollout of several
+        turns goes on, perhaps with weights of another version.
 
+        Args:
+            **arrays: Arrays of numbers or text, by name.
         Raises:
-            DataError: They need more than `prompts.keep_bytes`, as an npz file; what was kept
-                before stays.
+            DataError: They need more than `prompts.keep_bytes` as an npz file, or one is of
+                another kind; the arrays kept before stay.
             LeaseExpiredError: The lease came back.
         """
-        file = io.BytesIO()
         rule = "must be an array of numbers or text"
         for key, value in arrays.items():
             at = f"what is kept of prompt {self.number}: {key}"
             with DataError.on(at, rule, TypeError, ValueError, RuntimeError):
                 arrays[key] = np.asarray(value)
-            if arrays[key].dtype.hasobject or key in (
-                "file",
-                "allow_pickle",
-            ):  # as options of `savez`
+            is_option = key in ("file", "allow_pickle")  # of `savez`, which would take it as such
+            if arrays[key].dtype.hasobject or is_option:
                 raise DataError(at, f"{rule}, not named file or allow_pickle", type(value).__name__)
+        file = io.BytesIO()
         np.savez(file, **arrays)
         data = file.getvalue() if arrays else b""
         check_kept(self._lease, data, self._ledger.keep_bytes)
@@ -176,15 +180,17 @@ class Lease:
             self._ledger.keep(self._lease, data)
 
     def heartbeat(self) -> None:
-        """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop
-        generating.
+        """Renew the lease for another `prompts.lease_s` seconds.
+
+        Raises:
+            LeaseExpiredError: The lease came back; stop generating.
         """
         with self._named_ending():
             self._ledger.renew(self._lease)
 
     @contextmanager
     def _named_ending(self) -> Iterator[None]:
-        """Name how this process has ended the lease, which the ledger may not know any more."""
+        """Name in errors how this process has ended the lease; the ledger may have forgotten it."""
         try:
             yield
         except LeaseExpiredError as error:
@@ -196,9 +202,9 @@ class Lease:
 
 
 class LocalLedger(LeaseLedger):
-    """The prompt ledger of a store of this node: waits for leases, and adds groups as writers do.
+    """The prompt ledger of a store of this node.
 
-    Thread safety: one thread at a time commits; any thread does the rest.
+    Thread safety: one thread at a time commits; any thread calls the other methods.
     """
 
     def __init__(self, writer: TrajectoryWriter) -> None:
@@ -226,23 +232,24 @@ class LocalLedger(LeaseLedger):
         leases = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on) or []
         with self._table.lock:
             self._ledger.note_waited(time.monotonic_ns() - begin)
-        with undo_on_error(partial(self.release, leases)):  # a damaged row of the data set
+        # A damaged row of the data set raises here: the prompts are leased again.
+        with undo_on_error(partial(self.release, leases)):
             return [(lease, self._prompt(lease.number)) for lease in leases]
 
     def _take(self, count: int) -> list[LeaseRecord] | None:
-        """Lease up to `count` prompts now; None: none is admitted."""
+        """Lease up to `count` prompts now; None if none is admitted."""
         table = self._table
         if self.spec.members and not table.has_living_rank:
             return None  # until the next job attaches to the store
         with table.lock:
             leases = self._ledger.lease(count)
             if not leases and table.groups is not None:
-                table.groups.update()  # those that fail `where` make room
+                table.groups.update()  # groups that fail `where` admit other prompts
                 leases = self._ledger.lease(count)
         return leases or None
 
     def _prompt(self, number: int) -> dict[str, Any]:
-        """Return the prompt of a number, from its place in the permutation of its epoch."""
+        """Return the columns of a prompt: its number is a place in its epoch's permutation."""
         spec = self.spec
         epoch, place = divmod(number, spec.num_prompts)
         index = torch.empty(1, dtype=torch.int64)
@@ -265,13 +272,13 @@ class LocalLedger(LeaseLedger):
             self._ledger.fail(lease, reason, retry)
 
     def refuse(self, lease: LeaseRecord) -> None:
-        """Raise that a lease is not held, and count it."""
+        """Raise a LeaseExpiredError for a lease that is not held, and count the refusal."""
         self._writer.check_goes_on()
         with self._table.lock:
-            self._ledger.own(lease._replace(entry=0, token=-1))
+            self._ledger.own(lease._replace(entry=0, token=-1))  # no lease has this token
 
     def release(self, leases: Iterable[LeaseRecord]) -> None:
-        """Return leases as if this worker had ended; what has ended stays as it is."""
+        """Return leases as if this worker had ended; leases that have ended stay so."""
         with self._table.lock:
             self._ledger.release(self._table.memory.peer, [lease.token for lease in leases])
 
@@ -285,9 +292,11 @@ class LocalLedger(LeaseLedger):
         rows = [columns for columns, _, _ in members]
         prompt = _prompt_steps(schema, rows) if table.spec.shares_prompts else 0
         slots = list[int]()
+        # All rows are written before one call commits the group: a process that dies in between
+        # leaves reserved slots only, which other processes free.
         with undo_on_error(partial(inserter.free, slots)):
             for columns, num_steps, _ in members:
-                shared = prompt if slots else 0  # the first one holds the prompt
+                shared = prompt if slots else 0  # the first trajectory holds the prompt's rows
                 slot = inserter.reserve(num_steps - shared, leased=True)
                 slots.append(slot)
                 table.write(slot, dict(zip(schema.names, columns, strict=True)), before=shared)
@@ -302,9 +311,7 @@ class LocalLedger(LeaseLedger):
         trajectories: Sequence[Mapping[str, Any]],
         items: dict[int, MediaItem],
     ) -> list[tuple[list[np.ndarray], int, int]]:
-        """Check a lease's group; return each trajectory as `Inserter.checked`, its media in
-        `items`.
-        """
+        """Check the group of a lease; as `Inserter.checked` for each of its trajectories."""
         given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
         spec = self._table.spec
         group = spec.group
@@ -334,9 +341,7 @@ class LocalLedger(LeaseLedger):
 
 
 class LeaseWorker(ProcessBound):
-    """What rollout workers of a node of the table (RolloutWorker) and of other machines
-    (RemoteRolloutWorker) share.
-    """
+    """Base of rollout workers on a node of the table and of those on other machines."""
 
     def __init__(self, ledger: LeaseLedger) -> None:
         self._ledger = ledger
@@ -347,13 +352,13 @@ class LeaseWorker(ProcessBound):
         return self._ledger.keep_bytes
 
     def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
-        """Lease up to `count` prompts, those that came back first.
+        """Lease up to `count` prompts; prompts that came back are first.
 
-        It waits while `prompts.max_lag` admits none.
-        A RemoteRolloutWorker leases at most as many as a message of `--max-message` holds.
+        Waits while `prompts.max_lag` admits none. A RemoteRolloutWorker leases at most as many as
+        fit into a message of `--max-message` bytes.
 
         Args:
-            count: Most leases.
+            count: Maximum number of leases.
             timeout_s: Longest wait, in seconds; 0: none.
         Returns:
             1 to `count` leases; none after the timeout.
@@ -371,26 +376,34 @@ class LeaseWorker(ProcessBound):
 
 
 class RolloutWorker(LeaseWorker):
-    """Leases prompts and commits groups: `RolloutWorker.attach(...)`; in a rank
-    `replay.rollout_worker()`.
+    """Leases prompts from a store of this node, and commits the groups generated from them.
 
-    Thread safety: one thread at a time. A table's `writers` bounds the attached processes.
+    In a process of its own: `RolloutWorker.attach(...)`. In a rank: `replay.rollout_worker()`.
+
+    Thread safety: one thread at a time. A table's `writers` limits the attached processes.
+
+    Attributes:
+        spec: The specification of the table.
+        prompts: The data set of the prompts.
     """
 
     def __init__(self, writer: TrajectoryWriter) -> None:
         ledger = LocalLedger(writer)
         super().__init__(ledger)
-        #: The specification of the table.
         self.spec = writer.parts[0].spec
-        #: The data set of the prompts.
         self.prompts = ledger.prompts
 
     @classmethod
     def attach(
         cls, config: str | Path | Mapping[str, Any] | None = None, **options: Any
     ) -> RolloutWorker:
-        """Attach to the store of a run of this node; options and errors as of
-        `TrajectoryWriter.attach`.
+        """Attach to the store of a run of this node.
+
+        Args:
+            config: As `TrajectoryWriter.attach`.
+            **options: As `TrajectoryWriter.attach`.
+        Raises:
+            ConfigError, StoreError: As `TrajectoryWriter.attach`; or the table has no prompts.
         """
         writer = TrajectoryWriter.attach(config, **options)
         with undo_on_error(writer.close):
@@ -401,21 +414,29 @@ class RolloutWorker(LeaseWorker):
 
 
 def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> int:
-    """Return with how many equal steps the trajectories of a group begin: all of their prompt but
-    its last one, whose place predicts the first token of the loss. 0: their prompts differ. Columns
-    in stored form.
+    """Return the number of prompt steps that a group's trajectories can share.
+
+    A prompt of 5 tokens has 4 steps to share: its last one stays with each trajectory, as its
+    logits predict the first token of the loss.
+
+    Args:
+        schema: Columns of the table.
+        trajectories: Columns in the stored form of each trajectory.
+    Returns:
+        Number of steps; 0 if the prompts differ.
     """
-    first = 1 << 62
     mask = schema.role("loss_mask")
     assert mask is not None
-    number = schema.names.index(mask.name)
+    at_mask = schema.names.index(mask.name)
+    # The prompt ends at the first step with a loss; without one the whole trajectory is prompt.
+    length = 1 << 62
     for columns in trajectories:
-        counts = columns[number].astype(bool, copy=False)
-        at = int(counts.argmax())
-        first = min(first, at if counts[at] else len(counts))
+        has_loss = columns[at_mask].astype(bool, copy=False)
+        first = int(has_loss.argmax())
+        length = min(length, first if has_loss[first] else len(has_loss))
     for index, column in enumerate(schema):
-        if column.rows != "1" and first > 1:
-            prompt = trajectories[0][index][:first].tobytes()
-            if any(columns[index][:first].tobytes() != prompt for columns in trajectories[1:]):
+        if column.rows != "1" and length > 1:
+            prompt = trajectories[0][index][:length].tobytes()
+            if any(columns[index][:length].tobytes() != prompt for columns in trajectories[1:]):
                 return 0
-    return max(first - 1, 0)
+    return max(length - 1, 0)

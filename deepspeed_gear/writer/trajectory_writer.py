@@ -1,4 +1,4 @@
-"""TrajectoryWriter: adds the trajectories of actors to a table, whose store it searches."""
+"""TrajectoryWriter: finds the store of a running job and adds trajectories to a table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -32,19 +33,18 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.inserter import Check, Inserter
 from deepspeed_gear.writer.partial_publish import OpenTrajectory, OpenWriter, Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
-_CHECK_S = 0.5  # how often a writer checks that the run goes on
-_POLL_S = 0.1  # between two searches for a store
+_CHECK_S = 0.5  # shortest time between two checks that the run goes on
+_POLL_S = 0.1  # time between two searches for a store
 DEFAULT_PREFIX = "gear"
 _OWN_CONFIG = "give this process the config of its run"
 
 
 class WriterBase(OpenWriter):
-    """What writers of a node of the table (TrajectoryWriter) and of other machines (RemoteWriter)
-    share.
+    """Base of writers on a node of the table and of those on other machines.
 
     Attributes:
         table: Name of the table.
@@ -54,7 +54,7 @@ class WriterBase(OpenWriter):
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise unless the writer is open, and what it writes to goes on."""
+        """Raise a StoreError unless the writer is open and its run goes on."""
 
     @abstractmethod
     def _add(self, trajectory: Mapping[str, Any]) -> int:
@@ -79,25 +79,25 @@ class WriterBase(OpenWriter):
         split_by_flags: bool = False,
         final: Mapping[str, Any] | None = None,
     ) -> int | list[int]:
-        """Add a whole trajectory; batches from the next selection on may hold it.
+        """Add a whole trajectory, which the next selection may sample.
 
-        A RemoteWriter sends a copy of it and returns before it is stored: errors that the gateway
-        finds are raised by a later call. It waits while its buffer is full.
+        A RemoteWriter sends a copy and returns before it is stored: a later call raises the errors
+        of the gateway. It waits while its buffer is full.
 
         Args:
             trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or
-                nested, as in `Replay.add`. A RemoteWriter must be given late columns too: it cannot
-                fill them later.
+                nested, as in `Replay.add`. A RemoteWriter needs late columns too: it cannot fill
+                them later.
             split_by_flags: As `Replay.add`.
             final: As `Replay.add`.
         Returns:
-            Its id, of a RemoteWriter its number; with `split_by_flags` those of the parts.
+            Its id, or a RemoteWriter's number for it; with `split_by_flags` those of all parts.
         Raises:
             DataError: It does not fit the schema, or has an end flag before its last step; nothing
                 has changed.
             StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
-            StoreError, LostNodeError: The run or the gateway has ended, or does not answer.
+            StoreError, LostNodeError: The run or the gateway has ended or does not answer.
         """
         self._check()
         if split_by_flags:
@@ -120,12 +120,12 @@ class WriterBase(OpenWriter):
         """Return a writer of the steps of many environments at once.
 
         Args:
-            num_envs: N; or the environment, whose number and mode are read. A single environment
-                has N = 1 and is reset by the program: "disabled".
-            autoreset: What the environments do after the last step of an episode, as gymnasium's
-                AutoresetMode: "next_step", "same_step" or "disabled". With a number it must be
-                given.
+            num_envs: Number of environments, N; or the environment itself, whose number and mode
+                are read. A single environment has N = 1 and is reset by the program: "disabled".
+            autoreset: When the environments reset, as gymnasium's AutoresetMode: "next_step",
+                "same_step" or "disabled". Required if `num_envs` is a number.
         Raises:
+            ConfigError: `num_envs` is neither a number nor an environment.
             DataError: No mode is given, or it is not the environment's.
         """
         return VectorWriter(self, *resolve(num_envs, autoreset))
@@ -134,16 +134,18 @@ class WriterBase(OpenWriter):
 class TrajectoryWriter(WriterBase):
     """Adds trajectories to a table of this node's store.
 
-    In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a
-    rank: `replay.writer()`.
+    In an actor: `TrajectoryWriter.attach(...)`, which needs no DeepSpeed, CUDA or process group.
+    In a rank: `replay.writer()`.
 
     Thread safety: one thread at a time. Up to the table's `writers` processes may write at the same
     time.
 
     Args:
-        waiting_checks: Of a writer that was attached by itself: called while `add` waits; they
-            raise to end the wait. `close` detaches the table. None: writer and table belong to a
-            rank's replay.
+        table: The table.
+        inserter: Adds this process's trajectories to it.
+        waiting_checks: Called while `add` waits; they raise to end the wait. Only for a writer
+            that attached by itself, whose `close` detaches the table. None: the writer belongs to
+            a rank's replay.
     """
 
     _internal = frozenset(
@@ -166,11 +168,10 @@ class TrajectoryWriter(WriterBase):
         self._table = table
         self._inserter = inserter
         self._open = True
-        # when it looked for the ranks
         self._is_attached = waiting_checks is not None
-        self._looked = 0.0
+        self._looked = 0.0  # time of the latest check that the run goes on
         self._finalizer = weakref.finalize(self, table.close) if self._is_attached else None
-        #: What writes through this writer, and is closed with it.
+        #: Inference clients that write through this writer, and are closed with it.
         self.clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
         self.waiting_checks = [] if waiting_checks is None else waiting_checks
         self._num_whole = 0
@@ -186,28 +187,29 @@ class TrajectoryWriter(WriterBase):
         run: str | None = None,
         check: Callable[[], None] | None = None,
     ) -> TrajectoryWriter:
-        """Attach to the store that the ranks of this node have created, or will create.
+        """Attach to the store that the ranks of this node have created or will create.
 
         Args:
             config: The run's ds_config or `gear` section, a file or a mapping. Stores of another
-                schema, capacity, removal, rate or seed are not candidates. None: any of a named
-                run, else of the default prefix.
-            table: Name of the table; None: the only one that admits writers.
-            name: Of the store's file in /dev/shm, instead of a search. It must exist, and match
-                `config`.
+                schema, capacity, removal, rate or seed are not candidates. None: any store of the
+                named run, else any store of the default prefix.
+            table: Name of the table; None: the only one that takes writers.
+            name: Name of the store's file in /dev/shm, instead of a search. The file must exist
+                and match `config`.
             wait_s: How long to wait for the store, in seconds.
-            run: Name or id of the run (`Replay.run`), where several of one config run on this node.
-                None: `gear.shared_memory.run`, else the environment's GEAR_RUN.
+            run: Name or id of the run (`Replay.run`), where several runs of one config are on this
+                node. None: `gear.shared_memory.run`, else the environment's GEAR_RUN.
             check: Called during waits for ranks; raises to end the wait.
         Raises:
-            ConfigError: No such table admits writers, another run is named, or an argument is
+            ConfigError: No such table takes writers, another run is named, or an argument is
                 wrong.
-            StoreError: There is no such store in time, there are several, or it has its maximum of
-                writers.
+            StoreError: No store matches within `wait_s`, several do, or the store has its maximum
+                of writers.
         """
-        of, options = _attached(config, table, name, wait_s, run)
-        weight = options["weight"]
-        checks = () if weight is None else (partial(check_weight, f"table {of.spec.name}", weight),)
+        store, options = _attached(config, table, name, wait_s, run)
+        checks: tuple[Check, ...] = ()
+        if options["weight"] is not None:
+            checks = (partial(check_weight, f"table {store.spec.name}", options["weight"]),)
         waiting: list[Callable[[], None]] = [] if check is None else [check]
 
         def check_wait() -> None:
@@ -215,8 +217,9 @@ class TrajectoryWriter(WriterBase):
                 each()
 
         context = Context(timeout_s=float(options["timeout_s"]), check=check_wait)
-        inserter = Inserter(of, context, options["max_length"], checks)
-        writer = cls(of, inserter, waiting)
+        inserter = Inserter(store, context, options["max_length"], checks)
+        writer = cls(store, inserter, waiting)
+        # A wait for free rows also ends when the run does; the writer exists only now.
         waiting.append(partial(writer.check_goes_on, at_once=True))
         return writer
 
@@ -231,7 +234,7 @@ class TrajectoryWriter(WriterBase):
 
     @property
     def parts(self) -> tuple[Table, Inserter]:
-        """The table, and what adds to it."""
+        """The table, and the inserter that adds to it."""
         return self._table, self._inserter
 
     @property
@@ -259,14 +262,15 @@ class TrajectoryWriter(WriterBase):
         fill(self._table, trajectory_id, columns, self._table.lock.timeout_s)
 
     def check_goes_on(self, at_once: bool = False) -> None:
-        """Raise a StoreError unless the writer is open, and a rank is attached or the store is
-        kept.
+        """Check that the writer is open, and that a rank is attached or the store is kept.
 
-        Unless `at_once`, it looks for the rank only if the last time was longer than `_CHECK_S`
-        ago.
+        Args:
+            at_once: Look for the rank now; else only if the latest look was `_CHECK_S` ago.
+        Raises:
+            StoreError: The writer is closed, or the ranks have ended.
         """
         if self._open and not self._is_attached:
-            return  # before every step, so it costs no more than a call
+            return  # called before every step of a rank's environments: costs one comparison
         name = f"table {self.table}"
         now = time.monotonic()
         if not self._open:
@@ -284,9 +288,7 @@ class TrajectoryWriter(WriterBase):
         self._open = False
 
     def close(self) -> None:
-        """Detach this writer and its clients; added and published steps stay. Safe to
-        call twice.
-        """
+        """Detach this writer and its clients; stored steps stay. Safe to call twice."""
         if self._open:
             self.publisher.close()
         self._open = False
@@ -303,105 +305,145 @@ def _attached(
     wait_s: float,
     run: str | None,
 ) -> tuple[Table, Mapping[str, Any]]:
-    """Attach to the store of a table of this node; arguments and errors as
-    `TrajectoryWriter.attach`.
+    """Attach to the store of a table of this node; arguments as `TrajectoryWriter.attach`.
 
-    Candidates are stores with a living rank whose run has the table, the writers' options of
-    `config` and the name or id `run`. This waits until there is one, also where a store is removed
-    while it is opened. Without a config it has any schema, and the default prefix unless a run is
-    named. Returns the table, and what its writers need: "max_length"; "weight", the column of
-    weights, which must be finite and >= 0; "timeout_s", the longest wait for the ranks.
+    Returns:
+        The table, and the options that its writers need: "max_length"; "weight", the column of
+        weights, which must be finite and >= 0; "timeout_s", the longest wait for the ranks.
     """
-    for what, given in (("table", table), ("name", name), ("run", run)):
-        arguments.one_of(what, given, (str, type(None)), "a name")
+    for argument, given in (("table", table), ("name", name), ("run", run)):
+        arguments.one_of(argument, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
-    section = None if config is None else expand(_object("gear", ds_config.read(config)[0]))
-    memory = (
-        {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
-    )
+    section: Mapping[str, Any] | None = None
+    memory: Mapping[str, Any] = {}
+    if config is not None:
+        section = expand(_object("gear", ds_config.read(config)[0]))
+        memory = _object("gear.shared_memory", section.get("shared_memory", {}))
     prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
     if not isinstance(prefix, str):
         raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
     if section is not None:
-        tables = _object("gear.tables", section.get("tables", {}))
-        known = [
-            str(n) for n, one in tables.items() if _object(f"gear.tables.{n}", one).get("writers")
-        ]
-        if table is None and len(known) == 1:
-            table = known[0]
-        elif table not in known:
-            rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
-            raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
-    runs = run_names(memory.get("run"), run)  # names and ids that the run must have
+        table = _writable_table(section, table)
+    runs = run_names(memory.get("run"), run)
     if section is None and runs:
-        prefix = None  # a named run is found whatever its prefix
+        prefix = None  # a named run is found with any prefix
     if name is not None:
         if run is not None:
             raise ConfigError(
                 "name and run", "must not both be given", [name, run], "leave run out"
             )
         store = named_store(name)
-        options = [] if section is None else store.differences(section)
-        if options:
-            raise _no_match(options, f"{_OWN_CONFIG}; {store}: {', '.join(options)}")
+        differences = [] if section is None else store.differences(section)
+        if differences:
+            raise _no_match(differences, f"{_OWN_CONFIG}; {store}: {', '.join(differences)}")
         return _open(store)
-    others: list[tuple[str, list[str]]] = []  # stores that do not match, and why
+    search = _StoreSearch(section, prefix, table, runs)
+    attached = wait_until(search.attach, wait_s, _POLL_S)
+    if attached is None:
+        raise search.error(wait_s)
+    return attached
 
-    def look() -> tuple[Table, Mapping[str, Any]] | None:
-        """Attach to the one store that matches; None: there is none now."""
-        found, foreign = named_stores(prefix)
-        fitting = []
-        others.clear()
-        for store in found:
-            missing = [name for name in runs if name not in (store.run.id, store.run.name)]
-            if table not in (None, store.table):
-                reasons = [f"its table is not {table}"]
-            elif missing:
-                reasons = [f"its run is not {missing[0]}"]
-            else:
-                reasons = [] if section is None else store.differences(section)
+
+def _writable_table(section: Mapping[str, Any], table: str | None) -> str | None:
+    """Return the name of the table to write to; None selects the only one that takes writers."""
+    tables = _object("gear.tables", section.get("tables", {}))
+    writable = [
+        str(n) for n, one in tables.items() if _object(f"gear.tables.{n}", one).get("writers")
+    ]
+    if table is None and len(writable) == 1:
+        return writable[0]
+    if table not in writable:
+        rule = f"must be one of the tables that take writers: {', '.join(writable) or 'none'}"
+        raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
+    return table
+
+
+@dataclass
+class _StoreSearch:
+    """Search of this node's stores for the only one that a writer may attach to.
+
+    Candidates are stores with a living rank, whose run has the table, the options of `section`
+    that concern writers, and every name or id of `runs`.
+
+    Attributes:
+        section: The writer's `gear` section; None: any options and schema.
+        prefix: Prefix of the stores' files; None: any.
+        table: Name of the table; None: any.
+        runs: Names and ids that the run must have.
+        mismatches: Of the latest attempt, each store that does not match, with the reasons; no
+            name for a file that is no readable store.
+    """
+
+    section: Mapping[str, Any] | None
+    prefix: str | None
+    table: str | None
+    runs: list[str]
+    mismatches: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    def attach(self) -> tuple[Table, Mapping[str, Any]] | None:
+        """Attach to the store that matches; None if there is none now.
+
+        Raises:
+            StoreError: Several match, or the store has its maximum of writers.
+        """
+        stores, unreadable = named_stores(self.prefix)
+        self.mismatches = []
+        matching = []
+        for store in stores:
+            reasons = self._reasons_against(store)
             if reasons:
-                others.append((str(store), reasons))
+                self.mismatches.append((str(store), reasons))
             else:
-                fitting.append(store)
-        others.extend(("", [reason]) for reason in foreign)
-        if len(fitting) > 1:
+                matching.append(store)
+        self.mismatches += [("", [reason]) for reason in unreadable]
+        if len(matching) > 1:
             remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
-            several = "; ".join(map(str, fitting))
+            several = "; ".join(map(str, matching))
             raise StoreError("the store", "must be named where there are several", several, remedy)
-        with contextlib.suppress(
-            StoreGoneError
-        ):  # its run has ended in the meantime: wait for the next
-            return _open(fitting[0]) if fitting else None
+        # The run may have ended since it was listed: then wait for the next one.
+        with contextlib.suppress(StoreGoneError):
+            return _open(matching[0]) if matching else None
         return None
 
-    attached = wait_until(look, wait_s, _POLL_S)
-    if attached is not None:
-        return attached
-    if others:
-        found = "; ".join(
-            f"{store}: {', '.join(reasons)}" if store else reasons[0] for store, reasons in others
-        )
-        remedy = f"{_OWN_CONFIG}, or start its ranks; found within {wait_s:g} s: {found}"
-        raise _no_match(min((reasons for _, reasons in others), key=len), remedy)
-    of = [] if section is None else ["of this config"]
-    of += [f"of run {name}" for name in runs]
-    rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
-    what = f"{SHM}/{prefix or '*'}-*-{table or '*'}"
-    raise StoreError(what, rule, None, "start the ranks; set gear.tables.<name>.writers")
+    def _reasons_against(self, store: NamedStore) -> list[str]:
+        """Return why a store does not match; empty if it matches."""
+        if self.table not in (None, store.table):
+            return [f"its table is not {self.table}"]
+        for name in self.runs:
+            if name not in (store.run.id, store.run.name):
+                return [f"its run is not {name}"]
+        return [] if self.section is None else store.differences(self.section)
+
+    def error(self, wait_s: float) -> StoreError:
+        """Return the error that no store matched within `wait_s` seconds."""
+        if self.mismatches:
+            listed = "; ".join(
+                f"{store}: {', '.join(reasons)}" if store else reasons[0]
+                for store, reasons in self.mismatches
+            )
+            remedy = f"{_OWN_CONFIG}, or start its ranks; found within {wait_s:g} s: {listed}"
+            return _no_match(min((reasons for _, reasons in self.mismatches), key=len), remedy)
+        of = [] if self.section is None else ["of this config"]
+        of += [f"of run {name}" for name in self.runs]
+        rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
+        files = f"{SHM}/{self.prefix or '*'}-*-{self.table or '*'}"
+        return StoreError(files, rule, None, "start the ranks; set gear.tables.<name>.writers")
 
 
 def _no_match(reasons: Sequence[str], remedy: str) -> StoreError:
-    """Return the error that no store matches: the shortest list of reasons of a store, then the
-    remedy.
-    """
+    """Return the error that no store matches, by the reasons against the most similar store."""
     more = f", and {len(reasons) - 1} more differences" if len(reasons) > 1 else ""
     rule = "must match the config, run and table of this process"
     return StoreError("the run's store", rule, f"{reasons[0]}{more}", remedy)
 
 
 def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
-    """Attach to a store; StoreGoneError: its run has ended."""
+    """Attach to a store as one of its writers; return the table and its writers' options.
+
+    Raises:
+        StoreGoneError: Its run has ended.
+        StoreError: It has its maximum of writers.
+    """
     memory = SharedMemory.attach_one_of(store.file, store.places)
     with undo_on_error(memory.close):
         layout, _ = read_header(memory.fd, str(memory.path))
@@ -424,7 +466,7 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
 
 
 def _object(name: str, value: object) -> Mapping[str, Any]:
-    """Return a JSON object of the config; raise unless it is one."""
+    """Return a part of the config; raise a ConfigError unless it is a JSON object."""
     if not isinstance(value, Mapping):
         remedy = "give the ds_config or the gear section that the ranks have"
         raise ConfigError(name, "must be a JSON object", value, remedy)

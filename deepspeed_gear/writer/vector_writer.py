@@ -31,31 +31,40 @@ from deepspeed_gear.writer.partial_publish import (
     new_words,
 )
 
-_FIRST_LENGTH = 256
-_FLAG = Column("flag", "bool")
-_LEFT = -1  # the native call did nothing
-# what it left: StepEvent of store/vector_steps.h
-_ENDS_LEFT = 2
-_PUBLISH_LEFT = 4
+_FIRST_LENGTH = 256  # steps for which there is room at first; it doubles as needed
+_FLAG = Column("flag", "bool")  # form of an end flag that the schema has not
+# Bits of the native call's result, `StepEvent` of store/vector_steps.h: the part of the step that
+# Python must complete.
+_LEFT = -1  # the whole step: the call did nothing
+_ENDS_LEFT = 2  # some trajectories have ended and are not stored
+_PUBLISH_LEFT = 4  # some steps are not published
 
 
 class VectorWriter(ProcessBound, PublicNames):
-    """Keeps the open trajectories of N environments, and adds each when its episode ends.
+    """Writer of the steps of N environments: adds a trajectory whenever an episode ends.
 
     State columns (observations, and all columns of T+1 rows) hold the state of an environment:
     `reset` takes the first state of an episode, `step` the state after a step. The other columns of
     steps hold actions and their results. Each episode has its own first and last observation.
     Columns with dots in their names may come nested, as in `Replay.add`: `observation` as a
-    gymnasium environment with a Dict or Tuple space returns it. Columns of the roles timestep and
-    return_to_go are filled here, the latter after the episode.
+    gymnasium environment with a Dict or Tuple space returns it. The writer fills columns of the
+    roles timestep and return_to_go itself, the latter after the episode.
 
-    An episode of more than `max_length` steps ends there, marked as truncated, and goes on as
+    An episode of more than `max_length` steps is cut there, marked as truncated, and continues as
     another trajectory, unless a field needs whole episodes.
 
-    Not thread-safe. Cost of a step: one copy of its rows into the open ones, and of an episode one
-    copy into the store.
+    Every environment has a range of open rows, in which its trajectory grows. Row
+    `_next` of an environment holds its next state; the action that leads to it is one row before.
+    After `reset` and two steps of the environment at place 0, observations are in the rows 0 to 2,
+    actions in 0 and 1, and `_next` is 3. Steps of plain arrays are taken by one native call;
+    `_take` is the same in Python, for all others.
+
+    Not thread-safe. Cost: a step copies its rows once, an episode is copied into the
+    store once.
 
     Args:
+        writer: Writer of the table, which stores the trajectories.
+        num_envs: Number of environments, N.
         autoreset: "next_step": the step after the last one of an episode resets, and its action is
             ignored; "same_step": the last step resets, and the episode's last observation is passed
             as `final`; "disabled": the program resets, and calls `reset` with a mask.
@@ -84,7 +93,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self._returns: EpisodeReturns | None = None
         if to_go is not None and reward is not None and publisher is not None:
             self._returns = EpisodeReturns(to_go, reward, publisher.inserter)
-        self._continued: set[int] = set()  # environments whose rows do not begin with their episode
+        self._continued: set[int] = set()  # environments whose episode was cut at max_length
         self._max_length = writer.max_length
         self._whole_fields = writer.whole_fields
         steps = [column for column in schema if column.rows != "1" and not column.late]
@@ -110,37 +119,34 @@ class VectorWriter(ProcessBound, PublicNames):
         self._unstored = np.zeros(num_envs, bool)  # ended, and left to Python by the native call
         self._was_truncated = np.zeros(num_envs, bool)  # its latest episode
         self._reward = reward
-        # While it goes on, Python takes the steps that it looks at.
+        # Until the check ends, steps after truncated episodes are taken in Python.
         self._check = ResetCheck(autoreset != "next_step" or self._reward is not None)
         self._counts = np.zeros(StepCount.NUM_WORDS, np.int64)
         self._just_completed = np.zeros((2 * num_envs, len(CompletedTrajectory._fields)), np.int64)
-        # The oldest policy version of each open trajectory, -1 for none, where the publisher
-        # reports them.
+        # Column of policy versions, if they are reported to the ranks; and the first version of
+        # each open trajectory, -1: none.
         self._version = "" if publisher is None else publisher.inserter.version_column
         self._oldest = np.full(num_envs, -1)
-        # one an environment, or none
         self._publisher = publisher
+        # One per environment from the first publication on; empty before.
         self._growing = list[GrowingTrajectory]()
         self._growing_words = new_words(num_envs)
         self._native_steps: Any = None  # takes plain steps; None: Python does
         self._publishes = False  # whether it publishes steps
-        length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
-        own = (
-            OpenRows.private(schema.step_columns, num_envs, length, native)
-            if open_rows is None
-            else open_rows
-        )
-        self._steps_before = np.zeros(
-            num_envs, np.int64
-        )  # of open trajectories, not in their places' rows
-        self._next = own.first.copy()  # row of each environment's next state
-        self._use(own, native if open_rows is None else None)
+        # Steps of open trajectories that are not in the open rows (of an inference client). [N].
+        self._steps_before = np.zeros(num_envs, np.int64)
+        use_native = native if open_rows is None else None
+        if open_rows is None:
+            length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
+            open_rows = OpenRows.private(schema.step_columns, num_envs, length, native)
+        self._next = open_rows.first.copy()  # row of each environment's next state. [N], int64
+        self._use(open_rows, use_native)
         if publisher is not None:
             publisher.counts.append(self._counts)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that were appended."""
+        """Number of steps appended so far, of all environments."""
         return int(self._counts[StepCount.STEPS_TAKEN])
 
     def __repr__(self) -> str:
@@ -148,6 +154,7 @@ class VectorWriter(ProcessBound, PublicNames):
         return f'{type(self).__name__}({self.num_envs} environments, "{self.autoreset}", {counts})'
 
     def _use(self, open_rows: OpenRows, native: ModuleType | None) -> None:
+        """Set the arrays in which trajectories grow, and the native call's view of them."""
         self._open_rows = open_rows
         self._state_rows = open_rows.rows(self._state)
         self._done_rows = open_rows.rows(self._done_by)
@@ -219,7 +226,7 @@ class VectorWriter(ProcessBound, PublicNames):
             raise DataError(f"column {error.args[0]}", f"must be in every {what}") from None
 
     def _refuse_others(self, call: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
-        """Raise if a name is none that a call takes: it would be ignored."""
+        """Raise a DataError if a call is given a column that it does not take."""
         if given.keys() <= names:
             return
         name = min(given.keys() - names)
@@ -236,20 +243,18 @@ class VectorWriter(ProcessBound, PublicNames):
         Their open trajectories are dropped; published steps stay, marked as truncated.
 
         Args:
-            mask: Which environments. [N], bool.
-            **columns: Their states. [N, *shape] each; columns of one value per trajectory may be
-                given too.
+            mask: Environments to reset; None: all. [N], bool.
+            **columns: First states, of all environments. [N, *shape] each; columns of one value
+                per trajectory may be given too.
         Returns:
-            The trajectories of published steps that end here.
+            The published trajectories that end here.
         Raises:
             DataError: A column is missing or unknown, does not fit, or is not finite and must be;
                 nothing has changed.
         """
-        which = (
-            np.ones(self.num_envs, bool)
-            if mask is None
-            else arguments.array("mask", mask).astype(bool)
-        )
+        which = np.ones(self.num_envs, bool)
+        if mask is not None:
+            which = arguments.array("mask", mask).astype(bool)
         if which.shape != (self.num_envs,):
             raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
         given = flatten("reset", columns, self._column_names)
@@ -282,12 +287,13 @@ class VectorWriter(ProcessBound, PublicNames):
         """Append a step of every environment, or of some.
 
         Args:
-            final: With "same_step": last states of ended environments; column -> [n, *shape], or an
-                array of objects as gymnasium's `final_obs`; rows of other environments are ignored.
-            envs: Numbers of the environments of the columns, all different; None: all N. [n],
-                int64.
-            publish: Publish all steps so far, which the next selection may then sample, at the cost
-                of one more copy of these rows with the table's lock held. Rows are reserved for the
+            final: With "same_step": last states of the episodes that end; column -> [n, *shape], or
+                an array of objects as gymnasium's `final_obs`. Rows of other environments are
+                ignored.
+            envs: Numbers of the environments that the columns are of, all different; None: all N.
+                [n], int64.
+            publish: Publish all steps so far, which the next selection may then sample. Costs one
+                more copy of these rows with the table's lock held. Rows are reserved for the
                 longest trajectory of each environment, so the table must hold all of them at once.
             **columns: Actions, their results, and the states after them. [n, *shape] each;
                 `terminated` and `truncated` also where the schema has no such columns.
@@ -298,8 +304,8 @@ class VectorWriter(ProcessBound, PublicNames):
             DataError: A column is missing or unknown, does not fit, or is not finite and must be;
                 or `reset` was not called first; or an episode exceeds `max_length` and a field
                 needs whole episodes: nothing has changed, and the step may be appended again. Or
-                errors of `add`.
-            StoreFullError, NotReadyError: The step is appended, but not published; the next one
+                as `TrajectoryWriter.add`.
+            StoreFullError, NotReadyError: The step is appended, but not published; the next step
                 tries again.
         """
         taken = self._take_plain(columns, final, publish) if envs is None else _LEFT
@@ -316,7 +322,11 @@ class VectorWriter(ProcessBound, PublicNames):
         given: dict[str, Any],
         publish: bool = False,
     ) -> int:
-        """Take a step that is nested, or not plain; arguments as `step`. Returns what is left."""
+        """Append a step that is nested or not plain; arguments as `step`.
+
+        Returns:
+            What is left, as `_take_plain`.
+        """
         columns = flatten("step", given, self._column_names)
         if envs is None and columns is not given:
             flat = final if final is None else flatten("final", final, self._column_names)
@@ -344,7 +354,7 @@ class VectorWriter(ProcessBound, PublicNames):
         state = self._pick(self._state, columns, "step")
         ended, truncated = self._ended(columns, len(waits))
         ended &= ~waits
-        at = np.flatnonzero(ended)
+        at = np.flatnonzero(ended)  # places in `envs` of the episodes that end
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
         rows, following = self._rows_for(envs, waits)
         first = self._open_rows.first[envs]
@@ -358,7 +368,8 @@ class VectorWriter(ProcessBound, PublicNames):
             else:
                 self._truncate(envs[is_full])
             rows, following = self._rows_for(envs, waits)
-        self._done_rows.put(done_by, rows)  # rows that do not count yet, if the next line raises
+        # The step counts once `_next` moves: rows of a step that raises before are overwritten.
+        self._done_rows.put(done_by, rows)
         self._state_rows.put(state, following)
         if once:
             self._set_values(once, envs)
@@ -369,12 +380,11 @@ class VectorWriter(ProcessBound, PublicNames):
             begins = rows == self._open_rows.first[envs]
             if begins.any() or ended.any():
                 assert self._publisher is not None
-                self._oldest[envs[begins]] = self._open_rows.arrays[self._version].reshape(-1)[
-                    rows[begins]
-                ]
+                versions = self._open_rows.arrays[self._version].reshape(-1)
+                self._oldest[envs[begins]] = versions[rows[begins]]
                 self._oldest[envs[ended]] = -1
                 self._publisher.inserter.report_versions(self, self._oldest)
-        if len(waiting):  # this step has their first observations
+        if len(waiting):  # "next_step": this step has their first observations
             if self._check.goes_on[0] and self._reward is not None:
                 self._check.note_rewards(np.asarray(columns[self._reward.name])[waits])
             self._counts[StepCount.STEPS_TAKEN] -= len(waiting)
@@ -386,12 +396,16 @@ class VectorWriter(ProcessBound, PublicNames):
         return _PUBLISH_LEFT
 
     def take_after(self, observed: Any, columns: Mapping[str, Any]) -> bool:
-        """Append and publish a step by one native call; return False, without effect, if that
-        cannot be.
+        """Append and publish a step by one native call.
 
-        `observed`, [N, *shape]: the last states, or of ended episodes ("disabled") the first of the
-        next one, which begins. `columns` as `step`; of no shape also [N, 1], of one environment
-        also without an axis.
+        Args:
+            observed: The states that the step was taken at. [N, *shape]: the last states; or with
+                "disabled", after an episode has ended, the first state of the next one, which
+                begins here.
+            columns: As `step`; columns without a shape also as [N, 1], and those of a single
+                environment also without its axis.
+        Returns:
+            Whether the step was appended; False: nothing has changed.
         """
         taken = self._take_plain(columns, None, True, observed)
         if taken > 0 and taken & _PUBLISH_LEFT:
@@ -400,33 +414,38 @@ class VectorWriter(ProcessBound, PublicNames):
         return taken >= 0
 
     def last_states(self, name: str) -> np.ndarray:
-        """Return the last states of all environments. [N, *shape], a copy; undefined before
-        `reset`.
-        """
+        """Copy the last states of all environments; undefined before `reset`. [N, *shape]."""
         column = self._schema[name]
         return np.asarray(self._open_rows.arrays[name].reshape(-1, *column.shape)[self._next - 1])
 
     @property
     def waits(self) -> np.ndarray:
-        """Which environments wait for a first observation. [N], bool, a copy."""
+        """Mask of environments that wait for a first observation. [N], bool, a copy."""
         return np.array(self._waits)
 
     @property
     def has_begun(self) -> np.ndarray:
-        """Which environments have begun an episode ever. [N], bool."""
+        """Mask of environments that have ever begun an episode. [N], bool."""
         return np.asarray(self._next != self._open_rows.first)
 
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
-        """Compare the last states of truncated episodes, in these rows, with the first ones. [n]
-        each.
+        """Compare the last states of truncated episodes with the first states after them.
+
+        Args:
+            envs: Environments whose episodes have ended; first states are in their first rows. [n].
+            last_rows: Rows of their last states. [n].
         """
         truncated = self._was_truncated[envs]
         if not (self._check.goes_on[0] and truncated.any()):
             return
         last = last_rows[truncated]
-        rows = last - 1, last, self._open_rows.first[envs[truncated]]
-        flat = [self._open_rows.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
-        self._check.note_states(*([values[at] for values in flat] for at in rows))
+        first = self._open_rows.first[envs[truncated]]
+        states = [self._open_rows.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
+        self._check.note_states(
+            before=[column[last - 1] for column in states],
+            last=[column[last] for column in states],
+            first=[column[first] for column in states],
+        )
 
     def _take_completed(self) -> list[CompletedTrajectory]:
         """Return the trajectories that were completed since the last call."""
@@ -440,17 +459,23 @@ class VectorWriter(ProcessBound, PublicNames):
         publish: bool,
         observed: np.ndarray | None = None,
     ) -> int:
-        """Take a step of all environments by one native call, which stores and publishes too.
+        """Append a step of all environments by one native call, which stores and publishes too.
 
-        `observed`, [N, *shape]: None, or states it was taken at, the last ones or ("disabled") an
-        episode's first. Returns what is left: 0, _PUBLISH_LEFT, or _LEFT (nothing has changed) if
-        the step is not plain: columns to convert or to refuse, other names, no free rows.
+        Args:
+            columns: As `step`.
+            final: As `step`.
+            publish: As `step`.
+            observed: As `take_after`; None: the last states.
+        Returns:
+            What is left to do in Python: 0; _PUBLISH_LEFT; or _LEFT, where nothing has changed
+            since the step is not plain: columns to convert or to refuse, other names, no free rows.
         """
         if self._native_steps is None or self._version:
             return _LEFT
         if self._publisher is not None:
             self._look(publish)
-        # Steps of each environment's episode that are not stored any more.
+        # By environment, steps of its episode that are no longer stored; read before the call
+        # resets the words.
         evicted = [] if self._returns is None else self._growing_words[:, Growing.FIRST].tolist()
         publishes = publish and self._publishes
         events: int = self._vector_step(self._steps_address, columns, final, observed, publishes)
@@ -475,18 +500,14 @@ class VectorWriter(ProcessBound, PublicNames):
         return events if events < 0 or self._publishes else _PUBLISH_LEFT
 
     def _look(self, publish: bool) -> None:
-        """Raise unless the run goes on; register the open trajectories before their first
-        publication.
-        """
+        """Check that the run goes on; register open trajectories before their first publication."""
         assert self._publisher is not None
         self._publisher.look()
         if publish and self._publishes and not self._growing:
             self._register()
 
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which environments' episodes end, and which are truncated. [n] each, bool, new
-        arrays.
-        """
+        """Return masks of the episodes that end and of those truncated. [n] each, bool, new."""
         if self._names["terminated"] not in columns:
             raise DataError(f"column {self._names['terminated']}", "must be in every step")
         ended = np.zeros(num_envs, bool)
@@ -503,8 +524,9 @@ class VectorWriter(ProcessBound, PublicNames):
         return ended | truncated, truncated
 
     def _rows_for(self, envs: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a step's rows: of action columns (-1 where an episode begins), and of state
-        columns.
+        """Return the rows of a step's actions and of the states that follow. [n] each, int64.
+
+        An environment that waits has no action (row -1), and its state is the first of an episode.
         """
         following = self._next[envs]
         rows = following - 1
@@ -516,22 +538,33 @@ class VectorWriter(ProcessBound, PublicNames):
     def _values_in(
         self, columns: Mapping[str, Any], envs: np.ndarray, num_rows: int, kept: Any = slice(None)
     ) -> dict[str, np.ndarray]:
-        """Return stored columns of a value per trajectory; `kept` indexes `num_rows`. [len(envs),
-        *shape].
+        """Convert columns of one value per trajectory to the stored form.
+
+        Args:
+            columns: Columns of a call. [num_rows, *shape].
+            envs: Environments of the rows that are kept. [n].
+            num_rows: Number of rows of the call.
+            kept: Index of the rows that are kept.
+        Returns:
+            Column -> [n, *shape].
         """
         given = [column for column in self._once if column.name in columns]
         values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
         check_finite("the steps", given, values, lambda row: f"environment {envs[row]}")
         return values
 
-    def _set_values(self, values: Mapping[str, np.ndarray], which: Any) -> None:
+    def _set_values(self, values: Mapping[str, np.ndarray], envs: np.ndarray) -> None:
         for name, rows in values.items():
-            self._values[name][which] = rows
+            self._values[name][envs] = rows
 
     def _finals(
         self, at: np.ndarray, envs: np.ndarray, final: Mapping[str, Any] | None
     ) -> dict[str, np.ndarray]:
-        """Return the last states of episodes that end in rows `at`. Column -> [len(at), *shape]."""
+        """Return the last states of the episodes that end, at the places `at` of `envs`.
+
+        Returns:
+            Column -> [len(at), *shape], in the stored form.
+        """
         rows = {}
         if final is not None:
             final = flatten("final", final, self._column_names)
@@ -546,23 +579,22 @@ class VectorWriter(ProcessBound, PublicNames):
                     f"final {column.name}", "must be given where an episode ends", None, remedy
                 )
             given = final[column.name]
-            ends = (
-                given[at]
-                if isinstance(given, torch.Tensor)
-                else [given[row] for row in at.tolist()]
-            )
+            # Arrays of objects, as gymnasium's, have None at the other environments.
+            ends = given[at] if isinstance(given, torch.Tensor) else [given[i] for i in at.tolist()]
             rows[column.name] = as_stored(ends, column, "final", len(at))
         check_finite("final", self._state, rows, lambda row: f"environment {envs[at[row]]}")
         return rows
 
     def _begin(self, envs: np.ndarray) -> None:
-        """Hook: an episode of some environments begins, at their first rows."""
+        """Hook of subclasses: an episode of some environments begins, at their first rows."""
 
     def _end(
         self, at: np.ndarray, envs: np.ndarray, finals: Mapping[str, np.ndarray], state: list[Any]
     ) -> None:
-        """Add trajectories that end in rows `at`; last states are in rows `_next`, with "same_step"
-        written there from `finals` first, where `state` begins the next episodes.
+        """Add the trajectories that end, at the places `at` of `envs`.
+
+        Last states are in rows `_next`. With "same_step" the rows of `state` there begin the next
+        episodes: they move to the first rows, and the last states of `finals` take their place.
         """
         ended = envs[at]
         first = self._open_rows.first
@@ -582,7 +614,7 @@ class VectorWriter(ProcessBound, PublicNames):
             self._waits[ended] = True
 
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
-        """Add the steps in the first rows of an environment's place as a trajectory."""
+        """Add the first `num_steps` steps of an environment's open rows as a trajectory."""
         columns = self._columns_of(env, num_steps)
         num_steps += int(self._steps_before[env])
         if self._has_published()[env]:
@@ -597,18 +629,14 @@ class VectorWriter(ProcessBound, PublicNames):
         self.num_trajectories += 1
 
     def _note_rewards(self, stored: CompletedTrajectory, evicted: int = 0) -> None:
-        """Note a trajectory that was stored from an environment's rows, after so many evicted
-        steps.
-        """
+        """Note the rewards of a stored trajectory; `evicted` steps of it are no longer stored."""
         if self._returns is not None:
             end = evicted + stored.num_steps
             rewards = self._steps_of(self._returns.reward, stored.env, end)[:end]
             self._returns.note(stored.env, stored.trajectory_id, rewards, evicted)
 
     def _end_episodes(self, envs: Iterable[int]) -> None:
-        """End the episodes of environments: number the next steps from 0, and fill
-        returns-to-go.
-        """
+        """End episodes: number the next steps from 0 again, and fill returns-to-go."""
         for env in envs:
             if env in self._continued:
                 self._continued.discard(env)
@@ -617,17 +645,15 @@ class VectorWriter(ProcessBound, PublicNames):
                 self._returns.end(env)
 
     def _columns_of(self, env: int, num_steps: int) -> dict[str, np.ndarray]:
-        """Return an open trajectory of `num_steps` steps in the rows of its environment's place."""
-        return {
-            c.name: self._values[c.name][env, ...]
-            if c.rows == "1"
-            else self._steps_of(c, env, num_steps)
-            for c in self._schema
-            if not c.late
-        }
+        """Return the columns of an open trajectory of `num_steps` steps; views of the open rows."""
+        columns = {c.name: self._values[c.name][env, ...] for c in self._once}
+        for column in self._schema.step_columns:
+            if not column.late:
+                columns[column.name] = self._steps_of(column, env, num_steps)
+        return columns
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
-        """Return a column's rows of an environment's open trajectory; a hook."""
+        """Return a column's rows of an open trajectory; subclasses may have them elsewhere."""
         return self._open_rows.of(column.name, env)[: num_steps + (column.rows == "T+1")]
 
     def _publish(self) -> None:
@@ -647,7 +673,7 @@ class VectorWriter(ProcessBound, PublicNames):
         publisher.publish(parts)
 
     def _register(self) -> None:
-        """Let the publisher end the open trajectories if this writer is dropped."""
+        """Register the open trajectories, which the publisher ends if this writer is deleted."""
         publisher = self._publisher
         if not self._growing and publisher is not None:
             self._growing = [
@@ -656,9 +682,7 @@ class VectorWriter(ProcessBound, PublicNames):
             publisher.inserter.growing.update(self._growing)
 
     def _has_published(self) -> np.ndarray:
-        """Return which open trajectories were published, though some were evicted
-        since. [N], bool.
-        """
+        """Return a mask of the published open trajectories, also those evicted since. [N], bool."""
         words = self._growing_words
         return np.asarray((words[:, Growing.SLOT] >= 0) | (words[:, Growing.FIRST] > 0))
 
@@ -676,7 +700,7 @@ class VectorWriter(ProcessBound, PublicNames):
         """End all open trajectories; published steps stay, marked as truncated. Safe to call twice.
 
         Returns:
-            The trajectories of published steps that end here.
+            The published trajectories that end here.
         """
         for env in np.flatnonzero(self._has_published()).tolist():
             self._end_growing(env, truncated=True)
@@ -687,7 +711,11 @@ class VectorWriter(ProcessBound, PublicNames):
         return self._take_completed()
 
     def _truncate(self, envs: np.ndarray) -> None:
-        """Add trajectories of max_length as truncated; the next ones begin at their last states."""
+        """Cut episodes at `max_length`: add their steps as truncated, and begin at the last states.
+
+        Raises:
+            DataError: A field needs whole episodes.
+        """
         if self._whole_fields:
             why = f"since field {self._whole_fields[0]} needs whole episodes"
             rule = f"must have at most max_length = {self._max_length} steps, {why}"
@@ -704,7 +732,7 @@ class VectorWriter(ProcessBound, PublicNames):
             self._go_on(env, steps)
 
     def _go_on(self, env: int, steps: int) -> None:
-        """Copy an environment's last state to the first of its rows."""
+        """Continue a cut episode: its last state becomes the first row of the next trajectory."""
         for column in self._state:
             rows = self._open_rows.of(column.name, env)
             rows[0] = rows[steps]

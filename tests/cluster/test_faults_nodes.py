@@ -32,7 +32,7 @@ from simulators import hold_names
 
 from deepspeed_gear import GearError, Replay
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.checkpoint import table_files
+from deepspeed_gear.checkpoint import table_files, table_loader
 from deepspeed_gear.replay import BatchInfo
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
@@ -351,7 +351,10 @@ def checkpointed(folder: Path, where: str) -> None:
     if where == "load":
         replay.save(folder / "save")
     if rank == 2:
-        setattr(table_files, {"save": "save_table", "load": "read_table"}[where], die)
+        if where == "save":
+            table_files.save_table = die
+        else:
+            table_loader.read_table = die
     try:
         replay.save(folder / "save") if where == "save" else replay.load(folder / "save")
     except GearError as error:

@@ -12,7 +12,7 @@ from gear_support import prefix
 from process_support import in_child, kill
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.checkpoint import save_folders, table_files
+from deepspeed_gear.checkpoint import save_folders, table_files, table_loader
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.errors import CheckpointError
 
@@ -86,7 +86,7 @@ def test_saves_at_any_point_of_a_load(
     """
     saver, loader = both
     first = saver.save(tmp_path)
-    plain = getattr(table_files, point)
+    plain = getattr(table_loader, point)
     left = [num_saves]
 
     def disturbed(*arguments: Any) -> Any:
@@ -96,7 +96,7 @@ def test_saves_at_any_point_of_a_load(
             saver.save(tmp_path)
         return plain(*arguments)
 
-    monkeypatch.setattr(table_files, point, disturbed)
+    monkeypatch.setattr(table_loader, point, disturbed)
     loader.load(tmp_path)
     # Once all files are open, the loader keeps them; before that it finds the renamed ones, or
     # begins anew.
@@ -113,7 +113,7 @@ def test_saves_at_any_point_of_a_load(
 def test_a_loader_gives_up_and_says_why(both: tuple[Replay, Replay], tmp_path: Path) -> None:
     saver, loader = both
     saver.save(tmp_path)
-    plain = table_files.read_table
+    plain = table_loader.read_table
 
     def removed(*arguments: Any) -> Any:
         for _ in range(2):
@@ -121,7 +121,7 @@ def test_a_loader_gives_up_and_says_why(both: tuple[Replay, Replay], tmp_path: P
         return plain(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_files, "read_table", removed)
+        patch.setattr(table_loader, "read_table", removed)
         patch.setattr("deepspeed_gear.replay.replay_base._MOST_LOADS", 3)
         with pytest.raises(CheckpointError, match="3 were replaced meanwhile; save less often"):
             loader.load(tmp_path)

@@ -15,7 +15,9 @@ from replay_support import same, streams_of, take
 from saved_shards import into_shards
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.checkpoint.table_files import _copy_rows, read_table, write_rollout
+from deepspeed_gear.checkpoint.rollout_file import write_rollout
+from deepspeed_gear.checkpoint.table_files import read_table
+from deepspeed_gear.checkpoint.table_loader import _copy_rows
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 
 LENGTHS = lengths_of(30)

@@ -13,7 +13,7 @@ from gear_support import write_dataset
 from replay_support import filled
 
 from deepspeed_gear import Replay
-from deepspeed_gear.engine import attach, engine_checkpoint, whole_tags
+from deepspeed_gear.engine import engine_checkpoint, whole_tags
 from deepspeed_gear.errors import CheckpointError
 
 
@@ -146,7 +146,7 @@ class Engine:
 def test_latest_follows_the_files(in_background: bool, tmp_path: Path) -> None:
     with made(range(3, 12)) as replay:
         engine = Engine(in_background)
-        attach._carry_state(engine, replay, owns=True)
+        engine_checkpoint.attach_checkpoints(engine, replay, owns=True)
         assert engine.save_checkpoint(str(tmp_path), client_state={"mine": 1})
         latest = tmp_path / "latest"
         if in_background:

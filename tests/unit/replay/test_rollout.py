@@ -654,7 +654,7 @@ def test_other_batches_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"gear\.pack must not be given for sample\(\)"):
             replay.sample()
         for read in (replay.iterator, replay.num_batches):
-            with pytest.raises(ConfigError, match=r"gear\.pack must not be given where splits are"):
+            with pytest.raises(ConfigError, match=r"gear\.pack cannot be combined with"):
                 read("eval")
         with pytest.raises(ConfigError, match=r"transform must not be set with gear\.pack"):
             replay.transform = lambda batch, words: batch
