@@ -117,9 +117,8 @@ def main() -> None:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             print(
-                f"gpu.py: error: torch {torch.__version__} sees no CUDA device, and these "
-                f"figures need one; "
-                "--device cpu --smoke runs the code without them",
+                f"gpu.py: error: torch {torch.__version__} sees no CUDA device, and these figures "
+                "need one; --device cpu --smoke runs the code without them",
                 file=sys.stderr,
             )
             sys.exit(2)

@@ -121,8 +121,7 @@ def tables(content: Row) -> str:
     )
     texts = [
         f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit "
-        f"{content['commit'][:12]}; "
-        f"bash benchmarks/peers.sh.\n{versions}.\n\n",
+        f"{content['commit'][:12]}; bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
         *_matrix(
             [r for r in rows if not {"parts_ms", "batches_s"} & r.keys()],

@@ -277,8 +277,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         names = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self._tensors.items())
         return (
-            f"MicroBatch({self.num_trajectories} trajectories, "
-            f"{self.num_tokens} of {self.pack_shape.rows} places: {names})"
+            f"MicroBatch({self.num_trajectories} trajectories, {self.num_tokens} of "
+            f"{self.pack_shape.rows} places: {names})"
         )
 
     @property

@@ -421,13 +421,10 @@ class ClampWarning:
         self._next = time.monotonic() + PAUSE_S
         LOG.warning(
             f"gear: table {self._table}: priority ** alpha should be in "
-            f"[2^{EXACT_MASS_BITS - MASS_BITS}, "
-            f"2^{self._largest}], got {clamped} of {applied} reports outside {when}: smaller "
-            f"ones are "
-            "rounded by more than 1%, larger ones count as the bound; scale or clip what is "
-            "reported, or "
-            "lower sampler.alpha; with sampler.initial an outlier is not the first priority of "
-            "new items"
+            f"[2^{EXACT_MASS_BITS - MASS_BITS}, 2^{self._largest}], got {clamped} of {applied} "
+            f"reports outside {when}: smaller ones are rounded by more than 1%, larger ones count "
+            "as the bound; scale or clip what is reported, or lower sampler.alpha; with "
+            "sampler.initial an outlier is not the first priority of new items"
         )
 
 
@@ -468,42 +465,37 @@ class GroupWarning:
             self._log(
                 "conditions",
                 f"{failed} of {judged} groups since the latest batch failed group.where or were "
-                f"too large "
-                f"({1 - failed / judged:.1%} passed), and were evicted; check the column of the "
-                f"condition, "
-                f"or relax it. missing_groups() asks for up to {MOST_ASKED} times as many groups",
+                f"too large ({1 - failed / judged:.1%} passed), and were evicted; check the "
+                "column of the condition, or relax it. missing_groups() asks for up to "
+                f"{MOST_ASKED} times as many groups",
             )
         reused = int(since[GroupCount.LATE_CONSUMED])
         if reused >= spec.size * self._stream.spec.batch:
             self._log(
                 "reused",
-                f"{reused} trajectories since the latest batch had the number of a group that "
-                f"has left the "
-                f"table, and were dropped; column {spec.column} is the number of a group: give new "
-                "responses a new number, or lower group.remember",
+                f"{reused} trajectories since the latest batch had the number of a group that has "
+                f"left the table, and were dropped; column {spec.column} is the number of a "
+                "group: give new responses a new number, or lower group.remember",
             )
         new = counts - self._first
         late = int(new[[GroupCount.LATE, GroupCount.SURPLUS]].sum())
         if late and spec.after_s is None:
             self._log(
                 "late",
-                f"{late} trajectories came when their group was complete, and were dropped; column "
-                f"{spec.column} is the number of a group: give new responses a number that no "
-                f"stored group "
-                f"has, and each group {spec.size} members. statistics()['groups'] counts them "
-                f"as late and "
-                "surplus",
+                f"{late} trajectories came when their group was complete, and were dropped; "
+                f"column {spec.column} is the number of a group: give new responses a number that "
+                f"no stored group has, and each group {spec.size} members. statistics()['groups'] "
+                "counts them as late and surplus",
                 pause_s=np.inf,
             )
         unsampled = int(new[GroupCount.EVICTED_UNSAMPLED])
         if unsampled and self._draws_each:
             self._log(
                 "unsampled",
-                f"{unsampled} complete groups were evicted before any batch drew them: the "
-                f"table is too "
-                f"small, or they are too old; raise capacity_steps or capacity_trajectories, "
-                f"lower the "
-                f"groups of a batch ({self._stream.spec.batch}), or generate fewer at once",
+                f"{unsampled} complete groups were evicted before any batch drew them: the table "
+                "is too small, or they are too old; raise capacity_steps or "
+                f"capacity_trajectories, lower the groups of a batch ({self._stream.spec.batch}), "
+                "or generate fewer at once",
             )
 
     def _log(self, kind: str, text: str, pause_s: float = PAUSE_S) -> None:
@@ -543,14 +535,11 @@ class LossWarning:
         first = ", and the first token of a trajectory is not predicted" if self._predicts else ""
         LOG.warning(
             f"gear: {step.name}: none of the {step.num_tokens} steps of its "
-            f"{step.num_trajectories} "
-            f"trajectories counts in the loss ({mask}{first}), as in {self._without} of "
-            f"{self._steps} train "
-            "steps so far. Its loss and gradients are 0, but momentum and weight decay still "
-            "move the "
-            "weights. Mark the tokens that were sampled where trajectories are written; a loop "
-            "that skips a "
-            "step whose step.loss_tokens is 0 leaves the weights alone"
+            f"{step.num_trajectories} trajectories counts in the loss ({mask}{first}), as in "
+            f"{self._without} of {self._steps} train steps so far. Its loss and gradients are 0, "
+            "but momentum and weight decay still move the weights. Mark the tokens that were "
+            "sampled where trajectories are written; a loop that skips a step whose "
+            "step.loss_tokens is 0 leaves the weights alone"
         )
 
 

@@ -41,8 +41,7 @@ _CLEAN_S = 1.0  # how often a selection checks for dead writers
 # Regions of a stream whose addresses its native call takes under their names.
 _REGIONS = (
     "position heads ring consumed last_drawn changes sums minima priorities counts window bases "
-    "generations "
-    "steps row_slots ends asked numbers"
+    "generations steps row_slots ends asked numbers"
 ).split()
 
 

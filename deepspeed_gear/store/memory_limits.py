@@ -17,14 +17,12 @@ from deepspeed_gear.errors import StoreFullError, show_bytes
 Read = Callable[[str], str | None]
 _REMEDY = (
     "lower the table's capacity, use load: mmap for a data set, or raise the limit (docker run "
-    "--memory, "
-    "systemd MemoryMax, Slurm --mem, Kubernetes resources.limits.memory)"
+    "--memory, systemd MemoryMax, Slurm --mem, Kubernetes resources.limits.memory)"
 )
 #: Part of a remedy. Docker gives a container 64 MB, and Kubernetes a pod.
 ENLARGE_SHM = (
     "enlarge /dev/shm (mount -o remount,size=50% /dev/shm; docker run --shm-size; Kubernetes: "
-    "mount an "
-    "emptyDir of medium Memory there)"
+    "mount an emptyDir of medium Memory there)"
 )
 # Of each cgroup version: the files of the limit and the usage, and the page cache's entries in
 # memory.stat.

@@ -57,8 +57,7 @@ class InForkedChild:
         rule = "must be used in the process that made it"
         given = f"process {os.getpid()}, which was forked"
         remedy = (
-            "make one in the child, or start it by spawn; a DataLoader over a Replay "
-            "needs "
+            "make one in the child, or start it by spawn; a DataLoader over a Replay needs "
             "num_workers=0"
         )
         raise StoreError("a replay or writer", rule, given, remedy)

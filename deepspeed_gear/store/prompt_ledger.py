@@ -510,9 +510,8 @@ class PromptLedger:
             return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
         if lease.version + spec.max_lag < selected:
             rule = (
-                f"its prompt left, at the latest as too old: {selected} batches are selected, "
-                f"its "
-                f"version is "
+                f"its prompt left, at the latest as too old: {selected} batches are selected, its "
+                "version is "
             )
             return (
                 f"{rule}{lease.version} and prompts.max_lag {spec.max_lag}",

@@ -195,8 +195,8 @@ class SharedMemory:
                     _refuse_no_descriptor(path, error)
                     LOG.warning(
                         "%s: no reaper can be started (%s). If all processes of the run are "
-                        "killed, this "
-                        "memory stays until the next run of its user begins here; %s removes it",
+                        "killed, this memory stays until the next run of its user begins here; %s "
+                        "removes it",
                         path,
                         error,
                         clean_command(re.split(r"-(?:board\.)?[0-9a-f]{32}", name)[0], kept=False),

@@ -51,9 +51,9 @@ class Drawing:
 
     def __init__(self, width: int, height: int, label: str) -> None:
         self._parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
-            f' aria-label="{escape(label)}"'
-            ' font-family="Inter, Helvetica, Arial, sans-serif" font-size="14">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+            f'aria-label="{escape(label)}" font-family="Inter, Helvetica, Arial, sans-serif" '
+            'font-size="14">',
             _STYLE,
             f'<rect class="page" width="{width}" height="{height}" rx="8"/>',
         ]

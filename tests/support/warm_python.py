@@ -34,16 +34,14 @@ PIPE = subprocess.PIPE
 # takes 0.4 s.
 _IMPORTED = (
     "numpy torch torch.distributed torch.distributed.fsdp torch.utils.cpp_extension "
-    "torch.utils.data "
-    "torch._dynamo deepspeed deepspeed.pipe deepspeed.runtime.zero.muon.muon_optimizer "
-    "deepspeed_gear "
-    "deepspeed_gear.replay.replay deepspeed_gear.engine.attach deepspeed_gear.writer.vector_writer"
+    "torch.utils.data torch._dynamo deepspeed deepspeed.pipe "
+    "deepspeed.runtime.zero.muon.muon_optimizer deepspeed_gear deepspeed_gear.replay.replay "
+    "deepspeed_gear.engine.attach deepspeed_gear.writer.vector_writer"
 ).split()
 # Of the packages for examples and tests, which a user may have left out: 2.5 s.
 _OPTIONAL = (
     "transformers.models.qwen2.modeling_qwen2 transformers.trainer h5py pyarrow.parquet "
-    "scipy.stats "
-    "torch.utils.tensorboard"
+    "scipy.stats torch.utils.tensorboard"
 ).split()
 _NAMESPACES = ("net", "uts", "ipc", "pid", "mnt")  # the last one hides this machine's /proc
 _MOST_BYTES = 1 << 17  # of a request

@@ -97,8 +97,7 @@ def test_writers_show_what_they_did() -> None:
             assert repr(writer) == "TrajectoryWriter(main: 1 trajectories added)"
             assert dir(writer) == shown(
                 "add attach close fill max_length num_added run schema table trajectory "
-                "vector_writer "
-                "waited_s"
+                "vector_writer waited_s"
             )
         assert repr(writer) == "TrajectoryWriter(main: 1 trajectories added, closed)"
         steps = replay.vector_writer(2, "next_step")

@@ -119,13 +119,12 @@ def assigned_from_outside(tree: ast.Module) -> Iterator[str]:
 # Attributes of other projects' objects: their interface is that they are set.
 OF_OTHERS = set(
     "parser.description env_report.accelerator_name engine.gear engine.gear_sample "
-    "engine.gear_iterator "
-    "engine.gear_update_priorities engine.gear_batches engine.train_batch engine.eval_batch "
-    "LOG.propagate "
-    "engine.gear_step engine.gear_rollout engine.step context.ranks self._engine.global_samples "
-    "deepspeed.initialize sys.excepthook accelerator.get_op_builder accelerator.create_op_builder "
-    "extension.CUDA_HOME stream.thread_type stream.codec_context.options "
-    "wrapped._gear_wrapped self._broken.__cause__ sys.unraisablehook".split()
+    "engine.gear_iterator engine.gear_update_priorities engine.gear_batches engine.train_batch "
+    "engine.eval_batch LOG.propagate engine.gear_step engine.gear_rollout engine.step "
+    "context.ranks self._engine.global_samples deepspeed.initialize sys.excepthook "
+    "accelerator.get_op_builder accelerator.create_op_builder extension.CUDA_HOME "
+    "stream.thread_type stream.codec_context.options wrapped._gear_wrapped self._broken.__cause__ "
+    "sys.unraisablehook".split()
 ) | {"weakref.finalize(memory, native.map_guard_remove, entry).atexit"}
 
 

@@ -58,8 +58,7 @@ def test_is_a_mapping() -> None:
         batch["rewards"]
     assert repr(batch) == (
         "Batch(3 samples on cpu; observation.image: float32[3, 2, 2], observation.state: "
-        "float32[3, 2], "
-        "reward: float32[3])"
+        "float32[3, 2], reward: float32[3])"
     )
 
 

@@ -256,8 +256,7 @@ def test_batch_sizes_without_an_engine() -> None:
         batch_sizes(parse({"data": "d", "batch_size": 64, "micro_batch_size": 16}), {}, 3)
     assert str(caught.value) == (
         "gear.batch_size must be gear.micro_batch_size * gear.gradient_accumulation_steps * "
-        "replicas "
-        "(16 * 1 * 3), got 64; change one of them, or the number of ranks"
+        "replicas (16 * 1 * 3), got 64; change one of them, or the number of ranks"
     )
 
 

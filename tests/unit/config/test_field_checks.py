@@ -135,9 +135,8 @@ def test_statistics() -> None:
             check_against(config, schemas, available)
         assert str(caught.value) == (
             "gear.fields.observation.normalize must not be given as column observation has no "
-            "statistics, "
-            "got 'mean_std'; data sets have them, and columns that are added with their rows; "
-            "use scale"
+            "statistics, got 'mean_std'; data sets have them, and columns that are added with "
+            "their rows; use scale"
         )
 
 

@@ -166,9 +166,8 @@ def test_several_sources_become_one_data_set_where_they_agree(tmp_path: Path, d4
     with pytest.raises(DataError) as caught:
         ingest([a, b], tmp_path / "out")
     assert str(caught.value) == (
-        f"{b}: column action must be as in {a}, float32[3] with rows T, got 'float32[4] with "
-        f"rows T'; "
-        "choose the common columns with --columns, or make a data set of each"
+        f"{b}: column action must be as in {a}, float32[3] with rows T, got 'float32[4] with rows "
+        "T'; choose the common columns with --columns, or make a data set of each"
     )
     with pytest.raises(
         DataError, match=r"c.hdf5: column infos.qpos must be as in .*a.hdf5, absent"

@@ -35,17 +35,14 @@ EMPTY |= {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")}
 BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
     (
         {"actions": None},
-        " must have observations and actions, "
-        "got ['next_observations', 'observations', 'rewards', 'terminals', 'timeouts']; "
-        "docs/how-to/formats.md has the known names; --rename is of columns: give arrays of "
-        "other names to "
-        "Dataset.from_iterable",
+        " must have observations and actions, got ['next_observations', 'observations', "
+        "'rewards', 'terminals', 'timeouts']; docs/how-to/formats.md has the known names; "
+        "--rename is of columns: give arrays of other names to Dataset.from_iterable",
     ),
     (
         {"timeouts": None, "next_observations": None},
-        ": timeouts must be in the source, got ['terminated']; --episode-length N ends an "
-        "episode after N "
-        "steps; or add an array of zeros if no episode ends by a time limit",
+        ": timeouts must be in the source, got ['terminated']; --episode-length N ends an episode "
+        "after N steps; or add an array of zeros if no episode ends by a time limit",
     ),
     ({"actions": np.zeros((7, 3))}, f": actions {AS_MANY} 7"),
     ({"rewards": np.zeros((8, 2))}, ": rewards must be one value per step, got [8, 2]"),
@@ -83,9 +80,8 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"length": np.zeros(8)},
-        f": length must not have the name of another column, or of a derived one; {LEAVE_OUT}, "
-        f"or give it "
-        "another name with --rename",
+        f": length must not have the name of another column, or of a derived one; {LEAVE_OUT}, or "
+        "give it another name with --rename",
     ),
     (
         {"infos__a b": np.zeros(8), "infos__a_b": np.zeros(8)},
@@ -206,8 +202,8 @@ BROKEN_MINARI: list[tuple[str, Any, str]] = [
     (
         "episode_2/rewards",
         None,
-        "episode_2/rewards must be in the episode, "
-        "got ['actions', 'observations', 'terminations', 'truncations']",
+        "episode_2/rewards must be in the episode, got ['actions', 'observations', "
+        "'terminations', 'truncations']",
     ),
     (SECOND, np.zeros((1, 2)), f"{SECOND} must have 2 rows for 1 rewards, got 1"),
     (FIRST, np.zeros(2, np.int64), f"{FIRST} must have 3 rows for 3 rewards, got 2"),

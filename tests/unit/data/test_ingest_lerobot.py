@@ -341,8 +341,8 @@ def _metadata(key: str, value: Any, place: str = "") -> Callable[[Path], None]:
 
 
 WRONG_PATH = (
-    "info.json: data_path must be a path below the folder, "
-    "with episode_chunk, episode_index in braces"
+    "info.json: data_path must be a path below the folder, with episode_chunk, episode_index in "
+    "braces"
 )
 ACTION = "features/action"
 MISTYPED: list[tuple[Callable[[Path], Any], str]] = [

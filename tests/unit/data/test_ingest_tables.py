@@ -479,9 +479,8 @@ def test_a_selection_keeps_observations_and_actions_or_names_what_it_leaves_out(
     rows = [{"qpos": [[0.0], [1.0]], "torque": [[1.0], [2.0]], "force": [1, 2], "reward": [0, 1]}]
     rule = (
         "--columns must keep a column of the role action: it leaves out torque, force; name the "
-        "actions as "
-        "well, with --role COLUMN=action where they lack the role; or leave columns out by name: "
-        "!torque,!force"
+        "actions as well, with --role COLUMN=action where they lack the role; or leave columns "
+        "out by name: !torque,!force"
     )
     role = {"qpos": "observation"}
     with pytest.raises(DataError) as caught:

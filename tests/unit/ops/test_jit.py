@@ -392,8 +392,7 @@ def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(
 def test_what_a_build_lacks_is_named_with_its_remedy(workshop: Workshop, tmp_path: Path) -> None:
     assert workshop.load(CXX="/nowhere/c++") == (
         "error the native op gear is not prebuilt, and cannot be built: no C++ compiler "
-        "(/nowhere/c++); "
-        "install g++, or install a wheel that has the op"
+        "(/nowhere/c++); install g++, or install a wheel that has the op"
     )
     (tmp_path / "file").touch()
     printed = workshop.load(TORCH_EXTENSIONS_DIR=str(tmp_path / "file" / "below"))

@@ -336,8 +336,7 @@ def test_a_rollout_is_described_without_lengths(shown_by: Any) -> None:
         "micro batches of each of 2 replicas: packs of at most 4,096 tokens, 2,048 of each "
         "sequence rank",
         "table rollouts: 96 trajectories and 49,152 steps on all nodes, 432 KiB, at most 512 "
-        "steps each, "
-        "16 prompts leased or waiting at once",
+        "steps each, 16 prompts leased or waiting at once",
         "micro batches, fill and balance depend on lengths: give --lengths FILE, a length a line",
     ]
     shown = json.loads(shown_by(grpo, "--json"))
