@@ -30,25 +30,27 @@ from fixed_cost import Timers
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.config.sampler_options import UniformSampler
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
-from deepspeed_gear.distributed.row_exchange.resolution_exchange import ResolutionExchange
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, layout_of
-from deepspeed_gear.distributed.sharded_selection import ShardedSelector, StatusMessage
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, tree_size
 from deepspeed_gear.ops.records import Resolution, RowSample, Slot
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
+from deepspeed_gear.row_exchange.resolution_exchange import ResolutionExchange
+from deepspeed_gear.row_exchange.row_messages import RowExchange, layout_of
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, AnchorRule, MassRule
 from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
 from deepspeed_gear.sampling.samplers.kinds import sampler_for
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds, StatusMessage
+from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
-from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.records import NOTHING, Control, Head
 
 NODES = [2**i for i in range(11)]
 BOUND_MS = 50.0
 REST = "rest"
 LINK = "link (stand-in)"
+DRAW = "draw all coordinates: draw_"
 WARM = 2  # plans that are not timed
 CACHE_BYTES = 128 << 20  # more than the caches hold
 SEED = 1
@@ -207,8 +209,17 @@ class Node:
         rule = MassRule("step", False, AnchorRule())
         sampling = SamplerSpec(rule, NativeDraw.RANDOM)
         sampler = sampler_for(UniformSampler(unit="step"))
+        num_nodes = routes.num_nodes
         self.spec = StreamSpec(
-            "train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes
+            "train",
+            sampler,
+            sampling,
+            SEED,
+            KEY,
+            batch,
+            depth=1,
+            num_shards=num_nodes,
+            together=num_nodes > 1,
         )
         self.routes = routes
         self.link = Wire(routes.index, routes.num_nodes)
@@ -223,17 +234,24 @@ class Node:
             priorities=None,
             numbers=None,
             drawn_words=[],
+            drawn=[(torch.empty(0, 8, dtype=torch.int64), None)],
+            words=memoryview(np.full(Head.NUM_WORDS, NOTHING)),
+            head_words=[memoryview(np.zeros(Head.NUM_WORDS, np.int64))],
+            advance=lambda entry: None,
             limiter=None,
+            is_limited=False,
             joint_limiter=None,
             failure=None,
             ops=load_backend(),
             stop=threading.Event(),
         )
+        self.state = state
         link: Any = self.link
-        exchange = ResolutionExchange(state, routes, Planner(link, routes, timers), lambda *_: None)
-        self.selector = ShardedSelector(state, link, routes, exchange, 0)
+        rows = Planner(link, routes, timers)
+        exchange = ResolutionExchange(state, routes, rows, lambda *_: None, 0)
+        self.selector = Selector(state, SelectionRounds(state, link), exchange)
         self._coordinates = torch.empty(batch, dtype=torch.int64)
-        self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)
+        self._draw = timers.wrap(DRAW, load_backend().draw_)
 
     def prepare(self, batch: Batch) -> None:
         """Make what the other nodes say of a batch."""
@@ -264,19 +282,14 @@ class Node:
 
     def plan(self, key: int) -> None:
         """Make the selection of a global batch up to what is sent."""
-        selector = self.selector
         count = self.spec.batch
-        if (
-            self.routes.num_nodes == 1
-        ):  # the node's own store makes the selection, as without other nodes
+        # The node's own store makes the selection, as without other nodes.
+        if self.routes.num_nodes == 1:
             self._draw(self._coordinates, SEED, KEY, key * count, TRAJECTORIES * STEPS)
-            selector.masses.resolve(selector.state.ring[0], self._coordinates, key * count)
+            self.state.masses.resolve(self.state.ring[0], self._coordinates, key * count)
             return
-        selector.begin(key, 0, count)
-        total = selector.apply(key)
-        self._draw(self._coordinates, SEED, KEY, key * count, total)
-        selector.resolve(torch.empty(0), 0, self._coordinates, key * count)
-        selector.finish(key, 0, count)
+        self.state.words[Head.SAMPLES] = key * count
+        self.selector.select(key, 0)
 
 
 def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:
@@ -294,12 +307,13 @@ def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:
 # ---- times ---------------------------------------------------------------------------------------
 
 PARTS: tuple[tuple[Any, str, str], ...] = (
-    (ShardedSelector, "begin", "begin: record, status"),
-    (ShardedSelector, "resolve", "own samples, owners"),
+    (Selector, "_begin", "begin: record, status"),
+    (Selector, "_coordinates_of", DRAW),
+    (Selector, "_resolve", "own samples, owners"),
     (ItemMasses, "resolve_numbered", "resolve own samples: resolve_"),
     (
-        ShardedSelector,
-        "finish",
+        Selector,
+        "_finish",
         "own records together; ring, origins, samples whose rows are received",
     ),
     (ResolutionExchange, "_encode", "resolutions by node"),

@@ -17,15 +17,16 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: without an engine nothing imports DeepSpeed."""
+    """Import a public name on first use; without an engine no DeepSpeed is imported."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return found
+    # Kept as a global, so that the next access does not come here.
+    globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
-    """Return the public names, imported or not: what completion shows."""
+    """Return the public names, imported or not; completion shows them."""
     return sorted(__all__)

@@ -1,5 +1,7 @@
-"""Checks and conversions of arguments of public calls, never per sample; an error names the
-argument. Arrays raise DataError, options raise ConfigError.
+"""Checks and conversions of the arguments of public calls.
+
+Each function takes the argument's name for its error: a DataError for arrays and mappings, a
+ConfigError for options. They run once a call, never once a sample.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ _INT64 = np.iinfo(np.int64)
 
 
 def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
+    """Return a mapping with strings as keys."""
     if not isinstance(value, Mapping):
         raise DataError(name, "must be a mapping by name", type(value).__name__, remedy)
     odd = next((key for key in value if not isinstance(key, str)), None)
@@ -30,8 +33,10 @@ def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
 
 
 def dense(name: str, tensor: object) -> torch.Tensor:
-    """Return a dense tensor with values, detached from its graph: not sparse, nested, quantized or
-    meta.
+    """Return a strided tensor with values, detached from its graph.
+
+    Raises:
+        DataError: It is sparse, nested, quantized, on the meta device, or no tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise DataError(name, "must be a tensor", type(tensor).__name__)
@@ -46,44 +51,43 @@ def dense(name: str, tensor: object) -> torch.Tensor:
 
 
 def array(name: str, value: object) -> np.ndarray:
-    """Return an array, a tensor or nested lists of real numbers as an array in host memory."""
+    """Convert an array, a tensor or nested lists of real numbers to an array in host memory."""
     if isinstance(value, torch.Tensor):
         host = dense(name, value).cpu()
-        found = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+        numbers = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
     else:
-        try:
-            found = np.asarray(value)
-        except (
-            ValueError,
-            TypeError,
-            RuntimeError,
-        ) as error:  # lists of unequal lengths, tensors in them
-            raise DataError(name, "must be an array of numbers", None, str(error)) from error
-    if found.dtype.kind not in "biuf":
-        raise DataError(name, "must hold real numbers", f"{type(value).__name__} of {found.dtype}")
-    return found
+        # NumPy refuses lists of unequal lengths, and lists with tensors on a GPU in them.
+        with DataError.on(name, "must be an array of numbers", ValueError, TypeError, RuntimeError):
+            numbers = np.asarray(value)
+    if numbers.dtype.kind not in "biuf":
+        held = f"{type(value).__name__} of {numbers.dtype}"
+        raise DataError(name, "must hold real numbers", held)
+    return numbers
 
 
 def integers(name: str, value: object) -> np.ndarray:
-    found = array(name, value)
-    if found.size and found.dtype.kind not in "iu":
-        raise DataError(name, "must be integers", str(found.dtype))
-    if found.dtype == np.uint64 and found.size and int(found.max()) > _INT64.max:
-        raise DataError(name, "must fit into int64", int(found.max()))
-    return found.astype(np.int64, copy=False).reshape(-1)
+    """Return integers as a flat array. [n], int64."""
+    numbers = array(name, value)
+    # NumPy makes an empty list float64, so the dtype of no numbers says nothing.
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise DataError(name, "must be integers", str(numbers.dtype))
+    if numbers.dtype == np.uint64 and numbers.size and int(numbers.max()) > _INT64.max:
+        raise DataError(name, "must fit into int64", int(numbers.max()))
+    return numbers.astype(np.int64, copy=False).reshape(-1)
 
 
 def tensor(name: str, value: object) -> torch.Tensor:
-    """Return real numbers as a tensor, on the device where they are."""
+    """Return real numbers as a tensor; one that is a tensor already stays on its device."""
     if not isinstance(value, torch.Tensor):
         return torch.from_numpy(np.array(array(name, value)))
-    found = dense(name, value)
-    if found.is_complex():
-        raise DataError(name, "must hold real numbers", str(found.dtype))
-    return found
+    numbers = dense(name, value)
+    if numbers.is_complex():
+        raise DataError(name, "must hold real numbers", str(numbers.dtype))
+    return numbers
 
 
 def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
+    """Return an integer of at least `least` that int64 holds; a bool is none."""
     try:
         number = None if isinstance(value, (bool, torch.Tensor)) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -95,24 +99,28 @@ def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
 
 
 def one_of(name: str, value: object, kind: type[T] | tuple[type[T], ...], what: str) -> T:
+    """Return a value that is an instance of a type; `what` completes "must be" in the error."""
     if not isinstance(value, kind):
         raise ConfigError(name, f"must be {what}", type(value).__name__)
     return value
 
 
 def tensors(name: str, value: object) -> Mapping[str, torch.Tensor]:
+    """Return a mapping of dense tensors by column."""
     for column, given in mapping(name, value).items():
         dense(f"{name}: column {column}", given)
     return value  # type: ignore[return-value]
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
+    """Return a value that can be called."""
     if not callable(value):
         raise ConfigError(name, "must be a function", type(value).__name__)
     return value
 
 
 def folder(name: str, value: object) -> Path:
+    """Return a non-empty path."""
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(name, "must be a path", type(value).__name__)
     if not os.fspath(value):
@@ -123,8 +131,10 @@ def folder(name: str, value: object) -> Path:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Return the value of a JSON text from anywhere; ValueError also where it is nested
-    too deeply.
+    """Parse JSON that the package need not have written.
+
+    Raises:
+        ValueError: The text is no JSON, or is nested deeper than Python's parser can go.
     """
     try:
         return json.loads(text, **options)
@@ -133,9 +143,9 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def device(name: str, value: object) -> torch.device:
+    """Return the device that a name, a number or a device stands for."""
     try:
-        found: torch.device = torch.device(value)  # type: ignore[call-overload]
-        return found
+        return torch.device(value)  # type: ignore[call-overload, no-any-return]
     except (TypeError, RuntimeError, ValueError) as error:
         raise ConfigError(
             name, "must be a device", repr(value)[:80], 'write "cpu" or "cuda:0"'
@@ -143,11 +153,15 @@ def device(name: str, value: object) -> torch.device:
 
 
 def usable_device(name: str, value: object) -> torch.device:
-    """Return a device on which this process can make tensors."""
-    found = device(name, value)
+    """Return a device after creating a tensor on it."""
+    usable = device(name, value)
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, device=usable)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
-        rule = "must be a device that torch can use here"
-        raise ConfigError(name, rule, str(found), str(error).splitlines()[0]) from error
-    return found
+        raise ConfigError(
+            name,
+            "must be a device that torch can use here",
+            str(usable),
+            str(error).splitlines()[0],
+        ) from error
+    return usable

@@ -1,4 +1,4 @@
-"""The context of a rank: its timeout and the failure check, a frozen value; waits in the log."""
+"""Timeout and failure check of the waits on other processes, and the log of long waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG_EVERY_S = 30.0
 
 
 class WaitLog:
-    """Measures a wait for other ranks, and logs every 30 s which of them it waits for."""
+    """Clock of one wait for other ranks, which logs every 30 s which ranks are missing."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -22,8 +22,10 @@ class WaitLog:
         self._next = LOG_EVERY_S
 
     def note(self, who: Callable[[], str]) -> float:
-        """Log the wait for `who()` if due ("": another rank does); return its duration,
-        in seconds.
+        """Return the seconds waited so far, and log the wait when the next 30 s are over.
+
+        Args:
+            who: Names the missing ranks. It returns "" where another rank of the node logs them.
         """
         waited = time.monotonic() - self._begin
         if waited >= self._next:

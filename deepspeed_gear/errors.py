@@ -1,4 +1,4 @@
-"""Errors that name the thing, the rule, the value and the remedy."""
+"""Errors that name the faulty thing, the rule it breaks, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class GearError(Exception):
         value: Any = None,
         remedy: str | None = None,
     ) -> Iterator[None]:
-        """Raise exceptions of these kinds, as libraries raise them, as this error; itself it stays.
+        """Raise foreign exceptions of the block as this error; errors of this class pass unchanged.
 
-        With a remedy the exception's text is the value, else it is the remedy.
+        With a `remedy`, the exception's text is the value: "config must be JSON, got 'Expecting
+        ...'; correct it". Without one, the text stands in the remedy's place, after `value`.
         """
         try:
             yield
@@ -51,7 +52,7 @@ class GearError(Exception):
             raise cls(name, rule, str(error), remedy) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by parts, so that an error crosses a process group unchanged."""
+        """Pickle the four parts, so that an error crosses process boundaries unchanged."""
         is_plain = isinstance(self.value, (str, int, float, bool, type(None)))
         return type(self), (
             self.name,
@@ -74,9 +75,9 @@ class DataError(GearError, ValueError):
 
 
 class FieldError(GearError, KeyError):
-    """A batch has no field or part of a name."""
+    """A batch has no field, or no part, of the name that was asked for."""
 
-    __str__ = Exception.__str__  # KeyError's shows quotes
+    __str__ = Exception.__str__  # KeyError's would put the message in quotes
 
 
 class ShapeError(GearError, ValueError):
@@ -88,7 +89,7 @@ class StoreError(GearError, RuntimeError):
 
 
 class StaleBatchError(StoreError):
-    """A batch is used after later batches have overwritten its tensors."""
+    """A batch was used after later batches had overwritten its tensors."""
 
 
 class StoreFullError(StoreError):
@@ -96,24 +97,24 @@ class StoreFullError(StoreError):
 
 
 class StoreGoneError(StoreError):
-    """The store is not there, or has just been removed: its run has ended."""
+    """The store does not exist, or has just been removed because its run ended."""
 
 
 class LeaseExpiredError(StoreError):
-    """A lease of a prompt came back meanwhile: nothing was added, and another attempt may have the
-    prompt.
+    """A lease ended before its group was committed; nothing was added.
+
+    Another rollout worker may have a lease of the same prompt.
     """
 
 
 class NotReadyError(StoreError):
-    """The table's rate limiter admits no sample or addition for now, or nothing can be
-    sampled yet.
-    """
+    """The rate limiter admits no sample or addition for now, or no item can be sampled yet."""
 
 
 class EmptyTableError(NotReadyError):
-    """Nothing can be sampled from a table that admits writers; later priority updates may change
-    that.
+    """No item of a table that admits writers can be sampled.
+
+    Writers or priority updates may change that, so the call may succeed later.
     """
 
 
@@ -122,11 +123,11 @@ class BuildError(GearError, RuntimeError):
 
 
 class PeerError(GearError, RuntimeError):
-    """Another rank failed, differs, or does not answer in time."""
+    """Another rank failed, has another config or code, or did not answer in time."""
 
 
 class LostNodeError(PeerError):
-    """A rank or a node ended, is stopped or cannot be reached: no message reaches it any more."""
+    """A rank or node ended, is stopped or cannot be reached: no collective can complete."""
 
 
 class CheckpointError(GearError, RuntimeError):
@@ -135,7 +136,7 @@ class CheckpointError(GearError, RuntimeError):
 
 @contextmanager
 def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` where the block raises anything: what was made before it must not stay."""
+    """Call `undo` and raise again if the block raises, so that nothing half-made remains."""
     try:
         yield
     except BaseException:
@@ -144,26 +145,25 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def near_name(name: str, known: Iterable[str]) -> str:
-    """Return the remedy of a misspelt name: "did you mean 'x' or 'y'?"; empty where no known name
-    is near.
-    """
+    """Return the remedy of a misspelt name, "did you mean 'x' or 'y'?"; "" if none is similar."""
     near = difflib.get_close_matches(name, list(known), 3, 0.7)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """Return the remedy of a name that does not exist: the nearest known one, or the
-    list of them.
-    """
-    return near_name(name, known := list(known)) or f"known are {', '.join(known) or 'none'}"
+    """Return the remedy of an unknown name: the similar known names, or else all of them."""
+    known = list(known)
+    return near_name(name, known) or f"known are {', '.join(known) or 'none'}"
 
 
 def show_bytes(count: float) -> str:
-    """Return a size as people read it: "0 B", "1.5 GiB"."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
-        count, units = count / 1024, units[1:]
-    return f"{count:.3g} {units[0]}" if count < 1000 else f"{count:.0f} {units[0]}"
+    """Format a size for people: "0 B", "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    # Three digits; 1000 to 1023 have four, which "g" would write as 1e+03.
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
 _ABSENT = object()
@@ -172,7 +172,12 @@ _ABSENT = object()
 def differences(
     mine: Any, theirs: Any, name: str = "gear", form: str = "{}: {} here, {} there"
 ) -> list[str]:
-    """Return the values of JSON that differ, such as "gear.seed: 0 here, 1 there"."""
+    """List where two JSON values differ, such as "gear.seed: 0 here, 1 there".
+
+    Args:
+        name: Name of both values; a key below it is appended after a dot.
+        form: Text of one difference, with places for the name and the two values.
+    """
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         inner = {
             key: (mine.get(key, _ABSENT), theirs.get(key, _ABSENT)) for key in {**mine, **theirs}
@@ -188,7 +193,7 @@ def differences(
 
 
 def error_to_json(error: GearError) -> dict[str, Any]:
-    """Return an error's kind and parts, JSON-able; `error_from_json` reverses it."""
+    """Return an error's kind and parts as JSON values; `error_from_json` reverses it."""
     _, (name, rule, value, remedy) = error.__reduce__()
     return {
         "kind": type(error).__name__,
@@ -200,23 +205,27 @@ def error_to_json(error: GearError) -> dict[str, Any]:
 
 
 def error_from_json(parts: Mapping[str, Any]) -> GearError:
-    """Return an error of its kind; a PeerError for a kind that this version does not have."""
+    """Rebuild an error; a kind that this version does not have becomes a PeerError."""
     kind = globals().get(str(parts["kind"]), PeerError)
-    known = isinstance(kind, type) and issubclass(kind, GearError)
-    return (kind if known else PeerError)(
-        *(parts[key] for key in ("name", "rule", "value", "remedy"))
-    )
+    is_known = isinstance(kind, type) and issubclass(kind, GearError)
+    cls: type[GearError] = kind if is_known else PeerError
+    return cls(parts["name"], parts["rule"], parts["value"], parts["remedy"])
 
 
 _RAISED = " [raised on "
 
 
 def relayed(kind: type[GearError], text: str, where: str) -> GearError:
-    """Return the error of another rank or node, which may have been relayed before, as it is raised
-    here: the cause first, then its path. `where` is the rank or node that it comes from, and what
-    it did.
+    """Return the error to raise here for a failure on another rank or node: cause first, then path.
+
+        name rule, got value [raised on rank 3, relayed by rank 0 of node 1]
+
+    Args:
+        kind: Type of the error.
+        text: The failure as it was received; it has a path already if it was relayed before.
+        where: The rank or node that it was received from.
     """
-    cause, found, way = text.rpartition(_RAISED)
-    if found and way.endswith("]"):
-        return kind(cause, f"{_RAISED.lstrip()}{way[:-1]}, relayed by {where}]")
+    cause, mark, path = text.rpartition(_RAISED)
+    if mark and path.endswith("]"):
+        return kind(cause, f"{_RAISED.lstrip()}{path[:-1]}, relayed by {where}]")
     return kind(text, f"{_RAISED.lstrip()}{where}]")

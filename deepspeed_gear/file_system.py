@@ -1,4 +1,4 @@
-"""Names of files and folders that change atomically, and durably; and whether a file is open."""
+"""Atomic and durable renames, and the test whether a file is open anywhere on the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RENAME_EXCHANGE = 2
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or the names in a folder."""
+    """Flush a file, or the entries of a folder, to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -23,9 +23,7 @@ def sync(path: Path) -> None:
 
 
 def swap_names(one: Path, other: Path) -> bool:
-    """Swap two names atomically; return False, and change nothing, where the system has no such
-    call.
-    """
+    """Swap two names atomically; return False, with nothing changed, if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -39,12 +37,15 @@ def swap_names(one: Path, other: Path) -> bool:
 
 
 def is_open(path: Path) -> bool:
-    """Return whether a process of this machine, in any container, has a file of this user open or
-    mapped: the kernel grants a write lease to its only descriptor. Who opens it before the lease
-    ends causes SIGURG here: ignored.
+    """Return whether any process of the machine, in any container, has a file open or mapped.
+
+    The kernel grants a write lease only while no other descriptor or mapping of the file exists.
+    The file must belong to this user. A process that opens the file before the lease is released
+    here makes the kernel send SIGURG, whose default action is to ignore it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
+        # Set first: without it the lease would be broken by SIGIO, which ends the process.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except BlockingIOError:

@@ -1,8 +1,9 @@
-"""Descriptors whose open file marks this process as alive; a forked child closes its copies.
+"""Descriptors that mark this process as alive; a forked child closes its copies.
 
-The kernel releases a lock of an open file, and ends a pipe, with its last descriptor. Children
-forked without exec (os.fork, multiprocessing) have copies of all: a killed parent would count as
-alive until they end, as with those that C code forks, which run no hook of Python.
+The kernel releases the lock of an open file, and ends a pipe, when the last descriptor is closed.
+Children forked without exec (os.fork, multiprocessing) hold copies of all descriptors, so a parent
+that was killed would count as alive until they end. Children that C code forks run no hook of
+Python, and still have this effect.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _descriptors: set[int] = set()
 
 
 def hold(fd: int) -> int:
-    """Register a descriptor before it is locked or given to another process; return it."""
+    """Register a descriptor before it is locked or handed to another process; return it."""
     _descriptors.add(fd)
     return fd
 
@@ -26,13 +27,15 @@ def release(fd: int) -> None:
 
 
 def forget(fd: int) -> None:
-    """Leave a registered descriptor to its owner, who closes it next."""
+    """Unregister a descriptor that its owner is about to close."""
     _descriptors.discard(fd)
 
 
 def _close_in_child() -> None:
-    """Make the copies descriptors of /dev/null, so that none of their numbers is taken by another
-    file.
+    """Replace the child's copies by descriptors of /dev/null.
+
+    Closing them would free their numbers: the objects that hold a number would then close whichever
+    file had got it since.
     """
     if not _descriptors:
         return

@@ -1,6 +1,4 @@
-"""Outcome: the error of a rank or node as the others read it, from shared memory or
-from a message.
-"""
+"""The error of a rank or node, as other ranks read it from shared memory or a message."""
 
 from __future__ import annotations
 
@@ -18,44 +16,45 @@ from deepspeed_gear.errors import (
 )
 
 _KINDS: tuple[type[GearError], ...] = (PeerError, EmptyTableError, NotReadyError, StoreError)
-_HEAD_WORDS = 2  # kind, bytes of the text
+_HEAD_WORDS = 2  # the kind, and the bytes of the text
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A failure of another rank's or node's part of something that all do."""
+    """A failure of another rank or node in an operation that all of them take part in."""
 
-    kind: int  # place in `_KINDS` of the first type that fits
-    text: str  # with the name of the error's type where that is none of this package
+    kind: int  # index in `_KINDS` of the first type that the error is an instance of
+    text: str  # the message; "TypeName: message" for errors that are none of this package
 
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
-        """Return the outcome of an action that has raised an error."""
+        """Return the outcome of an operation that raised an error."""
         text = str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
-        return cls(
-            next((code for code, kind in enumerate(_KINDS) if isinstance(error, kind)), 0), text
-        )
+        kind = next((code for code, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
+        return cls(kind, text)
 
     def words(self, count: int) -> np.ndarray:
-        """Return the kind, the text's number of bytes, and what fits of the text.
-        [count], int64.
-        """
-        found = np.zeros(count, np.int64)
+        """Encode the outcome as [kind, bytes of the text, text...], cut to fit. [count], int64."""
+        words = np.zeros(count, np.int64)
         text = self.text.encode()[: 8 * (count - _HEAD_WORDS)]
-        found[:_HEAD_WORDS] = self.kind, len(text)
-        found[_HEAD_WORDS:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
-        return found
+        words[:_HEAD_WORDS] = self.kind, len(text)
+        words[_HEAD_WORDS:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+        return words
 
     @classmethod
     def read(cls, words: np.ndarray) -> Outcome:
-        """Return the outcome that `words` has returned. [count], int64, contiguous."""
+        """Decode what `words` encoded. [count], int64, contiguous."""
         text = words[_HEAD_WORDS:].view(np.uint8)[: words[1]].tobytes()
         return cls(int(words[0]), text.decode(errors="replace"))
 
     def error(self, where: str, is_own: bool = False) -> GearError:
-        """Return the error to raise here, with `where`: the rank or node that has failed, and what
-        it did. A PeerError, or a NotReadyError where the same call may succeed later; its own type
-        if it `is_own`: it failed in this rank's place too.
+        """Return the error to raise on this rank.
+
+        It is a PeerError, or a NotReadyError where the same call may succeed later.
+
+        Args:
+            where: The rank or node that failed, and the operation.
+            is_own: The failure is this rank's as well, so the error keeps its own type.
         """
         kind = _KINDS[self.kind]
         if not is_own:

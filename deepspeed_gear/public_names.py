@@ -1,4 +1,4 @@
-"""Public names of objects: what completion shows."""
+"""A base class for objects that list only their public names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import ClassVar
 
 
 class PublicNames:
-    """Base of classes whose objects show their public names only, sorted, where a program
-    completes.
-    """
+    """Base of classes whose `dir()` lists public names only, which completion shows."""
 
     #: Names without an underscore that only other modules of this package use; a subclass adds its
     #: own.

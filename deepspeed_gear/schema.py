@@ -1,4 +1,4 @@
-"""Columns of a table and their schema."""
+"""Columns of a table, and the schema that holds them."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from deepspeed_gear.errors import SchemaError, known_names
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-OPAQUE = (
-    "bytes",
-    "json",
-)  # one value per trajectory, in a row of fixed size: never a tensor of a batch
-LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endian
+# One value per trajectory, stored in a row of fixed size; never a tensor of a batch.
+OPAQUE = ("bytes", "json")
+# An opaque row begins with the length of its value, a little-endian integer of 4 bytes.
+LENGTH_BYTES = 4
 MOST_OPAQUE_BYTES = (1 << 31) - 1
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES},
     **dict.fromkeys(OPAQUE, np.dtype(np.uint8)),
 }
 ROLES = (
-    *(
-        "observation",
-        "next_observation",
-        "action",
-        "reward",
-        "terminated",
-        "truncated",
-        "return",
-        "length",
-    ),
-    *("token", "loss_mask", "timestep", "return_to_go", "media", "other"),
+    "observation",
+    "next_observation",
+    "action",
+    "reward",
+    "terminated",
+    "truncated",
+    "return",
+    "length",
+    "token",
+    "loss_mask",
+    "timestep",
+    "return_to_go",
+    "media",
+    "other",
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
-_SCALAR_ROLES: dict[
-    str, tuple[str, ...]
-] = {  # of a value per step, at most one each; dtypes: any if empty
-    **dict.fromkeys(("reward", "terminated", "truncated"), ()),
+# Roles of one number per step, which one column may have; the dtypes that it admits (empty: any).
+_SCALAR_ROLES: dict[str, tuple[str, ...]] = {
+    "reward": (),
+    "terminated": (),
+    "truncated": (),
     "token": TOKEN_DTYPES,
     "loss_mask": ("bool", "uint8"),
     "timestep": ("int32", "int64"),
@@ -53,7 +56,7 @@ _SCALAR_ROLES: dict[
     "media": ("int64",),
 }
 Rows = Literal["T", "T+1", "1"]
-MOST_LATE = 62  # late columns: a bit each
+MOST_LATE = 62  # late columns; a trajectory has a bit for each in one int64
 
 
 def is_legal_name(name: str) -> bool:
@@ -73,12 +76,12 @@ class Column:
     Args:
         name: Unique in its schema; letters, digits, `_`, `-` and `.`.
         dtype: One of `DTYPES`, or of `OPAQUE` for byte strings and JSON values.
-        shape: Shape of one row, without the time axis. Of an opaque column it is not given: a row
-            is [4 + max_bytes], uint8 (see `data/opaque_rows.py`).
-        role: What it means to derived fields, one of `ROLES`.
+        shape: Shape of one row, without the time axis. Leave it out for an opaque column, whose
+            rows are [4 + max_bytes], uint8 (see `data/opaque_rows.py`).
+        role: Its meaning to derived fields, one of `ROLES`.
         rows: Rows per trajectory of T transitions: "T", "T+1" (observations) or "1" (one value).
-        late: Whether it may be written after the trajectory was added, once.
-        allow_nan: Whether a floating column may hold NaN and infinities; else they are refused.
+        late: Whether it may be written once after the trajectory was added.
+        allow_nan: Whether a floating column may hold NaN and infinities.
         max_bytes: Bytes of the longest value of an opaque column; 0 for the others.
     """
 
@@ -102,9 +105,8 @@ class Column:
                 raise TypeError
             object.__setattr__(self, "shape", tuple(operator.index(n) for n in self.shape))
         except TypeError:
-            rule = "must be integers"
             raise SchemaError(
-                f"column {self.name}: shape", rule, type(self.shape).__name__
+                f"column {self.name}: shape", "must be integers", type(self.shape).__name__
             ) from None
         if not is_legal_name(self.name):
             raise SchemaError(
@@ -124,19 +126,31 @@ class Column:
         _check(
             name, not (self.late and must_be_there), f"must not be late with the role {self.role}"
         )
-        rule = f"must be left out unless the dtype is one of {', '.join(FLOATING)}"
-        _check(f"{name}: allow_nan", self.is_floating or not self.allow_nan, rule, self.dtype)
+        _check(
+            f"{name}: allow_nan",
+            self.is_floating or not self.allow_nan,
+            f"must be left out unless the dtype is one of {', '.join(FLOATING)}",
+            self.dtype,
+        )
         _check(f"{name}: shape", all(n >= 1 for n in shape), "must have positive sizes", shape)
         most = self.max_bytes
         if not self.is_opaque:
-            rule = f"must be left out unless the dtype is one of {', '.join(OPAQUE)}"
-            _check(f"{name}: max_bytes", most == 0, rule, most)
+            _check(
+                f"{name}: max_bytes",
+                most == 0,
+                f"must be left out unless the dtype is one of {', '.join(OPAQUE)}",
+                most,
+            )
             return
         of = f"for the dtype {self.dtype}"
-        remedy = "give the length of the longest value"
         fits = type(most) is int and 1 <= most <= MOST_OPAQUE_BYTES
-        rule = f"must be an integer in [1, {MOST_OPAQUE_BYTES}] {of}"
-        _check(f"{name}: max_bytes", fits, rule, most, remedy)
+        _check(
+            f"{name}: max_bytes",
+            fits,
+            f"must be an integer in [1, {MOST_OPAQUE_BYTES}] {of}",
+            most,
+            "give the length of the longest value",
+        )
         _check(
             f"{name}: rows",
             self.rows == "1",
@@ -145,23 +159,28 @@ class Column:
         )
         _check(f"{name}: role", self.role == "other", f"must be 'other' {of}", self.role)
         stored = (LENGTH_BYTES + most,)
-        remedy = "max_bytes gives the size of a row"
-        _check(f"{name}: shape", shape in ((), stored), f"must be left out {of}", shape, remedy)
+        _check(
+            f"{name}: shape",
+            shape in ((), stored),
+            f"must be left out {of}",
+            shape,
+            "max_bytes gives the size of a row",
+        )
         object.__setattr__(self, "shape", stored)
 
     @property
     def is_opaque(self) -> bool:
-        """Whether its values are byte strings or JSON, which batches hold as a list if at all."""
+        """Whether its values are byte strings or JSON, which a batch holds as a list."""
         return self.dtype in OPAQUE
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Dtype of a stored element."""
+        """Torch dtype of a stored element."""
         return torch.uint8 if self.is_opaque else DTYPES[self.dtype]
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """NumPy's view of the stored bytes; bfloat16 as uint16, opaque values as uint8."""
+        """NumPy dtype of the stored bytes; bfloat16 is uint16, and opaque values are uint8."""
         return _NUMPY_DTYPES[self.dtype]
 
     @property
@@ -178,12 +197,14 @@ class Column:
 
     @property
     def significant_bits(self) -> int:
-        """Bits of the significand of a floating column: 24 of float32; 53 of other columns."""
+        """Bits of the significand: 24 for float32, 11 for float16; 53 unless it is floating."""
         return 1 - round(math.log2(torch.finfo(self.torch_dtype).eps)) if self.is_floating else 53
 
     def nearest(self, number: int | float) -> int | float:
-        """Return the nearest value that a floating column holds, so that a bound of 0.8 equals a
-        stored 0.8; the number itself where it is beyond them, or the column is not floating.
+        """Round a number to the column's dtype, so that a bound of 0.8 equals a stored 0.8.
+
+        A number outside the dtype's range is returned unchanged, and so is any number for a column
+        that is not floating.
         """
         if not self.is_floating:
             return number
@@ -192,8 +213,9 @@ class Column:
 
     @property
     def is_next_observation(self) -> bool:
-        """Whether row t is the state after step t: it has the role, or a data set's name
-        next_observation.
+        """Whether row t is the state after step t.
+
+        The role says so, or the name `next_observation` that data sets use for it.
         """
         named = self.role == "observation" and self.name.split(".")[0] == "next_observation"
         return self.rows == "T" and (named or self.role == "next_observation")
@@ -213,7 +235,8 @@ class Schema:
 
     def __init__(self, columns: Iterator[Column] | list[Column] | tuple[Column, ...]) -> None:
         is_list = isinstance(columns, Iterable) and not isinstance(columns, torch.Tensor)
-        for one in (given := tuple(columns) if is_list else (columns,)):
+        given = tuple(columns) if is_list else (columns,)
+        for one in given:
             _check(
                 "schema", isinstance(one, Column), "must be a list of Columns", type(one).__name__
             )
@@ -237,34 +260,36 @@ class Schema:
             "schema", bool(self.step_columns), "must have at least one column with a row per step"
         )
         for role, dtypes in _SCALAR_ROLES.items():
-            found = [c for c in self.columns if c.role == role]
-            if len(found) > 1:
+            columns = [c for c in self.columns if c.role == role]
+            if len(columns) > 1:
                 raise SchemaError(
-                    "schema", f"must have at most one {role} column", [c.name for c in found]
+                    "schema", f"must have at most one {role} column", [c.name for c in columns]
                 )
-            for column in found:
-                rule = f"has role {role} and must be a scalar with rows 'T'"
-                if column.shape or column.rows != "T" or (dtypes and column.dtype not in dtypes):
-                    of_dtype = (
-                        (f"{rule} of {', '.join(dtypes)}", column.dtype) if dtypes else (rule,)
+            for column in columns:
+                fits = column.dtype in dtypes or not dtypes
+                if column.shape or column.rows != "T" or not fits:
+                    of_dtype = f" of {', '.join(dtypes)}" if dtypes else ""
+                    raise SchemaError(
+                        f"column {column.name}",
+                        f"has role {role} and must be a scalar with rows 'T'{of_dtype}",
+                        column.dtype if dtypes else None,
                     )
-                    raise SchemaError(f"column {column.name}", *of_dtype)
         to_go = self.role("return_to_go")
         if to_go is not None and not (to_go.late and self.role("reward") is not None):
-            rule = "has role return_to_go: must be late, in a table with a reward column"
             raise SchemaError(
-                f"column {to_go.name}", rule, None, "it is written when the episode has ended"
+                f"column {to_go.name}",
+                "has role return_to_go: must be late, in a table with a reward column",
+                None,
+                "it is written when the episode has ended",
             )
 
     def late_bits(self, names: Iterable[str]) -> int:
-        """Return the bits that mark the named late columns as written; other columns
-        have no bit.
-        """
+        """Return the bits that mark late columns as written; other columns have none."""
         return sum({self._late_bits.get(name, 0) for name in names})
 
     @property
     def row_bytes(self) -> int:
-        """Payload of one step in bytes, all step columns together."""
+        """Bytes of one step, over all step columns."""
         return sum(c.row_bytes for c in self.step_columns)
 
     def role(self, role: str) -> Column | None:
@@ -273,8 +298,9 @@ class Schema:
 
     def __getitem__(self, name: str) -> Column:
         if not isinstance(name, str) or name not in self._by_name:
-            remedy = known_names(str(name), self.names)
-            raise SchemaError(f"column {name}", "must be in the schema", None, remedy)
+            raise SchemaError(
+                f"column {name}", "must be in the schema", None, known_names(str(name), self.names)
+            )
         return self._by_name[name]
 
     def __contains__(self, name: object) -> bool:
@@ -301,16 +327,13 @@ class Schema:
         return Schema([replace(c, allow_nan=c.is_floating) for c in self.columns])
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able description; `from_json` reverses it."""
+        """Return a description as JSON values; `from_json` reverses it."""
         entries = [{**asdict(column), "shape": list(column.shape)} for column in self.columns]
         for entry in entries:
             if entry["max_bytes"]:
-                del entry["shape"]  # follows from it
-            for name in (
-                "late",
-                "allow_nan",
-                "max_bytes",
-            ):  # later options: old fingerprints stay equal
+                del entry["shape"]  # it follows from max_bytes
+            # These options came later; without their defaults, old fingerprints stay equal.
+            for name in ("late", "allow_nan", "max_bytes"):
                 if not entry[name]:
                     del entry[name]
         return {"columns": entries}

@@ -1,4 +1,7 @@
-"""Bounds of timeouts: every wait of the package ends, and no clock arithmetic overflows."""
+"""Bounds of timeouts, and the polling wait.
+
+Every wait of the package ends, and no arithmetic on clocks overflows.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +25,32 @@ def wait_until(
     pause_s: float,
     check: Callable[[], None] | None = None,
 ) -> T:
-    """Call a condition until it returns neither None nor False; return what it has returned last.
-    It is called at least once, and once after the timeout; `check`, which raises where waiting is
-    vain, before each pause.
+    """Poll a condition until it returns something other than None or False; return its last result.
+
+    The condition is called at least once, even with a timeout of 0.
+
+    Args:
+        pause_s: Sleep between two calls, in seconds.
+        check: Called before each sleep; it raises if the condition can no longer come true.
     """
     until = time.monotonic() + timeout_s
-    while (found := condition()) is None or found is False:
+    while (result := condition()) is None or result is False:
         if time.monotonic() > until:
             break
         if check is not None:
             check()
         time.sleep(pause_s)
-    return found
+    return result
 
 
 def check_timeout(name: str, value: Any) -> float:
-    """Return a timeout that was given as an argument: seconds in [0, `MOST_TIMEOUT_S`]; 0 does not
-    wait.
-    """
+    """Return a timeout in seconds, in [0, `MOST_TIMEOUT_S`]; 0 means not to wait."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= MOST_TIMEOUT_S:
-        rule = f"must be a number of seconds in [0, {MOST_TIMEOUT_S}]"
-        raise ConfigError(name, rule, value, "604800 s are 7 days")
+        raise ConfigError(
+            name,
+            f"must be a number of seconds in [0, {MOST_TIMEOUT_S}]",
+            value,
+            "604800 s are 7 days",
+        )
     return float(value)

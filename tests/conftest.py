@@ -64,6 +64,15 @@ def checkout() -> Path:
 
 
 @pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of 40 trajectories of 1 to 29 steps, with an evaluation split."""
+    from gear_support import lengths_of, write_dataset
+
+    path = tmp_path_factory.mktemp("data") / "set"
+    return write_dataset(path, lengths_of(40), split={"eval": 0.3})
+
+
+@pytest.fixture(scope="session")
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python *arguments`; `env` is laid over this one's, None removes a name.
 

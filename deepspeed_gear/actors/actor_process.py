@@ -30,6 +30,8 @@ _LAST = 100  # episodes whose mean return is reported
 
 @dataclass(frozen=True)
 class ActorJob:
+    """Arguments of an actor process, which it reads from its standard input."""
+
     index: int
     count: int  # of all actors
     env: Any
@@ -37,28 +39,26 @@ class ActorJob:
     policy: Any
     attach: Mapping[str, Any]  # arguments of `TrajectoryWriter.attach`
     board: str | None  # name of the policy board
-    seed: int  # of the first environment of the first actor
+    seed: int  # seed of the first environment of the first actor
 
 
 @dataclass(frozen=True)
 class Actor:
-    """The actor, as an argument of the policy's factory."""
+    """The actor, passed to the factory of the policy."""
 
     index: int
     count: int  # of all actors
-    seed: int  # of its first environment
+    seed: int  # seed of its first environment
     envs: Any  # its gymnasium vector environment
     board: PolicyBoard | None  # with the learners' newest policy; None without one
 
 
 class Stopped(BaseException):
-    """Raised in an actor that is to end."""
+    """Raised in an actor that must end."""
 
 
 class ActorColumns:
-    """Column names of a table for the values that gymnasium returns, by the roles of
-    its columns.
-    """
+    """Columns of a table for the values that gymnasium returns, by the columns' roles."""
 
     def __init__(self, schema: Schema) -> None:
         of_role = {
@@ -77,9 +77,7 @@ class ActorColumns:
         self._terminated = (of_role["terminated"] or ["terminated"])[0]
 
     def state(self, observation: Any) -> dict[str, Any]:
-        """Return the columns of an observation: a single one, those of a dictionary, or nested
-        ones.
-        """
+        """Return the columns of an observation: an array, a dictionary, or nested columns."""
         if isinstance(observation, Mapping):
             flat = flatten("the observation", observation, frozenset(self.observations))
             if flat.keys() >= set(self.observations):
@@ -89,9 +87,7 @@ class ActorColumns:
         return {self.observations[0]: observation}
 
     def final_states(self, final: Any, ended: np.ndarray) -> dict[str, Any]:
-        """Return the columns of the last observations of episodes, as "same_step" environments give
-        them.
-        """
+        """Return the columns of episodes' last observations, from "same_step" environments."""
         if isinstance(final, (Mapping, tuple)):
             return self.state(final)
         rows = [self.state(one) if ends else None for one, ends in zip(final, ended, strict=True)]
@@ -106,6 +102,7 @@ class ActorColumns:
 
 
 def gymnasium_module() -> Any:
+    """Return the module gymnasium; ConfigError if it is missing or older than 1.0."""
     remedy = "pip install 'deepspeed_gear[examples]'"
     with ConfigError.on(
         "gymnasium", "must be installed to start actors", ImportError, remedy=remedy
@@ -128,9 +125,8 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
         envs = gymnasium_module().make_vec(job.env, num_envs=job.num_envs)
     else:
         envs = imported(job.env, "env")(job.num_envs)
-    seed = (
-        job.seed + job.index * job.num_envs
-    )  # gymnasium gives the next ones to the other environments
+    # The seed of the first environment: gymnasium gives the next ones to the others.
+    seed = job.seed + job.index * job.num_envs
     returns = deque[float](maxlen=_LAST)
     num_episodes = 0
     num_steps = 0
@@ -152,10 +148,8 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
             raise  # the run has not ended
     finally:
         envs.close()
-        for attached in (
-            writer,
-            board,
-        ):  # the last process to detach removes what they are attached to
+        # The last process to detach from a store or a board removes it.
+        for attached in (writer, board):
             if attached is not None:
                 attached.close()
     return {
@@ -170,9 +164,7 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
 def _steps(
     writer: TrajectoryWriter, envs: Any, act: Act, seed: int
 ) -> Iterator[tuple[int, list[float]]]:
-    """Take steps without end; yield how many, of all environments, and the returns of episodes that
-    end.
-    """
+    """Take steps without end; yield the number of steps, and the returns of episodes that end."""
     names = ActorColumns(writer.schema)
     vector = writer.vector_writer(envs)
     mode = vector.autoreset
@@ -180,18 +172,16 @@ def _steps(
     observation, _ = envs.reset(seed=seed)
     vector.reset(**names.state(observation))
     while True:
-        done = act(observation)
-        done = dict(done) if isinstance(done, Mapping) else {names.action: done}
-        observation, reward, terminated, truncated, info = envs.step(done[names.action])
+        result = act(observation)
+        columns = dict(result) if isinstance(result, Mapping) else {names.action: result}
+        observation, reward, terminated, truncated, info = envs.step(columns[names.action])
         ended = terminated | truncated
-        final = (
-            names.final_states(info["final_obs"], ended)
-            if mode == "same_step" and ended.any()
-            else None
-        )
+        final = None
+        if mode == "same_step" and ended.any():
+            final = names.final_states(info["final_obs"], ended)
         sums += reward
-        came = names.ends(reward, terminated, truncated)
-        vector.step(final=final, **done, **names.state(observation), **came)
+        ends = names.ends(reward, terminated, truncated)
+        vector.step(final=final, **columns, **names.state(observation), **ends)
         if mode == "disabled" and ended.any():
             observation, _ = envs.reset(options={"reset_mask": ended})
             vector.reset(ended, **names.state(observation))

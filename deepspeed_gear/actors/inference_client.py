@@ -1,6 +1,4 @@
-"""The inference client: simulators that get actions from the policy of a rank, through shared
-memory.
-"""
+"""The inference client: simulators that get actions from a rank's policy via shared memory."""
 
 from __future__ import annotations
 
@@ -27,11 +25,10 @@ _POLL_S = 0.02
 
 
 class InferenceClient(VectorWriter):
-    """N environments whose actions come from an InferenceLoader, and whose steps are added to the
-    store.
+    """N environments that get actions from an InferenceLoader and add steps to the store.
 
     As `VectorWriter`, but `step` takes no columns that the policy computes: the rank that answers
-    writes them to the rows of the growing trajectory. So a row is written once there, and an
+    writes them into the rows of the growing trajectory. So a row is written once there, and an
     episode is copied once, into the store.
 
     Not thread-safe. A loop over all environments: `reset`, then `act`, `step` again and again. Over
@@ -43,7 +40,7 @@ class InferenceClient(VectorWriter):
         num_envs: N; or the environment, whose number and mode are read, as
             `TrajectoryWriter.vector_writer`.
         autoreset: As `TrajectoryWriter.vector_writer`.
-        wait_s: How long to wait for the InferenceLoader of a rank of this node, in seconds.
+        wait_s: Longest wait for the InferenceLoader of a rank of this node, in seconds.
     Raises:
         DataError: As `TrajectoryWriter.vector_writer`.
         StoreError: There is no loader in time, or none has so many free places.
@@ -65,13 +62,13 @@ class InferenceClient(VectorWriter):
         self._slots = slots
         self._places = places
         answered = [schema[name] for name in slots.places.answers]
+        # The policy's columns are written by its rank: a step is complete without them.
         self._done_by = [column for column in self._done_by if column not in answered]
         self._done_rows = open_rows.rows(self._done_by)
         self._answer_rows = open_rows.rows(answered)
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
-        self._aside: dict[
-            int, list[dict[str, np.ndarray]]
-        ] = {}  # steps that do not fit into a place's rows
+        # Full rows of places, moved here by environment: earlier steps of long episodes.
+        self._aside: dict[int, list[dict[str, np.ndarray]]] = {}
         self._finalizer = weakref.finalize(self, slots.leave, places)
         writer.clients.add(self)
 
@@ -92,8 +89,7 @@ class InferenceClient(VectorWriter):
         return self.answers()
 
     def post(self, envs: np.ndarray | Sequence[int] | None = None) -> None:
-        """Post requests of some environments, or all, without waiting; those that are posted are
-        left out.
+        """Post requests of some or all environments, without waiting, unless already posted.
 
         Args:
             envs: Numbers of environments. [n], int64.
@@ -104,8 +100,9 @@ class InferenceClient(VectorWriter):
         asking = self._all if envs is None else np.asarray(envs, np.int64)
         asking = asking[self._slots.states[self._places[asking]] == PlaceState.IDLE]
         if self._waits.any():
-            # Those whose next step ignores the action are ready without the policy.
-            resting, asking = asking[self._waits[asking]], asking[~self._waits[asking]]
+            # Environments whose next step ignores the action are ready without the policy.
+            resting = asking[self._waits[asking]]
+            asking = asking[~self._waits[asking]]
             if (self._next[resting] == self._open_rows.first[resting]).any():
                 raise DataError("reset", "must come first", None)
             zeros = [
@@ -118,9 +115,10 @@ class InferenceClient(VectorWriter):
             self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
 
     def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
-        """Wait until `least` environments have answers, or need none; return the numbers of all.
-        [n], int64.
+        """Wait until `least` environments are ready: they have answers or need none.
 
+        Returns:
+            Numbers of all environments that are ready. [n], int64.
         Raises:
             PeerError, NotReadyError: As `act`.
         """
@@ -128,9 +126,7 @@ class InferenceClient(VectorWriter):
         return np.flatnonzero(self._slots.wait(self._places, least, timeout_s))
 
     def answers(self, envs: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return the policy's answers for environments that are ready. Column -> [n, *shape],
-        copies.
-        """
+        """Return the policy's answers for ready environments. Column -> [n, *shape], copies."""
         return self._answer_rows.get(self._next[slice(None) if envs is None else envs] - 1)
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
@@ -159,8 +155,9 @@ class InferenceClient(VectorWriter):
         publish: bool = False,
         **columns: Any,
     ) -> list[CompletedTrajectory]:
-        """Add a step of environments that have acted; as `VectorWriter.step`, without the policy's
-        columns.
+        """Add a step of environments that have acted, without the policy's columns.
+
+        Arguments and result are those of `VectorWriter.step`.
 
         Raises:
             StoreError: One of them has no answer yet.
@@ -196,9 +193,7 @@ class InferenceClient(VectorWriter):
             self._steps_before[env] = 0
 
     def _reserve_rows(self, envs: np.ndarray) -> None:
-        """Ensure a free row for the next step of environments that do not wait, so that `step`
-        finds one.
-        """
+        """Ensure a free row for the next step of environments, so that `step` finds one."""
         used = self._next[envs] - self._open_rows.first[envs] - 1
         if self._max_length is not None:
             too_long = used + self._steps_before[envs] >= self._max_length
@@ -235,8 +230,9 @@ class InferenceClient(VectorWriter):
             raise StoreError("the simulators", "must be open", None, "they were closed")
 
     def close(self) -> list[CompletedTrajectory]:
-        """Release the places; open trajectories keep published steps only. Safe to call twice and
-        at exit.
+        """Release the places. Safe to call twice and at exit.
+
+        Open trajectories keep only their published steps.
         """
         completed = super().close()
         self._finalizer()
@@ -244,26 +240,25 @@ class InferenceClient(VectorWriter):
 
 
 def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMailbox, np.ndarray]:
-    """Attach to the loader of a store with the most free places, and claim one for each; wait for
-    both.
-    """
+    """Attach to a store's loader with the most free places and claim places; waits for both."""
     most = -1
 
     def claim() -> tuple[InferenceMailbox, np.ndarray] | None:
         nonlocal most
-        found = []
+        mailboxes = []
         for path in living(store.rpartition("-")[0]):
             if path.name.startswith(store + SUFFIX):
                 with contextlib.suppress(StoreError):  # it has just ended, or is full
-                    found.append(InferenceMailbox.attach(path.name))
-        if not found:
+                    mailboxes.append(InferenceMailbox.attach(path.name))
+        if not mailboxes:
             return None
-        found.sort(key=lambda slots: slots.num_taken - slots.places.count)  # most free places first
-        places = found[0].claim(num_envs)
-        for slots in found[len(places) == num_envs :]:
-            slots.close()
+        mailboxes.sort(key=lambda one: one.num_taken - one.places.count)  # most free places first
+        places = mailboxes[0].claim(num_envs)
+        is_claimed = len(places) == num_envs
+        for mailbox in mailboxes[1:] if is_claimed else mailboxes:
+            mailbox.close()
         most = max(most, len(places))
-        return (found[0], places) if len(places) == num_envs else None
+        return (mailboxes[0], places) if is_claimed else None
 
     claimed = wait_until(claim, check_timeout("wait_s", wait_s), _POLL_S)
     if claimed is not None:

@@ -21,18 +21,12 @@ from deepspeed_gear.writer.inserter import refuse_read_only
 from deepspeed_gear.writer.open_rows import ColumnRows
 
 _LENGTH = 256
-_MEASURED = (
-    "reward",
-    "terminated",
-    "truncated",
-    "timestep",
-)  # roles of columns that only a simulator fills
+# Roles of columns that only a simulator fills.
+_MEASURED = ("reward", "terminated", "truncated", "timestep")
 
 
 class InferenceRequest:
-    """A batch of requests: the inputs of n simulators, and `reply` for their answers. False if n is
-    0.
-    """
+    """A batch of requests: inputs of n simulators, and `reply` for answers. False if n is 0."""
 
     def __init__(self, loader: InferenceLoader, places: np.ndarray) -> None:
         slots = loader._slots
@@ -41,9 +35,8 @@ class InferenceRequest:
         self._open = True
         self._rows = slots.rows[places]
         self._stamps = slots.stamps[places]
-        self.simulators = torch.from_numpy(
-            places
-        )  # numbers for as long as they are attached: [n], int64
+        #: Numbers of the simulators, fixed while they are attached. [n], int64.
+        self.simulators = torch.from_numpy(places)
         rows = torch.from_numpy(self._rows)
         self._columns = {
             name: torch.index_select(column, 0, self.simulators if single else rows).to(
@@ -51,17 +44,14 @@ class InferenceRequest:
             )
             for name, (column, single) in loader._asked.items()
         }
-        self.timestep = torch.from_numpy(
-            slots.timesteps[places]
-        )  # of the episode; 0: it begins. [n], int64
+        #: Time step of each episode; 0: it begins. [n], int64.
+        self.timestep = torch.from_numpy(slots.timesteps[places])
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, column: str) -> torch.Tensor:
-        """Return a column of the simulators' inputs, on the loader's device. [n,
-        *shape], a copy.
-        """
+        """Return an input column of the simulators, on the loader's device. [n, *shape], a copy."""
         return self._columns[column]
 
     def keys(self) -> tuple[str, ...]:
@@ -69,8 +59,7 @@ class InferenceRequest:
         return tuple(self._columns)
 
     def reply(self, **columns: Any) -> None:
-        """Write the answers and release the simulators. Simulators that have died meanwhile are
-        left out.
+        """Write the answers and release the simulators. Simulators that have died are skipped.
 
         Args:
             **columns: [n, *shape] of each column that the policy computes, on any device.
@@ -116,7 +105,7 @@ class InferenceLoader(ProcessBound):
     with its replay.
 
     Args:
-        replay: Of a rank; its table takes writers.
+        replay: The rank's replay, whose table takes writers.
         batch_size: Most requests in a batch.
         timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
         table: To which the simulators add; None: the sampled one.
@@ -167,8 +156,8 @@ class InferenceLoader(ProcessBound):
         huge_pages = config.shared_memory.huge_pages
         slots = self._slots = InferenceMailbox.create(places, store, peer, huge_pages)
         self.device = replay.device
-        # Values of the columns that are asked for: by place if a column has one per trajectory,
-        # else by row.
+        # Values of the columns that the policy reads, and whether they are by place (a column with
+        # one value per trajectory) rather than by row.
         self._asked: dict[str, tuple[torch.Tensor, bool]] = {}
         for column in (schema[name] for name in places.asks):
             single = column.rows == "1"
@@ -195,8 +184,9 @@ class InferenceLoader(ProcessBound):
         return InferenceRequest(self, self._slots.take(self.batch_size, self.timeout_s))
 
     def close(self) -> None:
-        """Close the loader: simulators that wait raise PeerError. Safe to call twice, and done at
-        exit.
+        """Close the loader, which raises PeerError in simulators that wait.
+
+        Safe to call twice, and done at exit.
         """
         self._finalizer()
 
@@ -217,6 +207,5 @@ def _columns(
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
             raise ConfigError(what, rule, wrong or "nothing")
-    return tuple(c.name for c in schema if c.name in asked), tuple(
-        c.name for c in schema if c.name in given
-    )
+    reads = tuple(c.name for c in schema if c.name in asked)
+    return reads, tuple(c.name for c in schema if c.name in given)

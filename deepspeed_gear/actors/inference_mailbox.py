@@ -1,11 +1,11 @@
-"""The inference mailbox: places for simulators' requests, in a shared-memory file beside a table's
-store.
+"""The inference mailbox: places for simulators' requests, in a file of shared memory.
 
-A place is the rows in which a simulator's trajectory grows, and a state word:
+The file lies beside the store of a table. A place is the rows in which a simulator's trajectory
+grows, and a state word:
 
     FREE -> IDLE -> POSTED -> TAKEN -> ANSWERED -> IDLE ...
 
-A place that needs no answer this time is RESTING.
+A place that needs no answer for its next step is RESTING.
 
 The simulator's process owns a place in all states but POSTED and TAKEN, in which the loader owns
 it. So each row is written by one process at a time, and only the state word has to be published.
@@ -37,13 +37,14 @@ from deepspeed_gear.timeouts import check_timeout
 
 LOADER = 0  # index of the loader's process
 CLOSED = 0  # word of `control`
-SUFFIX = ".inference-"  # of its file, after the name of the store
+SUFFIX = ".inference-"  # end of the file's name, after the name of the store
 _LOOK_S = 0.1  # interval in which a waiting process checks that the others live
 
 
 class PlaceState:
-    """State of a place: who may write its rows. From IDLE on its simulator, from
-    RESTING on ready.
+    """State of a place: who may write its rows.
+
+    The order matters: from IDLE on the simulator owns the place, from RESTING on it may add a step.
     """
 
     FREE: Final = 0
@@ -68,6 +69,7 @@ class MailboxPlaces:
     library: str  # file of the native module
 
     def layout(self) -> Layout:
+        """Return the regions of the file: words and bells, then rows of the columns."""
         regions = [
             Region("control", "int64", (16,)),
             Region("bells", "uint32", (1 + self.count, BELL_WORDS)),
@@ -84,9 +86,7 @@ class MailboxPlaces:
 
 
 class InferenceMailbox:
-    """A mailbox file in this process: one thread of each process at a time, any number of
-    processes.
-    """
+    """A mailbox file as one process sees it: one thread per process, any number of processes."""
 
     def __init__(
         self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout
@@ -102,9 +102,8 @@ class InferenceMailbox:
         asked = [c.name for c in places.schema.trajectory_columns if c.name in places.asks]
         self.values = {name: views[f"value/{name}"] for name in asked}
         self.bells = FutexEvents(views["bells"], self.native)
-        self.lock = StoreLock(
-            memory, self.native, places.timeout_s, lambda: None
-        )  # nothing is derived
+        # There is no derived state to rebuild after an owner of the lock has died.
+        self.lock = StoreLock(memory, self.native, places.timeout_s, lambda: None)
         self.name = f"the inference loader of table {places.table}"
         self._looked = 0.0
 
@@ -145,7 +144,8 @@ class InferenceMailbox:
                 slots = cls(places, memory, load_library(places.library), layout)
                 if not memory.is_alive(LOADER):
                     raise StoreError(slots.name, "must be alive", None, "start it again")
-                # Otherwise places of a dead process are still to be freed.
+                # A place with this peer as owner is one of a dead process that had the same index,
+                # and not freed yet: then the next index is tried.
                 if peer not in slots.owners[slots.states != PlaceState.FREE]:
                     return slots
             memory.close()
@@ -162,14 +162,16 @@ class InferenceMailbox:
         with self.lock:
             free = np.flatnonzero(self.states == PlaceState.FREE)[:count]
             if len(free) == count:
+                # The owner is written before the state: `free_dead` reads it for used places.
                 self.owners[free] = self.memory.peer
                 self.bells.fence()  # pairs with that of `free_dead`
                 self.states[free] = PlaceState.IDLE
         return free
 
     def leave(self, places: np.ndarray) -> None:
-        """Release places and detach; the loader frees those that it owns once this process has
-        ended.
+        """Release places and detach.
+
+        Places that the loader owns are freed by it once this process has ended.
         """
         self.states[places[self.states[places] >= PlaceState.IDLE]] = PlaceState.FREE
         self.bells.ring(LOADER)
@@ -179,9 +181,8 @@ class InferenceMailbox:
         """Post requests for the answers of some rows, whose inputs are written. [n] each, int64."""
         self.rows[places] = rows
         self.timesteps[places] = timesteps
-        self.stamps[places] = time.monotonic_ns() + np.arange(
-            len(places)
-        )  # in the order of `places`
+        # Requests of one call are taken in the order of `places`.
+        self.stamps[places] = time.monotonic_ns() + np.arange(len(places))
         self.bells.fence()  # pairs with that of `take`
         self.states[places] = PlaceState.POSTED
         self.bells.ring(LOADER)
@@ -191,10 +192,11 @@ class InferenceMailbox:
         return np.asarray(self.states[places] >= PlaceState.RESTING)
 
     def wait(self, places: np.ndarray, least: int, timeout_s: float) -> np.ndarray:
-        """Wait until at least so many of some places are ready; return which are. [n], bool."""
+        """Wait until at least `least` of the places are ready; return which are. [n], bool."""
         until = time.monotonic() + check_timeout("timeout_s", timeout_s)
         peer = self.memory.peer
         while True:
+            # The bell is counted before the states are read: a ring after that ends the wait.
             seen = self.bells.count(peer)
             ready = self.are_ready(places)
             if np.count_nonzero(ready) >= least:
@@ -224,9 +226,7 @@ class InferenceMailbox:
         return True
 
     def take(self, most: int, timeout_s: float | None) -> np.ndarray:
-        """Take the oldest requests, waiting as `InferenceLoader` defines. Returns their places.
-        [n].
-        """
+        """Take the oldest requests, waiting like `InferenceLoader`; return their places, [n]."""
         begun = time.monotonic()
         while True:
             if self._looks():
@@ -237,9 +237,8 @@ class InferenceMailbox:
             if len(posted) >= most or (len(posted) and not more_may_come):
                 break
             left = _LOOK_S
-            if (
-                timeout_s is not None
-            ):  # since when the loader waits, or the oldest request if that is earlier
+            if timeout_s is not None:
+                # Counted from the begin of the wait, or from the oldest request if that is earlier.
                 since = min(begun, int(self.stamps[posted].min()) * 1e-9) if len(posted) else begun
                 left = since + timeout_s - time.monotonic()
             if left <= 0 or self.control[CLOSED]:
@@ -251,15 +250,16 @@ class InferenceMailbox:
         return taken
 
     def answered(self, places: np.ndarray) -> None:
-        """Return places with written answers to their simulators."""
+        """Hand places with written answers back to their simulators."""
         self.bells.fence()  # pairs with that of `wait`
         self.states[places] = PlaceState.ANSWERED
         for owner in set(self.owners[places].tolist()):
             self.bells.ring(owner)
 
     def free_dead(self) -> None:
-        """Free places of ended processes, drop their open trajectories; no lock, as that could
-        block it.
+        """Free the places of ended processes and drop their open trajectories.
+
+        It takes no lock, since a dead process may hold it.
         """
         used = np.flatnonzero(self.states != PlaceState.FREE)
         self.bells.fence()  # pairs with that of `claim`

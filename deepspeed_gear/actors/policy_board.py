@@ -26,7 +26,7 @@ from deepspeed_gear.timeouts import wait_until
 
 PREFIX = "gear"
 MAX_READERS = 1024
-_SLOTS = 3  # a reader can copy a version until the publisher begins the third one after it
+_SLOTS = 3  # a reader may copy a version until the publisher begins the third one after it
 _PUBLISHER = 0  # its peer index; readers have the next ones
 _NEWEST = 0  # word of the board
 # words of a stored policy
@@ -37,13 +37,12 @@ _PATIENCE_S = 10.0
 
 
 class PolicyBoard(ProcessBound):
-    """Parameters in a node's shared memory: one process publishes them, any number of others load
-    them.
+    """Parameters in a node's shared memory: one process publishes them, any number load them.
 
-    No process waits for another. A version is written beside the newest one and checked by its
-    number and its checksum when it is read, so it is never torn: neither by a publisher that is
-    faster than a reader, nor by one that dies (then the version before stays the newest), nor by a
-    processor that reorders stores.
+    No process waits for another. A version is written beside the newest one, and a reader checks
+    its number and its checksum. So it never loads a torn version: neither if the publisher is
+    faster than the reader, nor if it dies (then the version before stays the newest), nor if a
+    processor reorders stores.
 
     Thread safety: one thread per process. Process safety: one publisher, `MAX_READERS` readers.
 
@@ -62,20 +61,20 @@ class PolicyBoard(ProcessBound):
 
     @classmethod
     def create(cls, module: nn.Module, prefix: str = PREFIX) -> PolicyBoard:
-        """Create a board for a module's floating-point parameters and buffers; publish them as
-        version 1.
+        """Create a board for a module's floating-point parameters and buffers; publish version 1.
 
         Args:
             module: Whole, not partitioned over ranks.
-            prefix: Of the file in /dev/shm: `gear.shared_memory.prefix` of the run, used by `gear
-                clean`.
+            prefix: Prefix of the file in /dev/shm: the run's `gear.shared_memory.prefix`, by which
+                `gear clean` finds it.
         Raises:
             StoreFullError: Shared memory is full.
             DataError: A parameter is partitioned.
         """
-        file_path(prefix)
-        shapes = [(name, list(tensor.shape)) for name, tensor in _state_of(module)]
-        length = sum(tensor.numel() for _, tensor in _state_of(module))
+        file_path(prefix)  # refuses a prefix that cannot be a file's name
+        state = _state_of(module)
+        shapes = [(name, list(tensor.shape)) for name, tensor in state]
+        length = sum(tensor.numel() for _, tensor in state)
         regions = [
             Region("words", "int64", (8,)),
             Region("slots", "int64", (_SLOTS, 8)),
@@ -96,7 +95,7 @@ class PolicyBoard(ProcessBound):
         """Attach to a board to read.
 
         Args:
-            name: Its `name` in the process that has created it.
+            name: The board's `name` in the process that created it.
         Raises:
             StoreError: There is no such board, or it has `MAX_READERS` readers.
         """
@@ -126,8 +125,8 @@ class PolicyBoard(ProcessBound):
         """Publish a module's parameters as the newest version.
 
         Args:
-            module: As the one that the board was made for.
-            version: Its number; None: one more than the last.
+            module: Module with the parameters that the board was made for.
+            version: Number of the version; None: one more than the last.
         Returns:
             The number.
         Raises:
@@ -157,7 +156,8 @@ class PolicyBoard(ProcessBound):
         It also works when the publisher has ended (see `is_published`).
 
         Args:
-            module: As the one that the board was made for, of any floating dtype and device.
+            module: Module with the parameters that the board was made for, on any device and of any
+                floating dtype.
         Returns:
             The version that the module has now.
         Raises:
@@ -178,10 +178,12 @@ class PolicyBoard(ProcessBound):
     def _read(self) -> int | None:
         """Copy the newest version; None if it was overwritten meanwhile."""
         version = self.version
-        found = np.nonzero(self._slots[:, _VERSION] == version)[0]
-        if not len(found):
+        slots = np.flatnonzero(self._slots[:, _VERSION] == version)
+        if not len(slots):
             return None
-        slot = int(found[0])
+        slot = int(slots[0])
+        # Read before the values: if the publisher begins to overwrite the slot after this, number
+        # or checksum will not fit the copy.
         checksum = int(self._slots[slot, _CHECKSUM])
         np.copyto(self._copy, self._views["values"][slot])
         is_whole = self._slots[slot, _VERSION] == version and zlib.crc32(self._copy) == checksum
@@ -196,9 +198,9 @@ class PolicyBoard(ProcessBound):
 
     def _check(self, module: nn.Module) -> list[Tensor]:
         state = _state_of(module)
-        found = [(name, list(tensor.shape)) for name, tensor in state]
-        if found != self._shapes:
-            odd = next((f for f in found if f not in self._shapes), None) or "fewer parameters"
+        shapes = [(name, list(tensor.shape)) for name, tensor in state]
+        if shapes != self._shapes:
+            odd = next((s for s in shapes if s not in self._shapes), None) or "fewer parameters"
             raise DataError("module", "must have the parameters that the board was made for", odd)
         return [tensor for _, tensor in state]
 

@@ -47,7 +47,7 @@ class Actors(ProcessBound):
     def __init__(self, jobs: list[ActorJob], run: str | None = None) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _kill, self._processes)
-        self.results: list[dict[str, Any]] = []  # of each actor, once it was stopped
+        self.results: list[dict[str, Any]] = []  # by actor, once it was stopped
         path = [entry or os.getcwd() for entry in sys.path]
         pipe = subprocess.PIPE
         work = [pickle.dumps(path) + _pickled(job) for job in jobs]
@@ -105,7 +105,7 @@ class Actors(ProcessBound):
         return self.results
 
     def _failure(self, index: int) -> PeerError | None:
-        """Return why an actor that has ended has failed; None if it has not."""
+        """Return the error of an actor that has ended; None if it ended without one."""
         if any(result["actor"] == index for result in self.results):
             return None
         process = self._processes[index]
@@ -127,7 +127,7 @@ class Actors(ProcessBound):
         if error is None:
             self.stop()
         else:
-            self._finalizer()  # the error of the block is raised, not one of an actor
+            self._finalizer()  # so that the error of the block is raised, not one of an actor
 
 
 def start_actors(
@@ -149,7 +149,7 @@ def start_actors(
     the table.
 
     Args:
-        env: Of gymnasium's registry, or a function that takes the number of environments and
+        env: Name in gymnasium's registry; or a function that takes the number of environments and
             returns a vector environment, itself or as "module:function". With options:
             `functools.partial(gymnasium.make_vec, "CartPole-v1", max_episode_steps=100)`.
         policy: A function, or "module:function"; importable by actors, so not of a script's main

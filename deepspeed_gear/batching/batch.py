@@ -26,9 +26,9 @@ Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a ba
 
 @dataclass
 class BatchSamples:
-    """The samples of a batch: resolutions and what is derived from them."""
+    """The samples of a batch: resolutions, and values derived from them."""
 
-    resolutions: torch.Tensor  # their resolutions. [B, 8], int64.
+    resolutions: torch.Tensor  # [B, 8], int64.
     # False for samples that only fill up the last batch of an evaluation pass. [B], bool.
     valid: torch.Tensor
     step_items: bool  # whether an item is a step, which has a mass of 1, rather than a trajectory
@@ -37,12 +37,12 @@ class BatchSamples:
     is_weight: torch.Tensor | None = None  # PER weights; None: all 1. [B], float32.
     # Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
     source: torch.Tensor | None = None
-    # Of each sample's item, where it does not follow from the masses alone. [B], float64.
+    # Probability of each sample's item; None: mass / total. [B], float64.
     probability: torch.Tensor | None = None
     # Row of the achieved goal of each relabelled sample, -1 for its own goal; None: all have their
     # own. [B], int64.
     goal_step: torch.Tensor | None = None
-    burn_in: BurnIn | None = None  # which steps are burn-in; None: none
+    burn_in: BurnIn | None = None  # None: all steps learn
     # Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
     # store. [B], int64.
     origin: torch.Tensor | None = None
@@ -60,7 +60,7 @@ class BatchSamples:
         self.source = source
 
 
-# What `BatchSamples` has for each sample, and for all of them.
+# The attributes of `BatchSamples` that hold a value per sample, and those that hold one for all.
 _OF_EACH = (
     "resolutions",
     "valid",
@@ -169,8 +169,10 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         )
 
     def part(self, name: str) -> torch.Tensor:
-        """Return a part of the batch by its name in `gear.pipeline`: a field, `mask.<field>`,
-        `is_weight` ...
+        """Return a part of the batch by its name in `gear.pipeline`.
+
+        These are fields, `mask.<field>`, `learns.<field>`, and values per sample such as
+        `is_weight`.
 
         Raises:
             FieldError: The batch has no part of this name.
@@ -183,8 +185,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
             if name.startswith(LEARNS):
                 return self.learns(name.removeprefix(LEARNS))
             if name in SAMPLE_NAMES:
-                found: torch.Tensor = getattr(self, name)
-                return found
+                values: torch.Tensor = getattr(self, name)
+                return values
         raise FieldError(f"{name!r}", "must be a field or part of the batch")
 
     def opaque(self, name: str) -> list[Any]:
@@ -231,11 +233,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def device(self) -> torch.device:
-        return (
-            next(iter(self._tensors.values())).device
-            if self._tensors
-            else self._samples.resolutions.device
-        )
+        return next(iter(self._tensors.values()), self._samples.resolutions).device
 
     @property
     def reported(self) -> torch.Tensor:
@@ -280,8 +278,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def sample_index(self) -> torch.Tensor:
-        """Position of each sample in its global batch, of all tables: the same for every rank
-        count. [B].
+        """Position of each sample in its global batch. [B], int64.
+
+        It counts the samples of all tables, and is the same for any number of ranks.
         """
         known = self._samples
         if known.index is not None:
@@ -304,8 +303,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         masses = self._samples.resolutions[:, Resolution.MASS].double()
         if self._samples.step_items:
             masses = torch.ones_like(masses)
-        # By a tensor: on a GPU torch multiplies by a number's reciprocal, which changes the last
-        # bit.
+        # Divided by a tensor, since on a GPU torch multiplies by the reciprocal of a number, which
+        # changes the last bit.
         return masses / torch.full_like(masses, 1).mul_(self._samples.total)
 
     @property
@@ -357,8 +356,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
         Args:
             size: Samples of a minibatch; the last one of an epoch has the rest.
-            epochs: How often each sample is visited.
-            seed: Another one gives another order.
+            epochs: Passes over the samples.
+            seed: Seed of the order.
         Returns:
             Copies of `size` samples each, ceil(B / size) an epoch.
         Raises:
@@ -387,7 +386,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         sample's own draw.
 
         Args:
-            batches: Of the same fields and masks, dtypes, windows and device.
+            batches: Batches with the same fields, masks, dtypes, windows and device.
         Raises:
             DataError: They are no batches, or there is none.
             ShapeError: Their fields differ.
@@ -397,14 +396,14 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         done = dict[tuple[int, ...], torch.Tensor]()
 
         def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-            """Concatenate tensors once, so that shared masks stay shared."""
+            """Concatenate equal lists of tensors once, so that shared masks stay shared."""
             key = tuple(map(id, tensors))
             if key not in done:
                 done[key] = torch.cat(tensors)
             return done[key]
 
         def optional(name: str, values: Callable[[Batch], torch.Tensor]) -> Any:
-            """Concatenate what may be unknown of samples; None: it is so in all batches."""
+            """Concatenate an attribute of samples; None where it is None in all batches."""
             is_known = any(getattr(b._samples, name) is not None for b in batches)
             return torch.cat([values(b) for b in batches]) if is_known else None
 
@@ -448,8 +447,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         batch.host_resolutions = self.host_resolutions
         batch._host_origin = self._host_origin
         batch.host_source = self.host_source
-        # A lifetime is another object for each batch: reading it would guard the compiled code on
-        # it.
+        # Each batch has another lifetime: reading it would make torch.compile guard on that object
+        # and compile again for every batch.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
             self.lifetime.follow(batch)
         return batch
@@ -522,15 +521,17 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
 
 class OverwrittenBatch(Batch):
-    """Class of a batch whose lifetime has ended: every access raises; living ones and graphs pay
-    nothing.
+    """Class of a batch whose lifetime has ended: every access raises.
+
+    `BatchLifetime.end` assigns it to the `__class__` of a batch, so that accesses to a living
+    batch, and graphs compiled from them, need no check.
     """
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__"):  # of the language: `__class__`, `__dict__`
+        if name.startswith("__"):  # Python itself reads `__class__` and `__dict__`
             return object.__getattribute__(self, name)
         if not hasattr(Batch, name) and name not in object.__getattribute__(self, "__dict__"):
-            raise AttributeError(name)  # as what prints objects asks for, such as `_repr_html_`
+            raise AttributeError(name)  # printers of objects look for `_repr_html_` and the like
         return _refuse_overwritten()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -552,8 +553,10 @@ def _refuse_overwritten() -> NoReturn:
 
 
 class BatchLifetime:
-    """Lifetime of a batch: until the gatherer fills its ring entry again, or the loader that
-    returned it ends it earlier. The entry is known by the storages of its tensors.
+    """Lifetime of a batch: the time until its tensors are written again.
+
+    It ends when the gatherer fills the ring entry again, or when the loader that returned the batch
+    ends it earlier. The entry is known by the storages of its tensors.
     """
 
     def __init__(self, storages: frozenset[int]) -> None:
@@ -561,12 +564,12 @@ class BatchLifetime:
         self._batches: list[weakref.ref[Batch]] = []
 
     def bind(self, batch: Batch) -> None:
-        """Bind a batch to this lifetime: it ends with it."""
+        """Bind a batch to this lifetime: it ends when the lifetime ends."""
         batch.lifetime = self
         self._batches.append(weakref.ref(batch))
 
     def follow(self, batch: Batch) -> None:
-        """Bind a batch that was made of a bound one, if it uses any of the entry's memory."""
+        """Bind a batch made from a bound one, if it uses any of the entry's memory."""
         if any(
             storage_of(t) in self._storages
             for t in (*batch._tensors.values(), *batch.mask.values())
@@ -583,9 +586,10 @@ class BatchLifetime:
 
 
 class LentTensors:
-    """The latest batches of one stream, at most `keep`, which their user may still use. Older ones
-    end by number, since the time of overwriting depends on the progress of prefetching and of the
-    device.
+    """The latest `keep` batches of one stream, which their user may still use.
+
+    Older ones end by their number and not when their memory is overwritten, since that time depends
+    on the progress of prefetching and of the device.
     """
 
     def __init__(self, keep: int) -> None:
@@ -603,9 +607,7 @@ class LentTensors:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return the address of a tensor's storage object; None where it has none, as a
-    sparse tensor.
-    """
+    """Return the address of a tensor's storage object; None for one without storage (sparse)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -621,7 +623,7 @@ def _taker(key: Samples, num_samples: int) -> Callable[[torch.Tensor], torch.Ten
             rule = "must be a slice of integers with a step of at least 1"
             raise ShapeError("the samples", rule, str(key), "use indices for another order")
         return lambda tensor: tensor[key]
-    if isinstance(key, list) and not key:  # an array of it would be of float64
+    if isinstance(key, list) and not key:  # would become a float64 array
         key = torch.empty(0, dtype=torch.int64)
     index = _index_of(arguments.tensor("the samples", key), num_samples)
     there = {index.device: index}
@@ -675,30 +677,29 @@ def _sources(source: torch.Tensor | None, resolutions: torch.Tensor) -> torch.Te
 
 def _alike(batches: Sequence[Batch]) -> list[Batch]:
     """Return batches as a list, after the checks of `Batch.cat`."""
-    found = list(batches) if isinstance(batches, (list, tuple)) else []
-    if not found or not all(isinstance(batch, Batch) for batch in found):
-        kinds = [type(batch).__name__ for batch in found] or type(batches).__name__
+    given = list(batches) if isinstance(batches, (list, tuple)) else []
+    if not given or not all(isinstance(batch, Batch) for batch in given):
+        kinds = [type(batch).__name__ for batch in given] or type(batches).__name__
         raise DataError(
             "batches", "must be a list of at least one batch", kinds, "write Batch.cat([a, b])"
         )
 
     def forms(batch: Batch) -> dict[str, tuple[Any, ...]]:
         parts = {**batch._tensors, **{f"{MASK}{name}": mask for name, mask in batch.mask.items()}}
-        found = {
+        return {
             name: (str(t.dtype)[6:], list(t.shape[1:]), str(t.device)) for name, t in parts.items()
-        }
-        return {**found, **dict.fromkeys(batch._samples.opaque or (), ("opaque",))}
+        } | dict.fromkeys(batch._samples.opaque or (), ("opaque",))
 
-    wanted = forms(found[0])
-    for number, batch in enumerate(found[1:], 1):
+    wanted = forms(given[0])
+    for number, batch in enumerate(given[1:], 1):
         here = forms(batch)
         name = next((n for n in [*wanted, *here] if wanted.get(n) != here.get(n)), None)
         if name is not None:
             rule = f"must be as in batch 0: {wanted.get(name, 'missing')}"
             raise ShapeError(f"field {name!r} of batch {number}", rule, here.get(name, "missing"))
-        if batch._samples.burn_in != found[0]._samples.burn_in:
+        if batch._samples.burn_in != given[0]._samples.burn_in:
             raise ShapeError(f"the burn-in of batch {number}", "must be that of batch 0")
-    return found
+    return given
 
 
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:

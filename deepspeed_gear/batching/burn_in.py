@@ -19,7 +19,11 @@ from deepspeed_gear.ops.windows import bounds
 
 @dataclass(frozen=True)
 class BurnIn:
-    """Burn-in of windows: the first step that learns, for each field."""
+    """The first step of a window that learns, and the fields that have a time axis.
+
+    With a burn-in of 2 steps and windows that begin at the step before the anchor, `begin` is 1:
+    the steps -1 and 0 only warm up the recurrent state.
+    """
 
     begin: int  # first step that learns, relative to the anchor
     windows: Mapping[str, ResolvedField]  # the fields with a time axis, by name
@@ -28,10 +32,12 @@ class BurnIn:
     def of(
         cls, steps: int, fields: Sequence[ResolvedField], needed: Sequence[ResolvedField]
     ) -> BurnIn | None:
-        """Return the burn-in of windows whose first `steps` only warm up; None where these are 0.
+        """Return the burn-in of windows whose first `steps` only warm up a state; None for 0 steps.
 
-        The earliest window of a batch's `fields` begins the sequence; `needed` are what this rank
-        gathers.
+        Args:
+            steps: Steps from the begin of the earliest window of `fields` on.
+            fields: All fields of a batch.
+            needed: The fields that this rank gathers.
         """
         if steps == 0:
             return None
@@ -41,8 +47,8 @@ class BurnIn:
     def learns(self, name: str, mask: torch.Tensor, resolutions: torch.Tensor) -> torch.Tensor:
         """Return which steps of a field learn: the real ones after the burn-in.
 
-        It is of the shape of its mask, [B, T] or [B], bool; the mask itself for a field without a
-        time axis.
+        The result has the shape of the mask, [B, T] or [B], bool. For a field without a time axis
+        it is the mask itself.
         """
         field = self.windows.get(name)
         if field is None:

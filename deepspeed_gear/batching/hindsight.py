@@ -1,4 +1,4 @@
-"""Hindsight relabelling: draws which achieved goals replace the stored ones."""
+"""Hindsight relabelling: draws the achieved goals that replace stored ones."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ STRATEGIES = {
 
 
 class HindsightRelabelling:
-    """Draws goals and computes rewards by `gear.hindsight` (None: none) for `needed` fields. Thread
-    safe.
+    """Draws goals and computes rewards by `gear.hindsight` (None: neither). Thread safe.
+
+    Rewards are computed only where this rank needs the reward field.
     """
 
     def __init__(
@@ -50,9 +51,7 @@ class HindsightRelabelling:
         self.has_reward = self._reward is not None  # the program computes rewards
 
     def draw(self, random_key: int, resolutions: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows of the achieved goals that samples get, -1 for their own goal. [B],
-        int64.
-        """
+        """Return the row of the achieved goal of each sample, -1 for its own goal. [B], int64."""
         if self._config is None:
             return None
         goal_step = torch.empty(resolutions.size(0), dtype=torch.int64)
@@ -64,15 +63,17 @@ class HindsightRelabelling:
         return goal_step
 
     def reward(self, batch: Batch) -> None:
-        """Replace rewards by those of the program's function; ShapeError unless it keeps their
-        shape.
+        """Replace the rewards of a batch by those of the program's function.
+
+        Raises:
+            ShapeError: The function returned another shape, or no tensor.
         """
         if self._reward is None:
             return
-        found = self._reward(batch)
+        reward = self._reward(batch)
         field = batch[self._name]
-        if not isinstance(found, torch.Tensor) or found.shape != field.shape:
-            what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        if not isinstance(reward, torch.Tensor) or reward.shape != field.shape:
+            got = list(reward.shape) if isinstance(reward, torch.Tensor) else type(reward).__name__
             rule = f"must return a tensor of the shape of field {self._name} ({list(field.shape)})"
-            raise ShapeError("gear.hindsight.reward", rule, what)
-        batch[self._name] = found.detach().to(field)
+            raise ShapeError("gear.hindsight.reward", rule, got)
+        batch[self._name] = reward.detach().to(field)

@@ -26,10 +26,10 @@ from deepspeed_gear.errors import ConfigError
 
 @dataclass
 class GradientDivisor:
-    """What the framework divides the sum of all ranks' gradients by: losses are multiplied by it.
+    """The number that the framework divides the sum of all ranks' gradients by.
 
-    A replay owns one. Micro batches read it when they compute a loss: a model may be set until
-    then.
+    Losses are multiplied by it. A replay owns one; micro batches read it when they compute a loss,
+    so that a model may be set until then.
     """
 
     value: float
@@ -39,19 +39,23 @@ class GradientDivisor:
 
 
 class StepLoss(NamedTuple):
-    """The loss of one optimizer step, over all ranks."""
+    """Loss tokens and loss weights of one optimizer step, over all ranks."""
 
     num_tokens: int  # loss tokens
-    weights: np.ndarray  # of the loss tokens of each trajectory of the rollout batch. [n], float64
+    # Weight of each loss token of a trajectory, for the whole rollout batch. [n], float64.
+    weights: np.ndarray
 
 
 def loss_weights(
     options: LossConfig, counts: np.ndarray, sequences: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """Return the weight of each trajectory's loss tokens, [n], float64; 0 where it has none.
+    """Return the weight of each trajectory's loss tokens, 0 where it has none. [n], float64.
 
-    `counts` are its loss tokens; `sequences` and `groups` what it belongs to, any integers. [n],
-    int64.
+    Args:
+        options: The section `gear.loss`.
+        counts: Loss tokens of each trajectory. [n], int64.
+        sequences: Sequence of each trajectory, any numbers. [n], int64.
+        groups: Group of each trajectory, any numbers. [n], int64.
     """
     if options.normalize == "token":
         return np.where(counts > 0, 1.0 / max(int(counts.sum()), 1), 0.0)
@@ -99,12 +103,14 @@ def group_advantages(
         )
     if not len(rewards):
         return np.zeros(0)
+    # For groups [0, 0, 0, 1] and members [0, 0, 1, 0], member is [0, 0, 1, 2], last is [1, 2, 3].
+    # np.unique returns first places, which are the last ones in the reversed order.
     pairs = np.stack([groups, members], axis=1)
     _, reverse_first, member = np.unique(
         pairs[::-1], axis=0, return_index=True, return_inverse=True
     )
     member = member.reshape(-1)[::-1]
-    last = len(rewards) - 1 - reverse_first  # of each member, its last trajectory
+    last = len(rewards) - 1 - reverse_first  # last trajectory of each member
     counts = np.ones(len(last), bool)
     if counted is not None:
         counts[:] = False
@@ -114,14 +120,12 @@ def group_advantages(
     group = group.reshape(-1)
     sizes = np.maximum(np.bincount(group, counts), 1)
     centred = np.where(counts, values - (np.bincount(group, values) / sizes)[group], 0.0)
-    # The second pass removes what rounding left in the mean: equal rewards then have the advantage
-    # 0.
+    # The second pass removes the rounding error of the mean: equal rewards then have the advantage
+    # 0 exactly.
     centred -= np.where(counts, (np.bincount(group, centred) / sizes)[group], 0.0)
     if kind == "grpo":
         variance = np.bincount(group, centred * centred) / np.maximum(sizes - 1, 1)
-        found = centred / (np.sqrt(variance)[group] + EPSILON)
+        centred /= np.sqrt(variance)[group] + EPSILON
     elif kind == "rloo":
-        found = centred * (sizes / np.maximum(sizes - 1, 1))[group]
-    else:
-        found = centred
-    return np.asarray(found[member])
+        centred *= (sizes / np.maximum(sizes - 1, 1))[group]
+    return np.asarray(centred[member])

@@ -1,6 +1,4 @@
-"""Micro batch of packed trajectories: the fields of one pack, its sequences, and its part of the
-loss.
-"""
+"""Micro batch: one pack of trajectories, with its sequences and its part of the loss."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import SharedRows
 from deepspeed_gear.batching.loss_weights import GradientDivisor, StepLoss
+from deepspeed_gear.batching.pack_gather import SharedRows
 from deepspeed_gear.batching.pack_media import MediaReader, PackMedia
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
 from deepspeed_gear.batching.packing_plan import Prefixes
@@ -27,14 +25,18 @@ PADDING = -1  # the sequence of places that belong to no trajectory
 
 @dataclass
 class PackShape:
-    """Where the trajectories of a pack stand, and which part of it a rank has."""
+    """Where the trajectories of a pack lie, and which of its places this rank has.
+
+    For lengths [2, 3] and N of 8, starts is [0, 2], ends [2, 5] and bounds [0, 2, 5, 8]: padding is
+    a sequence of its own. A rank with the places [4, 8) has sizes [0, 1, 3].
+    """
 
     lengths: np.ndarray  # steps of each trajectory, in the order of the pack. [S], int64.
     rows: int  # N, padding included
     # The places of this rank: all, or the slice of a sequence rank.
     first: int
     end: int
-    prefixes: Prefixes | None = None  # that trajectories share; None: `gear.pack.prefix` is "own"
+    prefixes: Prefixes | None = None  # shared prefixes; None: `gear.pack.prefix` is "own"
 
     def __post_init__(self) -> None:
         places = self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
@@ -46,40 +48,39 @@ class PackShape:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """The first place of each sequence, padding being one of its own, and N. [sequences + 1],
-        int32.
-        """
+        """First place of each sequence, of which padding is one, and N. [sequences + 1], int32."""
         last = [self.rows] if self.num_tokens < self.rows else []
         return np.concatenate([[0], self.ends, last]).astype(np.int32)
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Places of this rank in each sequence, one after the other. [sequences], int64."""
-        inside: np.ndarray = np.minimum(np.maximum(self.bounds, self.first), self.end).astype(
-            np.int64
-        )
-        return np.asarray(inside[1:] - inside[:-1])
+        """Number of this rank's places in each sequence. [sequences], int64."""
+        return np.diff(np.clip(self.bounds.astype(np.int64), self.first, self.end))
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Return each trajectory's value at this rank's places of it, 0 elsewhere. [S] -> [end -
-        first].
+        """Return each trajectory's value at this rank's places of it, 0 elsewhere.
+
+        Args:
+            values: One value per trajectory. [S].
+        Returns:
+            [end - first].
         """
-        found = np.zeros(self.end - self.first, values.dtype)
+        spread = np.zeros(self.end - self.first, values.dtype)
         own = values.repeat(self.sizes[: len(values)])
-        found[: len(own)] = own
-        return found
+        spread[: len(own)] = own
+        return spread
 
     def owners(self) -> np.ndarray:
-        """Return the trajectory of each of this rank's places, PADDING elsewhere. [end - first],
-        int64.
-        """
+        """Return the trajectory of each place of this rank, else PADDING. [end - first], int64."""
         numbers: np.ndarray = np.arange(len(self.sizes))
         numbers[len(self.lengths) :] = PADDING
         return np.asarray(numbers.repeat(self.sizes))
 
     def positions(self) -> np.ndarray:
-        """Return each place's position in its sequence; padding has those of the longest. [end -
-        first].
+        """Return each place's position in its sequence. [end - first], int64.
+
+        Positions of padding restart at the length of the longest trajectory, so that padding makes
+        no rotary embedding longer.
         """
         begins = self.bounds[:-1].astype(np.int64)
         if self.prefixes is not None:
@@ -90,15 +91,22 @@ class PackShape:
     def runs(
         self, resolutions: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return resolutions of the runs of rows that have places in the pack, [m, 8], and where
-        each begins, [m], from those of trajectories, [n, 8].
+        """Return the runs of rows that have places in the pack.
+
+        Args:
+            resolutions: Those of the trajectories. [n, 8], int64.
+            which: The trajectories, as an index into those of the pack.
+            shared: Rows of shared prompts; None: every trajectory has all of its rows.
+        Returns:
+            Resolutions of the runs, [m, 8], and the place where each begins, [m].
         """
         places = torch.from_numpy(self.starts[which])
         if self.prefixes is None and shared is None:
             return resolutions, places
         skipped = np.zeros(len(resolutions), np.int64)
         if self.prefixes is not None:
-            skipped, resolutions = self.prefixes.steps[which], resolutions.clone()
+            skipped = self.prefixes.steps[which]
+            resolutions = resolutions.clone()
             resolutions[:, Resolution.NUM_STEPS] -= torch.from_numpy(skipped)
         return (shared or SharedRows.none(len(resolutions))).runs(resolutions, places, skipped)
 
@@ -108,7 +116,7 @@ class PlannedStep(Protocol):
 
     @property
     def loss(self) -> StepLoss:
-        """Counted when it is first read: a pass that fills a table's columns does not."""
+        """The loss of the step, counted when first read: filling a table's columns needs none."""
 
 
 class SequenceRanks(Protocol):
@@ -120,7 +128,7 @@ class SequenceRanks(Protocol):
 
 @dataclass
 class PackLoss:
-    """The part of a pack in the loss of its optimizer step."""
+    """The part that a pack has in the loss of its optimizer step."""
 
     host_mask: torch.Tensor  # which places of this rank count. [1, rows], bool, in host memory
     mask: torch.Tensor  # the same, on the device
@@ -134,14 +142,14 @@ class PackLoss:
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """The weight of each place without the divisor, 0 outside of the mask. [rows], float32."""
+        """Weight of each place without the divisor, 0 outside of the mask. [rows], float32."""
         own = self.step.loss.weights[self.index].astype(np.float32)
         weights = torch.from_numpy(self.shape.spread(own))
         return weights.mul_(self.host_mask[0]).to(self.mask.device)
 
     @cached_property
     def share(self) -> float:
-        """The part of the step's loss tokens that this rank's places have."""
+        """Fraction of the step's loss tokens that lie at this rank's places."""
         return int(np.count_nonzero(self.host_mask.numpy())) / max(self.step.loss.num_tokens, 1)
 
 
@@ -149,7 +157,7 @@ class ColumnWriter(Protocol):
     """Stores columns that a program computes in a forward pass."""
 
     def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
-        """Store a column's values of a micro batch.
+        """Store a column's values for one micro batch.
 
         Raises:
             ShapeError: Values of another shape.
@@ -157,12 +165,12 @@ class ColumnWriter(Protocol):
 
 
 class ForwardPass:
-    """A pass over micro batches, each of which the program fills with columns.
+    """A pass over micro batches in which the program fills columns.
 
     Args:
         names: The columns.
-        num_packs: Micro batches of this rank.
-        writer: What stores the values.
+        num_packs: Number of micro batches of this rank.
+        writer: Stores the values.
     """
 
     def __init__(self, names: Sequence[str], num_packs: int, writer: ColumnWriter) -> None:
@@ -171,7 +179,7 @@ class ForwardPass:
         self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
 
     def fill(self, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
-        """Store columns of one of the micro batches.
+        """Store columns for one of the micro batches.
 
         Raises:
             FieldError: A column is not one of the pass.
@@ -195,12 +203,12 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class PackSources:
-    """The trajectories of a micro batch in its rollout batch; resolutions are read on demand."""
+    """The trajectories of a micro batch within its rollout batch, read on demand."""
 
-    trajectories: RolloutTrajectories  # of the whole rollout batch
+    trajectories: RolloutTrajectories  # all of the rollout batch
     index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
     at: Any  # `index`, or a slice of as many
-    number: int = 0  # of the pack among those of this rank
+    number: int = 0  # index of the pack among those of this rank
     opaque: Mapping[str, list[Any]] = field(default_factory=dict)
     media: MediaReader | None = None  # None: there is no field of the role media
     forward: ForwardPass | None = None  # the pass that fills it; None: it is trained
@@ -274,18 +282,18 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         )
 
     @property
-    def reported(
-        self,
-    ) -> torch.Tensor:  # resolutions of its trajectories. [S, 8], int64, in host memory
+    def reported(self) -> torch.Tensor:
+        """Resolutions of its trajectories, for priority updates. [S, 8], in host memory."""
         return torch.from_numpy(self.sources.trajectories.resolutions.numpy()[self.sources.at])
 
     @property
-    def host_source(self) -> torch.Tensor:  # the table of each. [S], int64, in host memory
+    def host_source(self) -> torch.Tensor:
+        """Table of each trajectory. [S], int64, in host memory."""
         return torch.from_numpy(self.sources.trajectories.source[self.sources.at])
 
     @cached_property
     def trajectory_id(self) -> torch.Tensor:
-        """[S], int64."""
+        """Id of each trajectory. [S], int64."""
         return self.reported[:, Resolution.ID].to(self._device, copy=True)
 
     @cached_property
@@ -307,14 +315,17 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             FieldError: There is no such field.
         """
         if name not in self.sources.opaque:
-            has = f"there are: {', '.join(self.sources.opaque) or 'none'}"
+            has = (
+                f"it has {', '.join(self.sources.opaque) or 'none'}; name the column in gear.fields"
+            )
             raise FieldError(f"opaque field {name!r}", "must be in the micro batch", None, has)
         return self.sources.opaque[name]
 
     @cached_property
     def media(self) -> PackMedia:
-        """The media that places name (docs/how-to/language-models.md); read before the train step
-        ends.
+        """Media that places of the pack name (docs/how-to/language-models.md).
+
+        Read it before the train step ends: its rows are free to go then.
 
         Raises:
             FieldError: The config has no field of a column of the role media.
@@ -330,9 +341,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def num_tokens(self) -> int:
-        """Places of trajectories in the whole pack, padding excluded; a shared prefix
-        counts once.
-        """
+        """Places of trajectories in the whole pack, without padding; shared prefixes count once."""
         return self.pack_shape.num_tokens
 
     @property
@@ -342,43 +351,44 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """Where each sequence of the whole pack begins, padding being one of its own,
-        and N. int32.
+        """First place of each sequence of the whole pack, and N. [sequences + 1], int32.
+
+        Padding is a sequence of its own.
         """
         return torch.from_numpy(self.pack_shape.bounds).to(self._device)
 
     @property
     def max_seqlen(self) -> int:
-        """Places of the longest sequence of the whole pack, padding being one of its own."""
+        """Length of the longest sequence of the whole pack, padding being one of its own."""
         return int(np.diff(self.pack_shape.bounds).max())
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """The step of each place in its sequence; padding has those of the longest. [1,
-        N], int64.
+        """Step of each place in its sequence. [1, N], int64.
+
+        Positions of padding restart at the length of the longest trajectory.
         """
         return torch.from_numpy(self.pack_shape.positions()).to(self._device)[None]
 
     @property
     def sequence(self) -> torch.Tensor:
-        """The trajectory of each place, of a shared prefix the first one; -1 for padding. [1, N],
-        int64.
+        """Trajectory of each place, -1 at padding. [1, N], int64.
+
+        A shared prefix belongs to the first trajectory that has it.
         """
         return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 
     @property
     def mask_mod(self) -> Callable[..., torch.Tensor]:
-        """(batch, head, query, key) -> whether the one place attends to the other, for flex
-        attention.
-        """
+        """Mask function for flex attention: (batch, head, query, key) -> whether it attends."""
         whole = replace(self.pack_shape, first=0, end=self.pack_shape.rows)
-        begins = ends = whole.starts  # of the prefixes
+        # The places [begin, end) of each trajectory's prefix lie in its leader; empty without one.
+        begins = whole.starts
+        ends = begins
         if whole.prefixes is not None:
-            begins, ends = (
-                begins[whole.prefixes.leader],
-                begins[whole.prefixes.leader] + whole.prefixes.steps,
-            )
-        arrays = whole.owners(), whole.spread(begins), whole.spread(ends)
+            begins = begins[whole.prefixes.leader]
+            ends = begins + whole.prefixes.steps
+        arrays = (whole.owners(), whole.spread(begins), whole.spread(ends))
         owner, begin, end = (torch.from_numpy(array).to(self._device) for array in arrays)
 
         def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -389,11 +399,10 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def block_mask(self) -> torch.Tensor:
-        """Which places each place attends to: its own sequence up to itself, and the prefix that it
-        shares.
+        """Which places each place attends to: its past, and the prefix that it shares.
 
-        [1, 1, N, N], bool. Of a whole pack; N * N bytes, for models without kernels for packed
-        sequences.
+        [1, 1, N, N], bool. For models without kernels for packed sequences; N * N bytes, of a whole
+        pack.
         """
         places = torch.arange(self.pack_shape.rows, device=self._device)
         return self.mask_mod(0, 0, places[:, None], places)[None, None]
@@ -427,14 +436,12 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def loss_mask(self) -> torch.Tensor:
-        """Which places count in the loss: those that predict a token of the loss mask. [1, N],
-        bool.
-        """
+        """Which places count in the loss: those that predict a loss token. [1, N], bool."""
         return self._loss.mask
 
     @property
     def weight(self) -> torch.Tensor:
-        """The loss weight of each place, with the framework's divisor. [1, N], float32."""
+        """Loss weight of each place, with the framework's divisor. [1, N], float32."""
         return self._loss.weights[None] * self._loss.divisor.value
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -444,7 +451,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         the mean that `gear.loss.normalize` names.
 
         Args:
-            values: Of each place; where the mask is False they may be NaN or infinite. [1, N] or
+            values: Loss of each place; may be NaN or infinite where the mask is False. [1, N] or
                 [N].
         Returns:
             [], float32.
@@ -462,10 +469,10 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def fraction(self) -> float:
-        """The weight of a term that is no mean of tokens, such as an auxiliary loss of experts.
+        """Weight of a loss term that is no mean over tokens, such as an auxiliary loss of experts.
 
-        Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro
-        batches and ranks the weights of such terms sum to 1.
+        It is the micro batch's fraction of the optimizer step's loss tokens, times the framework's
+        divisor: over all micro batches and ranks the weights of such terms sum to 1.
         """
         return self._loss.share * self._loss.divisor.value
 
@@ -477,7 +484,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         GSPO: `ratio = torch.exp(micro.per_sequence(logp - micro["old_logp"], "mean"))`.
 
         Args:
-            values: Of each place; ignored where the mask is False. [1, N] or [N].
+            values: Value of each place; ignored where the mask is False. [1, N] or [N].
             how: "mean" or "sum".
         Returns:
             Of the shape of `values`, float32; 0 at padding and in sequences without loss tokens.
@@ -507,16 +514,15 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         return sums[owner].view(values.shape)
 
     def fill(self, **columns: torch.Tensor) -> None:
-        """Give columns of this micro batch to its rollout batch or table, as `forward` of either
-        asks.
+        """Store columns for this micro batch, within `Rollout.forward` or `Replay.forward`.
 
         Args:
-            **columns: Where the token is predicted, [1, N] or [N]; of a table's per-trajectory
-                column [S].
+            **columns: Values at the places that predict a token, [1, N] or [N]; [S] for a
+                per-trajectory column of a table.
         Raises:
-            ShapeError, DataError: Another shape; or a value is not finite, and the table's must be.
-            FieldError: The micro batch is not one of `forward`, or a column is not one that it
-                names.
+            ShapeError: A column has another shape.
+            DataError: A value is not finite, and the table requires that.
+            FieldError: The micro batch is not one of `forward`, or it does not name a column.
         """
         if self.sources.forward is None:
             rule = "must be filled in micro batches of Rollout.forward or Replay.forward"
@@ -525,7 +531,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         self.sources.forward.fill(self, columns)
 
     def flat(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return values of this rank's places in one dimension; ShapeError: others."""
+        """Return values of this rank's places in one dimension; ShapeError for another count."""
         self.check_shape(name, values, self.pack_shape.end - self.pack_shape.first)
         return values.reshape(-1)
 
@@ -554,10 +560,10 @@ def pack_of_tokens(
     """Return a micro batch of tokens that are in no rollout batch, to check a model with.
 
     Args:
-        tokens: Of this rank's places. [1, rows], int64.
-        shape: Where their trajectories stand.
-        name: Of the field with the tokens; None: there is none.
-        device: Of the micro batch.
+        tokens: Tokens at this rank's places. [1, rows], int64.
+        shape: Where their trajectories lie.
+        name: Field of the tokens; None: there is none.
+        device: Device of the micro batch.
     """
     count = len(shape.lengths)
     index = np.arange(count)

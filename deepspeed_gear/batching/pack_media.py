@@ -1,4 +1,4 @@
-"""Media of a pack: what its places name, read from the stores of this node on demand."""
+"""Media of a pack, read on demand from the stores of this node."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from deepspeed_gear.store.table import Table
 
 @dataclass(frozen=True)
 class PackMedia:
-    """The media that places of a pack name: each item once.
+    """The media that the places of a pack name, each item once.
 
     Attributes:
         columns: Rows of each media column, item after item. [rows, *shape], on the device.
         counts: Rows of each item, by column. [items], int64, in host memory.
         place: The places of this rank that name an item, ascending. [names], int64, on the device.
-        item: Which item each of them names. [names], int64, in host memory.
+        item: The item that each of them names. [names], int64, in host memory.
     """
 
     columns: dict[str, torch.Tensor]
@@ -30,14 +30,15 @@ class PackMedia:
     item: torch.Tensor
 
     def per_place(self) -> dict[str, torch.Tensor]:
-        """Return the rows of the items that places name, place after place: what is named twice is
-        there twice, as the processors of transformers do. [rows, *shape].
+        """Return the rows of items place after place. [rows, *shape].
+
+        An item that two places name is there twice, as in the output of transformers' processors.
         """
-        found = {}
+        per_place = {}
         for name, rows in self.columns.items():
             parts = torch.split(rows, self.counts[name].tolist())
-            found[name] = torch.cat([rows[:0], *(parts[item] for item in self.item.tolist())])
-        return found
+            per_place[name] = torch.cat([rows[:0], *(parts[item] for item in self.item.tolist())])
+        return per_place
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What causal language models of transformers take to keep the trajectories of a pack apart.
+"""Inputs of causal language models of transformers that keep the trajectories of a pack apart.
 
 Masks follow from positions that restart, but not every model passes its positions on; recurrent
 layers take sequences only with other packages' kernels; some factors depend on the place. So a
@@ -29,10 +29,8 @@ _OWN_BALANCING: Final = (
     'micro.sequence >= 0, as docs/how-to/language-models.md shows in "Experts"'
 )
 _MODELS: Final = "transformers.models."
-_CHECKED: Final = (
-    5,
-    24,
-)  # of transformers: the table of families in docs/how-to/language-models.md
+#: Version of transformers with which the table in docs/how-to/language-models.md was checked.
+_CHECKED: Final = (5, 24)
 _CONVOLUTION: Final = ("causal_conv1d",)
 _MAMBA_2: Final = ("causal_conv1d", "mamba_ssm")
 _DELTA_RULE: Final = ("causal_conv1d", "fla")
@@ -41,14 +39,13 @@ _DELTA_RULE: Final = ("causal_conv1d", "fla")
 BY_POSITIONS: Final = frozenset(
     "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon gemma gemma2 "
     "gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gptj granite granitemoe helium "
-    "hunyuan_v1_dense llama llama4_text minimax_m2 ministral ministral3 mistral mixtral "
-    "nemotron olmo "
-    "olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm "
-    "starcoder2".split()
+    "hunyuan_v1_dense llama llama4_text minimax_m2 ministral ministral3 mistral mixtral nemotron "
+    "olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 "
+    "stablelm starcoder2".split()
 )
 #: Families whose models derive no masks from positions, and take them as an argument.
 BY_MASKS: Final = frozenset(["afmoe", "gpt_oss", "granitemoehybrid", "opt"])
-#: Families whose flash attention gets neither positions nor bounds, or is chosen when they are
+#: Families whose flash attention gets neither positions nor bounds, or is chosen when the model is
 #: built.
 _NOT_BY_FLASH: Final = frozenset(["falcon", "nemotron"])
 #: Families with recurrent layers, and the packages whose kernels keep the sequences of these apart.
@@ -62,7 +59,7 @@ BY_KERNELS: Final = {
     "qwen3_5_text": _DELTA_RULE,
     "qwen3_next": _DELTA_RULE,
 }
-#: How the names of classes end whose outputs have a row per token.
+#: Ends of the names of classes whose outputs have a row per token.
 _PER_TOKEN: Final = ("ForCausalLM", "LMHeadModel", "ForTokenClassification", "Model")
 
 
@@ -86,8 +83,10 @@ class Pack(Protocol):
 
 
 class PackedModel:
-    """A causal language model of transformers, or a wrapper of it, and how its layers keep
-    trajectories apart. ConfigError if it is none, or adds places of its own.
+    """A causal language model of transformers, or a wrapper of it, that takes packs.
+
+    Raises:
+        ConfigError: The model is no such model, or adds places of its own.
     """
 
     def __init__(self, model: Any) -> None:
@@ -109,14 +108,16 @@ class PackedModel:
             self.refuse("a prompt of peft adds places to every sequence", "use LoRA")
 
     def refuse(self, rule: str, remedy: str = ONE_EACH) -> None:
-        """Raise the error that names the model, what its packs would do, and the remedy."""
+        """Raise a ConfigError: the model, why its packs would not be exact, and the remedy."""
         raise ConfigError(
             f"packs with the model {self.name}", f"must be exact: {rule}", None, remedy
         )
 
     def inputs(self, micro: Pack, is_slice: bool) -> dict[str, Any]:
-        """Return the arguments that keep a pack's (slice's) sequences apart; ConfigError if none
-        do.
+        """Return the arguments that keep the sequences of a pack, or of its slice, apart.
+
+        Raises:
+            ConfigError: No arguments do, for this model.
         """
         lengths = micro.lengths
         sequence = micro.sequence
@@ -126,9 +127,8 @@ class PackedModel:
             given["attention_mask"] = (is_step | ~is_step.any()).long()
             if "position_ids" in inspect.signature(self._inner.forward).parameters:
                 # 0 at padding: rotations may depend on the last position.
-                given["position_ids"] = (
-                    torch.arange(is_step.shape[1], device=is_step.device) * is_step
-                )
+                places = torch.arange(is_step.shape[1], device=is_step.device)
+                given["position_ids"] = places * is_step
             return given
         self._check_family()
         given["position_ids"] = micro.position_ids
@@ -156,9 +156,7 @@ class PackedModel:
         return given
 
     def _check_family(self) -> None:
-        """Raise unless logits of this class of models are known to be of its places and their past
-        alone.
-        """
+        """Raise unless the logits of this class of models depend on a place and its past alone."""
         if self.family not in BY_POSITIONS | BY_MASKS | BY_KERNELS.keys():
             kinds = sorted(set(getattr(self.config, "layer_types", None) or ()))
             layers = f" with layers {', '.join(map(str, kinds))}" if kinds else ""
@@ -182,9 +180,7 @@ class PackedModel:
 
     @property
     def _has_balancing_loss(self) -> bool:
-        """Whether the model returns the load balancing loss of its experts, as its
-        config asks for.
-        """
+        """Whether the model returns the load balancing loss of its experts."""
         if not getattr(self.config, "output_router_logits", False):
             return False
         modules = {base.__module__ for base in type(self._inner).__mro__}
@@ -192,8 +188,10 @@ class PackedModel:
         return any(hasattr(module, "load_balancing_loss_func") for module in families)
 
     def _check_balancing(self, micro: Pack) -> None:
-        """Raise where the load balancing loss would count padding: it leaves out what an attention
-        mask of [1, N] leaves out, and with such a mask the model takes the pack for one sequence.
+        """Raise where the load balancing loss would count padding.
+
+        The loss leaves out what an attention mask of [1, N] leaves out; but with such a mask the
+        model takes the pack for one sequence.
         """
         has_padding = len(micro.cu_seqlens) > len(micro.lengths) + 1
         if has_padding and self._has_balancing_loss:
@@ -207,14 +205,11 @@ class PackedModel:
             )
 
     def check_shared(self, lengths: torch.Tensor, rows: int) -> None:
-        """Raise unless all that its layers need is a mask of places, where prefixes are shared."""
+        """Raise unless a mask of places is all that the layers need to share prefixes."""
         self._check_family()
         self._check_positions(lengths, rows)
-        window = (
-            "sliding_attention"
-            if getattr(self.config, "sliding_window", None)
-            else "full_attention"
-        )
+        is_sliding = getattr(self.config, "sliding_window", None)
+        window = "sliding_attention" if is_sliding else "full_attention"
         kinds = set(getattr(self.config, "layer_types", None) or [window]) - {"full_attention"}
         if kinds or self.family in BY_KERNELS:
             rule = (
@@ -226,7 +221,7 @@ class PackedModel:
             self.refuse(_NO_MASKS, f'leave "prefix" of gear.pack out, and {_OWN_BALANCING}')
 
     def _check_positions(self, lengths: torch.Tensor, rows: int) -> None:
-        """Raise where something depends on the place in the pack, or on its longest sequence."""
+        """Raise where a result depends on the place in the pack or on its longest sequence."""
         config = self.config
         if getattr(config, "alibi", False):
             self.refuse("its ALiBi biases are of places in the pack")
@@ -255,14 +250,12 @@ class PackedModel:
             self.refuse(rule, f"{ONE_EACH}; or install {' and '.join(packages)} for a GPU")
 
     def _check_version(self, rule: str) -> None:
-        """Raise where a rule holds of the versions of transformers before the one that
-        was checked.
-        """
+        """Raise if transformers is older than the checked version, for a limit of older ones."""
         if tuple(int(part) for part in version("transformers").split(".")[:2]) < _CHECKED:
             self.refuse(rule, f"install transformers {'.'.join(map(str, _CHECKED))}")
 
     def _masks(self, position_ids: torch.Tensor) -> Any:
-        """Return the masks of each kind of layer, as transformers makes them from positions."""
+        """Return the masks for each kind of layer, as transformers makes them from positions."""
         from transformers import masking_utils
 
         make = masking_utils.create_masks_for_generate
@@ -297,7 +290,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def named_inputs(attention: str, micro: Pack) -> dict[str, Any]:
-    """Return the arguments for an attention of which the name is given, and nothing is known."""
+    """Return the arguments for an attention given by its name, without a model to check."""
     if attention not in ATTENTIONS:
         remedy = "give the model, or micro.block_mask to a model of your own"
         rule = f"must be the model or one of {', '.join(ATTENTIONS)}"
@@ -309,20 +302,18 @@ def named_inputs(attention: str, micro: Pack) -> dict[str, Any]:
 
 
 def _flash_inputs(micro: Pack) -> dict[str, Any]:
-    ends = micro.cu_seqlens
+    bounds = micro.cu_seqlens
     longest = micro.max_seqlen
     return {
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
         "max_length_q": longest,
         "max_length_k": longest,
     }
 
 
 def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
-    """Return the arguments of a model, or of an attention by its name, where prefixes may be
-    shared.
-    """
+    """Return the arguments of a model, or of a named attention, where prefixes may be shared."""
     attention = model
     positions = micro.position_ids
     dtype = torch.float32
@@ -349,9 +340,7 @@ def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
 
 
 def _growing_rotations(config: Any) -> list[tuple[str, int]]:
-    """Return the rotary embeddings that depend on the longest sequence: kind, and from which length
-    on.
-    """
+    """Return kind and trained length of rotary embeddings that change for longer sequences."""
     growing = []
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for part in [given, *(value for value in given.values() if isinstance(value, dict))]:

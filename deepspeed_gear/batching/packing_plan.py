@@ -18,9 +18,11 @@ from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, MOST_PACK_WIDTH, MOST
 
 @dataclass(frozen=True)
 class PackBudget:
-    """What a pack may hold; a trajectory of l tokens costs linear * l + quadratic * l * l, in any
-    unit: with the hidden size h of a transformer, 6 h and 1 are in proportion to the operations of
-    its layers.
+    """What a pack may hold: tokens, trajectories, and their cost.
+
+    A trajectory of l tokens costs linear * l + quadratic * l * l, in any unit. With the hidden size
+    h of a transformer, linear = 6 h and quadratic = 1 are in proportion to the operations of its
+    layers.
     """
 
     tokens: int  #: N of a micro batch is at most this, padding included
@@ -47,32 +49,40 @@ class PackBudget:
 
     @property
     def room(self) -> int:
-        """Tokens of trajectories that fit into a pack: the budget, down to a multiple."""
+        """Tokens of trajectories that fit into a pack: the budget, rounded down to a multiple."""
         return self.tokens // self.multiple * self.multiple
 
 
 class Prefixes(NamedTuple):
-    """Prefixes that trajectories share with an earlier one, their leader: it alone has places for
-    them.
+    """Prefixes that trajectories share with an earlier one, their leader.
+
+    The leader alone has places for the prefix. For three responses to a prompt of 5 tokens, steps
+    is [0, 5, 5] and leader [0, 0, 0].
     """
 
     steps: np.ndarray  #: that a trajectory shares; 0 if it is its own leader. [n], int64
     leader: np.ndarray  #: [n], int64
 
     def of(self, which: np.ndarray) -> Prefixes:
-        """Return those of some trajectories, ascending, whose leaders are among them."""
+        """Return the prefixes of some trajectories, ascending, whose leaders are among them."""
         return Prefixes(self.steps[which], np.searchsorted(which, self.leader[which]))
 
     def bundled(self, lengths: np.ndarray, size: int, most: int) -> Prefixes:
-        """Divide those of one leader into bundles, of `size` trajectories and `most` places at
-        most.
+        """Divide the trajectories of a leader into bundles, each with a leader of its own.
+
+        Args:
+            lengths: Steps of each trajectory. [n], int64.
+            size: Trajectories of a bundle, at most.
+            most: Places of a bundle, at most.
         """
         leader = np.arange(len(lengths))
+        # By leader, its latest bundle: leader of the bundle, trajectories, places.
         latest = dict[int, tuple[int, int, int]]()
         given = zip(self.leader.tolist(), self.steps.tolist(), lengths.tolist(), strict=True)
         for i, (key, steps, length) in enumerate(given):
             first, members, places = latest.get(key, (i, size, 0))
             if members == size or not steps or places + length - steps > most:
+                # It leads a new bundle, and has places for the prefix itself.
                 first = i
                 members = 0
                 places = 0
@@ -84,7 +94,7 @@ class Prefixes(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Packs of whole trajectories, as many for every rank; micro steps by falling cost."""
+    """Packs of whole trajectories, the same number for every rank; micro steps by falling cost."""
 
     num_micro_steps: int  #: K: micro steps, in each of which every rank has a pack
     width: int  #: ranks that it was made for
@@ -92,9 +102,7 @@ class PackingPlan:
     rank: np.ndarray  #: rank of each trajectory, in [0, width). [n], int64
 
     def packs(self, rank: int) -> list[np.ndarray]:
-        """Return the trajectories of each micro batch of a rank, ascending: K arrays,
-        [n], int64.
-        """
+        """Return the trajectories of each micro batch of a rank, ascending. K arrays [n], int64."""
         own = np.nonzero(self.rank == rank)[0]
         step = self.micro_step[own]
         ends = np.cumsum(np.bincount(step, minlength=self.num_micro_steps)).tolist()
@@ -103,18 +111,18 @@ class PackingPlan:
 
 
 def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) -> PackingPlan:
-    """Plan the packs of a batch: a pure function, so every rank computes the same plan.
+    """Plan the packs of a batch. A pure function: every rank computes the same plan.
 
-    The number K of micro batches of a rank is the smallest that is found: the smallest that the
-    tokens need, unless the trajectories are too long to fill the packs. It is never more than where
-    the longest trajectory first goes into the emptiest pack, nor where every pack gets one a round.
-    What the costliest rank of each micro step costs, summed, is kept close to the mean over the
-    ranks, and so are the costs of ranks over all micro steps. No pack is empty if n >= K * width; K
-    is 0 if n is 0.
+    K is the number of micro batches of a rank. It is the least number that the tokens need, unless
+    the trajectories are too long to fill the packs. It is never more than where the longest
+    trajectory first goes into the emptiest pack, nor where every pack gets one trajectory per
+    round. The cost of the costliest rank of each micro step, summed, is kept close to the mean over
+    the ranks, and so are the costs of ranks over all micro steps. No pack is empty if n >= K *
+    width; K is 0 if n is 0.
 
     Args:
-        lengths: Of the trajectories, in tokens. [n], int64.
-        width: Ranks, in [1, 2^20].
+        lengths: Tokens of each trajectory. [n], int64.
+        width: Number of ranks, in [1, 2^20].
     Raises:
         ShapeError: `lengths` is not [n], int64, or `width` lies outside its range.
         DataError: A length is below 1 or above the budget, or all costs together are 2^62 or more.
@@ -136,6 +144,7 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
         raise DataError(
             f"trajectory {i}", rule, longest, "raise gear.pack.tokens or truncate when writing"
         )
+    # The exact sum is made in Python, and only if the bound from the longest one may be over.
     most = len(lengths) * (budget.linear + budget.quadratic * longest) * longest
     if most >= 1 << MOST_TOTAL_BITS:
         cost = sum(budget.linear * n + budget.quadratic * n * n for n in lengths.tolist())
@@ -143,17 +152,16 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
             raise DataError(
                 "the cost of a batch", "must be below 2^62", cost, "divide gear.pack.cost"
             )
-    found = np.empty(len(steps), np.int64), np.empty(len(steps), np.int64), np.empty(1, np.int64)
+    micro_step = torch.empty(len(steps), dtype=torch.int64)
+    rank = torch.empty_like(micro_step)
+    num_micro_steps = torch.empty(1, dtype=torch.int64)
     budgets = (budget.room, budget.linear, budget.quadratic, width, budget.trajectories)
-    ops.plan_packs_(*map(torch.from_numpy, found), lengths.contiguous(), *budgets)
-    micro_step, rank, num_micro_steps = found
-    return PackingPlan(int(num_micro_steps[0]), width, micro_step, rank)
+    ops.plan_packs_(micro_step, rank, num_micro_steps, lengths.contiguous(), *budgets)
+    return PackingPlan(int(num_micro_steps), width, micro_step.numpy(), rank.numpy())
 
 
 class PlannedPacks:
-    """The packs of all replicas (ranks that train on different samples): rows and costs of each.
-    Pure.
-    """
+    """Rows and costs of the packs of all replicas (ranks that train on different samples). Pure."""
 
     def __init__(
         self,
@@ -172,7 +180,7 @@ class PlannedPacks:
         squares = np.square(lengths.astype(np.float64))
         if prefixes is None:
             plan = plan_packs(torch.from_numpy(lengths.copy()), budget, width, ops)
-        else:  # whose steps attend to each other once
+        else:  # places of a prefix exist once, and attend to each other once
             places = lengths - prefixes.steps
             squares -= np.square(prefixes.steps.astype(np.float64))
             bundle = np.unique(prefixes.leader, return_inverse=True)[1].reshape(-1)
@@ -180,8 +188,8 @@ class PlannedPacks:
             plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
             plan = replace(plan, micro_step=plan.micro_step[bundle], rank=plan.rank[bundle])
         self.plan = plan
-        #: Packs of a replica in each micro step: with a plan for more ranks it trains several in
-        #: turn.
+        #: Packs of a replica in each micro step: with a plan for more ranks than there are, it
+        #: trains several in turn.
         self.per_rank = width // replicas
         size = plan.num_micro_steps * width
         shape = (plan.num_micro_steps, width)
@@ -202,34 +210,34 @@ class PlannedPacks:
         self.rows: np.ndarray = rows
 
     def extend(self, longest: Sequence[Sequence[int]], pack: PackConfig) -> None:
-        """Add packs without trajectories at the end, for as many micro steps as any plan has.
+        """Add empty packs at the end, up to the most micro steps that any rank's plan has.
 
-        `longest` has the largest N of each micro step, of the plan of each rank: of another node
-        another one. With packs padded to the step, they are as long as there.
+        Args:
+            longest: Largest N of each micro step of each rank's plan; nodes have different plans.
+            pack: The section `gear.pack`. With packs padded to the step, they are as long as there.
         """
         most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
         missing = len(most) - self.plan.num_micro_steps
-        num_micro_steps = len(most)
         if missing:
-            self.plan = replace(self.plan, num_micro_steps=num_micro_steps)
+            self.plan = replace(self.plan, num_micro_steps=len(most))
             self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
         if pack.pad.to == "step":
             self.rows = np.broadcast_to(most[:, None], self.rows.shape)
 
     def sort(self) -> np.ndarray:
-        """Renumber the trajectories by rank and micro step, so that packs are ranges; return their
-        order.
-        """
+        """Renumber trajectories so that packs are ranges of them; return their old numbers."""
         plan = self.plan
         packs = plan.rank * plan.num_micro_steps + plan.micro_step
-        least = np.min_scalar_type(plan.width * plan.num_micro_steps)  # of 16 bits: sorted by radix
+        # NumPy sorts integers of up to 16 bits by radix, which is several times faster.
+        least = np.min_scalar_type(plan.width * plan.num_micro_steps)
         order = np.argsort(packs.astype(least), kind="stable")
         self.plan = replace(plan, micro_step=plan.micro_step[order], rank=plan.rank[order])
         return order
 
     @property
     def imbalance(self) -> float:
-        """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
+        """Cost of the slowest rank per micro step, summed, over the mean of the ranks, minus 1."""
         total = self.costs.sum()
-        replicas = self.costs.shape[1]
-        return float(self.costs.max(axis=1).sum() * replicas / total - 1) if total else 0.0
+        return (
+            float(self.costs.max(axis=1).sum() * self.costs.shape[1] / total - 1) if total else 0.0
+        )

@@ -15,35 +15,33 @@ _CHECK_S = 0.05
 class Prefetcher(Generic[T]):
     """Calls a function with 0, 1, ... in a daemon thread; at most `depth` results wait for `get`.
 
-    An error of it ends the thread, and is raised by the `get` that would have returned its result;
-    the next one tries again. One thread begins, gets and stops.
+    An error of the function ends the thread and is raised by the `get` that would have returned its
+    result; the next `get` tries again. One thread begins, gets and stops.
     """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._produce: Callable[[int], T] | None = None
-        self._next = 0  # what the function is called with
+        self._next = 0  # argument of the next call
         self._results: queue.Queue[T] = queue.Queue(depth)
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None  # the latest; None: there was none yet
 
     def begin(self, produce: Callable[[int], T]) -> None:
-        """Drop what was prepared; later results are `produce(0)`, `produce(1)`, ... The next `get`
-        starts.
-        """
+        """Drop prepared results; the next `get` begins again with `produce(0)`."""
         self.end()
         self._produce = produce
 
     def end(self) -> None:
-        """Stop, and drop what was prepared and the function that prepares it."""
+        """Stop the thread; drop its results and its function."""
         self.stop()
         self._produce = None
         self._next = 0
         self._results = queue.Queue(self._depth)
 
     def start(self) -> None:
-        """Start the thread, of which none is alive."""
+        """Start a thread; none may be alive."""
         self._error = None
         self._stop.clear()
         self._thread = threading.Thread(target=self._run, name="gear-prefetch", daemon=True)
@@ -66,7 +64,7 @@ class Prefetcher(Generic[T]):
                 self._results.queue.append(result)  # beyond the depth
 
     def get(self, check: Callable[[], None] = lambda: None) -> T:
-        """Return the next result, or raise what `produce` raised; a wait ends if `check` raises."""
+        """Return the next result, or raise the error of `produce`; waits end if `check` raises."""
         while True:
             if not self.is_alive and self._results.empty():
                 error, self._error = self._error, None
@@ -87,9 +85,7 @@ class Prefetcher(Generic[T]):
         return None if self._results.empty() else self._results.get_nowait()
 
     def stop(self) -> None:
-        """End the thread until `get` has returned what waits: its rows may be free, to make it
-        again.
-        """
+        """End the thread; the first `get` that finds no ready result starts it again."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

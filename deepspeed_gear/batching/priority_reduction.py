@@ -11,23 +11,23 @@ from deepspeed_gear.errors import ShapeError
 
 
 def masks_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return which steps of [B, T] count: the given mask, else the steps that learn by the batch's
-    masks (of which there is one, or they must not differ), else all. ShapeError if the mask has
-    another shape.
+    """Return the masks of the steps, [B, T], that priorities of steps are reduced over.
+
+    It is the given mask; else the steps that learn, by every mask of the batch that has this shape
+    and differs from the others (more than one is the caller's error); else all steps.
+
+    Raises:
+        ShapeError: The given mask has another shape.
     """
     if mask is not None:
         if mask.shape != values.shape:
             rule = f"must have the shape of the priorities {list(values.shape)}"
             raise ShapeError("mask", rule, list(mask.shape))
         return [mask]
-    names = {
-        id(m): name for name, m in batch.mask.items() if m.shape == values.shape
-    }  # equal windows: once
-    found = [batch.learns(name) for name in names.values()]
-    different = [
-        mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])
-    ]
-    return different or [torch.ones_like(values, dtype=torch.bool)]
+    # Fields of equal windows share a mask: it counts once, and so does a mask of those that learn.
+    names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}
+    masks = {id(learns): learns for learns in map(batch.learns, names.values())}
+    return [*masks.values()] or [torch.ones_like(values, dtype=torch.bool)]
 
 
 def refuse_masks() -> NoReturn:
@@ -44,15 +44,13 @@ def refuse_empty(sample: int) -> NoReturn:
 def reduce_steps(
     values: torch.Tensor, mask: torch.Tensor, how: str, eta: float, is_checked: bool = True
 ) -> torch.Tensor:
-    """Reduce priorities, [B, T], over the steps that count to [B], of their dtype, at least
-    float32.
+    """Reduce priorities of steps, [B, T], to priorities of samples, [B], over the steps of a mask.
 
-    A sample without such steps is a ShapeError where it `is_checked`, which waits for the device;
-    else NaN.
+    A sample without a step in the mask is a ShapeError if `is_checked`, which waits for the device;
+    else its priority is NaN. The result has the dtype of `values`, at least float32.
 
     Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning",
-    ICLR
-        2019, section 2.3: "mix" is p = eta * max_i d_i + (1 - eta) * mean(d).
+    ICLR 2019, section 2.3: "mix" is p = eta * max_i d_i + (1 - eta) * mean(d).
     """
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()  # their sum may overflow

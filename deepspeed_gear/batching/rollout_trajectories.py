@@ -16,21 +16,19 @@ from deepspeed_gear.ops.records import Resolution
 class TableTrajectories(NamedTuple):
     """The trajectories of a rollout batch that lie in one table."""
 
-    #: Of at most as many steps as a pack has room for; of trajectories of other nodes without slot
-    #: and rows.
-    resolutions: torch.Tensor  # [n, 8], int64, contiguous
+    # NUM_STEPS is at most what a pack has room for. Trajectories of other nodes have no slot and no
+    # rows here. [n, 8], int64, contiguous.
+    resolutions: torch.Tensor
     weights: torch.Tensor  # PER weights. [n], float32
-    origins: (
-        torch.Tensor
-    )  # shard << 32 | slot; the slot, where each node holds all of the table. [n], int64
-    is_cut: (
-        torch.Tensor
-    )  # whether it is longer than a pack: only its first steps are trained. [n], bool
+    # shard << 32 | slot; the slot alone where each node holds all of the table. [n], int64.
+    origins: torch.Tensor
+    # Whether the trajectory is longer than a pack: only its first steps are trained. [n], bool.
+    is_cut: torch.Tensor
 
 
 @dataclass(frozen=True)
 class RolloutTrajectories:
-    """The trajectories of a rollout batch, in the order of the selection, table by table."""
+    """The trajectories of a rollout batch, table by table, each in the order of the selection."""
 
     resolutions: torch.Tensor  # with the origin as slot, as priority updates have it. [n, 8], int64
     is_weight: np.ndarray  # [n], float32
@@ -84,8 +82,10 @@ class RolloutTrajectories:
 
 
 def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:
-    """Return the number of each trajectory's item, from 0. Trajectories of one item are neighbours,
-    of equal sample numbers and, where there are several, of one table. [n] -> [n], int64.
+    """Return the number of each trajectory's item, from 0. [n], int64.
+
+    Trajectories of one item are neighbours with equal sample numbers and, if `tables` are given, of
+    one table: sample numbers [7, 7, 9] are the items [0, 0, 1].
     """
     is_first = np.ones(len(sample_numbers), bool)
     is_first[1:] = sample_numbers[1:] != sample_numbers[:-1]

@@ -25,13 +25,13 @@ from deepspeed_gear.checkpoint.table_files import (
     read_table,
 )
 from deepspeed_gear.context import Context
-from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.selection import NodeDraws, ShardDraws
 from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.prompt_ledger import PromptSpec
@@ -211,13 +211,12 @@ class TableLoader:
         """Send the unused selections to the nodes that use them. Called on all ranks."""
         for name in self._spread if self._tables else []:
             for stream in self._streams.get(name, {}).values():
-                selector = stream.selector
-                if isinstance(selector, ShardedSelector):
-                    selector.restart()
+                if stream.selector.is_spread:
+                    stream.selector.rounds.restart()
                     if stream.spec.name == TRAIN:
-                        self._deliver(name, stream, selector)
+                        self._deliver(name, stream)
 
-    def _deliver(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
+    def _deliver(self, name: str, stream: BatchStream) -> None:
         whole = self._found[name].whole.streams[TRAIN]
         part = self._content(name, stream)
         if not stream.state.keeps_selections(part):
@@ -233,9 +232,10 @@ class TableLoader:
             resolutions[:, Resolution.FIRST_ROW] = stream.table.slots[
                 resolutions[:, Resolution.SLOT], Slot.FIRST_ROW
             ]
-            entry = number % stream.spec.depth
-            tensor = torch.from_numpy(resolutions)
-            selector.deliver(number, entry, after - count, owners[at, :count], own, tensor)
+            draws = NodeDraws(number, number % stream.spec.depth, count, is_saved=True)
+            drawn = ShardDraws(owners[at, :count], own, torch.from_numpy(resolutions))
+            draws.add(0, after - count, drawn)
+            stream.selector.deliver(draws)
         with stream.table.lock:
             stream.state.keep_selections(part)
 

@@ -1,4 +1,4 @@
-"""The `gear` command: one module a subcommand, each with `OPTIONS`, `run` and its help."""
+"""The `gear` command: one module per subcommand, each with `OPTIONS`, `run` and its help."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ Options = Mapping[str, str | tuple[str, dict[str, Any]]]
 
 
 def add_options(parser: ArgumentParser, options: Options) -> None:
-    """Declare "DEST", "--timeout S" or "--quiet", each with its help or arguments of
-    `add_argument`.
+    """Declare the arguments and options of a subcommand.
+
+    Args:
+        options: For each of "DEST", "--timeout S" or "--quiet" (an argument, an option with a
+            value, a flag), its help, or its help and keywords of `add_argument`.
     """
     for form, given in options.items():
         text, more = (given, {}) if isinstance(given, str) else given
@@ -24,7 +27,7 @@ def add_options(parser: ArgumentParser, options: Options) -> None:
 
 
 def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
-    """Align a table: the first `num_left` columns to the left, the rest to the right."""
+    """Align a table: the first `num_left` columns to the left, the others to the right."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     form = "  ".join(
         f"{{:{'<' if i < num_left else '>'}{width}}}" for i, width in enumerate(widths)
@@ -33,7 +36,7 @@ def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[
 
 
 def grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Return the things with equal keys together, in the order of their first ones."""
+    """Group things with equal keys, in the order of the first thing of each group."""
     groups: dict[Hashable, list[T]] = {}
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
@@ -41,7 +44,7 @@ def grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def listed(options: list[str] | None) -> list[str] | None:
-    """Return the parts of an option that is repeated, or has commas; None where it is not given."""
+    """Split a repeatable option at its commas; None where it was not given."""
     if options is None:
         return None
     return [part.strip() for option in options for part in option.split(",") if part.strip()]

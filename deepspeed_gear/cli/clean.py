@@ -1,9 +1,7 @@
-"""`gear clean`: remove from /dev/shm what no process of this user is attached to: stores of runs
-that have ended, and the deepspeed_allreduce_buffer files that DeepSpeed's CPU communication leaves.
+"""`gear clean`: remove unused shared memory of this user from /dev/shm.
 
-That (`csrc/cpu/comm/shm.cpp`) makes a buffer of 66 MiB for each rank, named
-`deepspeed_allreduce_buffer_UID_ADDRESS_PORT_RANK`, and never removes it. A rank maps the buffers of
-all ranks from `init_distributed` to its end.
+Removes the stores of ended runs, and the deepspeed_allreduce_buffer files that DeepSpeed's CPU
+communication leaves. Files that a process is attached to stay.
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ OPTIONS = {
     "--kept": "also remove stores that jobs have left to the next one (gear.shared_memory.keep)",
     "--hostfile F": "on each host of this file, over ssh (default: on this machine)",
 }
-_TIMEOUT_S = 120.0  # of a host
+_TIMEOUT_S = 120.0  # for each host to answer
+# DeepSpeed (csrc/cpu/comm/shm.cpp) creates a buffer of 66 MiB for each rank, and never removes it.
+# A rank maps the buffers of all ranks from `init_distributed` to its end.
+_BUFFERS = "deepspeed_allreduce_buffer_{user}_*"  # ..._USER_ADDRESS_PORT_RANK
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove stores and buffers that no process is attached to; never those of a
-    running process.
-    """
+    """Remove stores and buffers that no process is attached to."""
     if args.hostfile is not None:
         return _run_on_hosts(args)
     removed = remove_garbage(args.prefix, args.kept)
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(args: argparse.Namespace) -> int:
-    """Run this command on each host; show the output of each, and the hosts where it has failed."""
+    """Run this command on each host; print the outputs, and the hosts where it failed."""
     hosts = ssh_hosts.read_hostfile(args.hostfile)
     command = [
         "-m",
@@ -74,14 +73,14 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
 
 
 def buffers() -> list[Path]:
-    """Return this user's buffers, in use or not."""
-    found = []
-    for path in sorted(SHM.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*")):
+    """Return this user's buffers, whether they are in use or not."""
+    paths = []
+    for path in sorted(SHM.glob(_BUFFERS.format(user=os.getuid()))):
         with contextlib.suppress(OSError):  # removed meanwhile
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def remove_unused_buffers() -> list[Path]:

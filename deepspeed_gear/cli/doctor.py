@@ -1,6 +1,8 @@
-"""`gear doctor`: show devices, driver, shared memory and limits of this machine, and check them,
-versions and native op; with --hostfile of all its hosts, over ssh, and whether each two of them
-reach each other. The exit status is 1 if there is a problem.
+"""`gear doctor`: check that a machine, or all hosts of a hostfile, are fit to train together.
+
+Shows and checks devices, driver, shared memory, limits, versions and native op; with --hostfile on
+all hosts over ssh, and whether each two of them reach each other. The exit status is 1 if there is
+a problem.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ OPTIONS: Options = {
 
 
 def run(options: argparse.Namespace) -> int:
+    """Examine one machine or all hosts, and print what was found; 1 if there is a problem."""
     if not options.timeout > 0:
         raise ConfigError(
             "--timeout", "must be positive", options.timeout, "leave it out for the default"
@@ -96,30 +99,35 @@ def run(options: argparse.Namespace) -> int:
         print(f"problem: {problem}")
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
     if options.json:
-        found = {"hosts": reports, "problems": [*map(errors.error_to_json, problems)]}
+        report = {"hosts": reports, "problems": [*map(errors.error_to_json, problems)]}
         with DataError.on(
             options.json, "must be a writable file", OSError, remedy="choose another --json"
         ):
-            Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return int(bool(problems))
 
 
 def read_answer(host: str, stdout: str) -> dict[str, Any]:
-    """Return a host's report, found in its standard output among that of its shell and
-    libraries.
+    """Return a host's report.
+
+    Its line is searched in the host's standard output, as shells and libraries print there as well.
     """
     line = next((line for line in stdout.splitlines() if line.startswith(_MARK)), None)
     if line is None:
-        rule = "must have a deepspeed_gear with gear doctor"
-        remedy = "install this version there"
-        raise PeerError(f"host {host}", rule, stdout[-200:], remedy)
+        raise PeerError(
+            f"host {host}",
+            "must have a deepspeed_gear with gear doctor",
+            stdout[-200:],
+            "install this version there",
+        )
     facts: dict[str, Any] = json.loads(line[len(_MARK) :])
     return facts
 
 
 def examine(data: str | None = None) -> dict[str, Any]:
-    """Return the facts of this machine and of a data set's folder, JSON-able. Loads or builds the
-    op.
+    """Return facts about this machine, and a data set in a folder, as JSON values.
+
+    Loads the native op, and builds it if need be.
     """
     import torch
 
@@ -137,7 +145,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
         None if (limit := resource.getrlimit(which)[0]) == resource.RLIM_INFINITY else limit
         for which in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
     )
-    try:  # what this machine's name resolves to here; gloo uses it if no interface is set
+    try:  # gloo connects to the address of this machine's name if no interface is set
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         address = ""
@@ -169,9 +177,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "shm_bytes": shm.total,
         "shm_free_bytes": shm.free,
-        "memory_bytes": memory.available
-        if memory
-        else None,  # within the limits of a container or job
+        # Within the limits of a container or job.
+        "memory_bytes": memory.available if memory else None,
         "cpus": len(os.sched_getaffinity(0)),
         "memlock_bytes": locked,
         "open_files": open_files,
@@ -186,30 +193,31 @@ def examine(data: str | None = None) -> dict[str, Any]:
     if data:
         try:
             dataset = Dataset.open(data)
-            sizes = {"num_trajectories": len(dataset), "num_steps": dataset.num_steps}
             facts["data"] = {
-                "fingerprint": dataset.whole_fingerprint,
-                **sizes,
-            }  # nodes may have parts of one
+                "fingerprint": dataset.whole_fingerprint,  # nodes may have parts of one data set
+                "num_trajectories": len(dataset),
+                "num_steps": dataset.num_steps,
+            }
         except GearError as error:
             failures.append(error)
     return facts | {"errors": [*map(errors.error_to_json, failures)]}
 
 
 def driver_version(text: str) -> str:
-    """Return the version of "... Kernel Module for x86_64  580.65.06  Release"; "" where there is
-    none.
-    """
+    """Return the version in "... Kernel Module for x86_64  580.65.06  Release"; "" without one."""
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
     return match[1] if match else ""
 
 
 def may_lock_any_amount(status: str, uid_map: str) -> bool:
-    """Return whether a process may lock memory beyond its limit, by two files of its folder in
-    /proc.
+    """Return whether a process may lock memory beyond its limit.
 
-    It has CAP_IPC_LOCK, as by `capabilities: {add: [IPC_LOCK]}` of a pod that runs as root; inside
-    a user namespace the capability has no effect.
+    It may with CAP_IPC_LOCK, as with `capabilities: {add: [IPC_LOCK]}` in a pod that runs as root.
+    Inside a user namespace the capability has no effect.
+
+    Args:
+        status: Content of /proc/self/status, with the capabilities.
+        uid_map: Content of /proc/self/uid_map, which maps all ids only outside of user namespaces.
     """
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     is_outermost = uid_map.split() == ["0", "0", "4294967295"]
@@ -217,9 +225,7 @@ def may_lock_any_amount(status: str, uid_map: str) -> bool:
 
 
 def summary(facts: Facts) -> dict[str, str]:
-    """Return devices, driver, memory and limits of a machine, as lines of `gear doctor`: name ->
-    text.
-    """
+    """Describe a machine's devices, driver, memory and limits: line of `gear doctor` by name."""
     gpus = [f"{len(same)} x {same[0]}" for same in grouped(facts["gpus"], str)]
     devices = ", ".join(gpus) or f"none ({facts['no_device']})"
     shm_free = show_bytes(facts["shm_free_bytes"])
@@ -244,8 +250,10 @@ def summary(facts: Facts) -> dict[str, str]:
 def problems_of(
     reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None
 ) -> list[GearError]:
-    """Return the problems of examined machines, alone and compared; `slots`: ranks by host of a
-    hostfile.
+    """Return the problems of the examined machines, of each alone and between them.
+
+    Args:
+        slots: Ranks by host, from a hostfile.
     """
     alone = (
         _alone(host, of, (slots or {}).get(host, 0), len(reports) > 1)
@@ -259,39 +267,52 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
         yield errors.error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
         free = f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}"
-        rule = f"must have {show_bytes(MIN_SHM_BYTES)} free"
-        remedy = f"run gear clean; else {ENLARGE_SHM}"
-        yield StoreError(f"host {host}: {SHM}", rule, free, remedy)
+        yield StoreError(
+            f"host {host}: {SHM}",
+            f"must have {show_bytes(MIN_SHM_BYTES)} free",
+            free,
+            f"run gear clean; else {ENLARGE_SHM}",
+        )
     if facts["driver"] and facts["no_device"] and facts["versions"]["CUDA of torch"] != "none":
         name = f"host {host}: torch {facts['versions']['torch']}"
-        rule = f"must see a device where there is a driver ({facts['driver']})"
-        remedy = "try nvidia-smi; start a container with its GPUs (docker run --gpus all), correct "
-        remedy += "CUDA_VISIBLE_DEVICES, or install a driver that has torch's release of CUDA"
-        yield GearError(name, rule, facts["no_device"], remedy)
+        yield GearError(
+            name,
+            f"must see a device where there is a driver ({facts['driver']})",
+            facts["no_device"],
+            "try nvidia-smi; start a container with its GPUs (docker run --gpus all), correct "
+            "CUDA_VISIBLE_DEVICES, or install a driver that has torch's release of CUDA",
+        )
     if facts["open_files"] is not None and facts["open_files"] < MIN_OPEN_FILES:
         name = f"host {host}: the limit of open files"
-        rule = f"must be at least {MIN_OPEN_FILES}"
-        remedy = "raise it: ulimit -n, or nofile in /etc/security/limits.conf"
-        yield GearError(name, rule, facts["open_files"], remedy)
+        yield GearError(
+            name,
+            f"must be at least {MIN_OPEN_FILES}",
+            facts["open_files"],
+            "raise it: ulimit -n, or nofile in /etc/security/limits.conf",
+        )
     if facts["infiniband"] and facts["memlock_bytes"] is not None:
-        rule = f"must be unlimited where there is InfiniBand ({', '.join(facts['infiniband'])})"
         locked = show_bytes(facts["memlock_bytes"])
-        remedy = (
+        yield GearError(
+            f"host {host}: the limit of locked memory",
+            f"must be unlimited where there is InfiniBand ({', '.join(facts['infiniband'])})",
+            locked,
             "raise it: memlock in /etc/security/limits.conf, docker run --ulimit memlock=-1, or "
+            "the capability IPC_LOCK of a pod that runs as root",
         )
-        remedy += "the capability IPC_LOCK of a pod that runs as root"
-        yield GearError(f"host {host}: the limit of locked memory", rule, locked, remedy)
     if has_peers and facts["address"].startswith("127.") and not facts["gloo_interface"]:
-        rule = (
-            "must not resolve to a loopback address there, which gloo would send to the other hosts"
-        )
-        remedy = "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface"
         yield PeerError(
-            f"host {host}: its own name, {facts['hostname']},", rule, facts["address"], remedy
+            f"host {host}: its own name, {facts['hostname']},",
+            "must not resolve to a loopback address there, which gloo would send to other hosts",
+            facts["address"],
+            "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface",
         )
     if facts["gpus"] and slots > len(facts["gpus"]):
-        rule = f"must be at most its {len(facts['gpus'])} GPUs"
-        yield ConfigError(f"slots of {host}", rule, slots, "correct the hostfile")
+        yield ConfigError(
+            f"slots of {host}",
+            f"must be at most its {len(facts['gpus'])} GPUs",
+            slots,
+            "correct the hostfile",
+        )
 
 
 def _compared(reports: Mapping[str, Facts]) -> Iterator[GearError]:
@@ -301,8 +322,12 @@ def _compared(reports: Mapping[str, Facts]) -> Iterator[GearError]:
         if len(hosts) > 1:
             name = f"hosts {', '.join(hosts)}"
             known = reports[hosts[0]]["hostname"]
-            remedy = "name each machine once, with all its slots"
-            yield ConfigError(name, "must be different machines", known, remedy)
+            yield ConfigError(
+                name,
+                "must be different machines",
+                known,
+                "name each machine once, with all its slots",
+            )
     versions = {host: facts["versions"] for host, facts in reports.items()}
     remedy = "install the same environment everywhere"
     for package in dict.fromkeys(package for each in versions.values() for package in each):
@@ -322,7 +347,7 @@ def _compared(reports: Mapping[str, Facts]) -> Iterator[GearError]:
 def _differences(
     kind: type[GearError], name: str, values: Mapping[str, str], remedy: str
 ) -> Iterator[GearError]:
-    """Name up to three hosts of each value: "2.4 on node0, node1; 2.5 on node2"."""
+    """Yield an error if hosts differ, such as "2.4 on node0, node1; 2.5 on node2"."""
     groups = grouped(values, values.__getitem__)
     if len(groups) > 1:
         more = [f" and {len(hosts) - 3} more" if len(hosts) > 3 else "" for hosts in groups]

@@ -1,5 +1,7 @@
-"""`gear export`: write the trajectories of a data set, of a checkpoint's table or of a running
-process's table. `gear ingest` reads them back bit for bit.
+"""`gear export`: write trajectories in formats of other programs.
+
+They are those of a data set, or of a table in a checkpoint or a running process. `gear ingest`
+reads them back bit for bit.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the trajectories, and print their number."""
     if (args.data is None) == (args.living is None):
         rule = (
             "or --living must be given"
@@ -59,15 +62,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]], bool]:
-    """Return the columns, the trajectories, and whether they are of a table."""
+    """Return the columns, the trajectories, and whether they are those of a table."""
     if args.living is not None:
         stores = {store.table: store for store in living_stores(args.living)}
         store = stores[_chosen(args.table, list(stores))]
         views = store.views
         schema = Schema.from_json(store.layout.meaning["schema"])
         if not all(f"column/{column.name}" in views for column in schema):
-            rule = "must hold the rows of its table"
-            raise DataError(f"process {args.living}", rule, "a mapped file", _COPY)
+            raise DataError(
+                f"process {args.living}", "must hold the rows of its table", "a mapped file", _COPY
+            )
         columns = {column.name: [views[f"column/{column.name}"]] for column in schema}
         shared = views.get("shared_prompts")
         return (*_stored(schema, views["slots"], views.get("retention"), columns, shared), True)
@@ -78,16 +82,16 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]], b
             raise ConfigError("--table", "must be left out for a data set", args.table)
         return dataset.schema, map(dataset.trajectory, range(len(dataset))), False
     by_name = {save_folders.table_in(path): path for path in tables}
-    found = read_table(by_name[_chosen(args.table, list(by_name))])
-    open_rows(found)
-    schema = Schema.from_json(found.manifests[0]["schema"])
-    whole = found.whole
+    saved = read_table(by_name[_chosen(args.table, list(by_name))])
+    open_rows(saved)
+    schema = Schema.from_json(saved.manifests[0]["schema"])
+    whole = saved.whole
     if whole.slots is None:
-        raise DataError(str(found.folders[0]), "must hold rows", "priorities of a data set", _COPY)
-    files = {c.name: [*chain.from_iterable(of[c.name] for of in found.columns)] for c in schema}
+        raise DataError(str(saved.folders[0]), "must hold rows", "priorities of a data set", _COPY)
+    files = {c.name: [*chain.from_iterable(of[c.name] for of in saved.columns)] for c in schema}
     shared = whole.shared_prompts
     if shared is not None:
-        numbers = np.concatenate(files[found.manifests[0]["group"]["column"]])
+        numbers = np.concatenate(files[saved.manifests[0]["group"]["column"]])
         shared = np.stack([shared, holders_of(numbers, shared)], axis=1)
     return (*_stored(schema, whole.slots, whole.retention, files, shared), True)
 
@@ -110,9 +114,14 @@ def _stored(
 ) -> tuple[Schema, Iterator[dict[str, Any]]]:
     """Return the trajectories of a table in the order of their ids, and their schema.
 
-    Left out with a note: those that grow or lack late columns, and of a living table (`slots`)
-    those evicted meanwhile, by their slots before and after the copy. Each array of `files` holds
-    whole trajectories.
+    Trajectories that are still open or lack late columns are left out with a note. So are those of
+    a living table (`slots`) that are evicted meanwhile: their slots before and after the copy
+    differ.
+
+    Args:
+        files: Arrays by column, each with the rows of whole trajectories.
+        shared_prompts: For each slot, the steps of a prompt that it shares, and the slot that holds
+            them; None if the table shares none.
     """
     if schema.role("media") is not None:
         raise DataError(
@@ -122,6 +131,8 @@ def _stored(
     starts = {name: np.cumsum([0, *map(len, arrays)]) for name, arrays in files.items()}
 
     def rows(name: str, first: int, count: int) -> np.ndarray:
+        # Row `first` of all arrays one after the other: with arrays of 4 and 6 rows, starts is
+        # [0, 4, 10], and row 5 is row 1 of the second array.
         index = int(np.searchsorted(starts[name], first, side="right")) - 1
         first -= int(starts[name][index])
         return np.array(files[name][index][first : first + count])
@@ -151,6 +162,8 @@ def _stored(
                 if steps:
                     prompt = rows(c.name, before, steps)
                     trajectory[c.name] = np.concatenate([prompt, trajectory[c.name]])
+            # The rows are those of the trajectory only if its slot, and that of its prompt, did not
+            # change while they were copied; else they are read again.
             is_same = shared_prompts is None or shared_prompts[slot].tolist() == [steps, holder]
             if is_same and np.array_equal(held, slots[[slot, holder]]):
                 opaque = [c for c in schema if c.is_opaque]

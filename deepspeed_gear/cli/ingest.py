@@ -59,8 +59,8 @@ OPTIONS: Options = {
         {"default": None},
     ),
     "--episode-length N": (
-        "time limit of the environment, of a source without flags of it: an episode ends after "
-        "N steps",
+        "time limit of the environment, of a source without flags of it: an episode ends after N "
+        "steps",
         {"type": int},
     ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
@@ -72,6 +72,7 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
+    """Ingest the sources, and print the size of the data set."""
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
 

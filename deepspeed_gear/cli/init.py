@@ -28,12 +28,11 @@ CONFIG_FILE = "gear_config.json"
 SCRIPT_FILE = "train.py"
 _WINDOW = 8
 _HELD_OUT = "eval"  # the split that is made where the data set has none
-_SHARES = (0.1, 0.25, 0.5)  # of it: the smallest that holds out a trajectory
-_MOST_CPU_RANKS = 4  # more ranks train so small a model no faster
-_BATCH = 128  # samples of all ranks together, at least
-_PREFETCH = (
-    2  # batches prepared ahead, where ranks would wait for each other's, or a device for its
-)
+_SHARES = (0.1, 0.25, 0.5)  # its share is the smallest of these that holds out a trajectory
+_MOST_CPU_RANKS = 4  # more ranks do not train so small a model faster
+_BATCH = 128  # least number of samples over all ranks
+# Batches prepared ahead, where ranks would wait for each other, or a device for its batch.
+_PREFETCH = 2
 
 _TEMPLATE = "train.py.template"
 
@@ -51,7 +50,7 @@ class _Head:
         return self.size * max(1, self.classes)
 
     def lines(self, predicted: str, operator: str) -> list[str]:
-        """Return the code that puts or adds each step's error to `error`, [B, T]."""
+        """Return the code that sets `error`, [B, T], to this head's error, or adds it."""
         target = f"flat(batch[{json.dumps(self.field)}])"
         if not self.classes:
             return [f"error {operator} ({predicted} - {target}).square().mean(-1)"]
@@ -71,11 +70,11 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the config and the script, and print the command that starts the training."""
     slots = {} if args.hostfile is None else read_hostfile(args.hostfile)
     dataset = Dataset.open(args.data)
-    if (
-        args.hostfile is not None
-    ):  # DeepSpeed sends no variables of the shell; hosts may have other devices
+    # DeepSpeed does not send the shell's variables to hosts, and these may have other devices.
+    if args.hostfile is not None:
         launch = ["deepspeed", "--hostfile", args.hostfile]
         num_ranks = sum(slots.values())
     else:
@@ -91,8 +90,12 @@ def run(args: argparse.Namespace) -> int:
     }
     for path in files:
         if path.exists() and not args.force:
-            remedy = "overwrite it with --force, or choose another --out"
-            raise DataError(str(path), "must not exist", None, remedy)
+            raise DataError(
+                str(path),
+                "must not exist",
+                None,
+                "overwrite it with --force, or choose another --out",
+            )
     with DataError.on(
         str(args.out), "must be a writable folder", OSError, remedy="choose another --out"
     ):
@@ -104,26 +107,23 @@ def run(args: argparse.Namespace) -> int:
     if split != dataset.split:
         share = f"{split[_HELD_OUT]:.0%} of the trajectories are held out"
         print(
-            f"note: {share}, for which each start computes statistics: gear ingest --split "
-            f"stores them"
+            f"note: {share}, for which each start computes statistics: gear ingest --split stores "
+            "them"
         )
     elif held_out is None:
         print("note: no trajectory can be held out, and nothing is evaluated")
     if args.hostfile is not None:
         print(
             "note: DeepSpeed does not send this shell's variables to the hosts: those without a "
-            "GPU need "
-            "DS_ACCELERATOR=cpu and OMP_NUM_THREADS=1 in a file .deepspeed_env, here or in your "
-            "home"
+            "GPU need DS_ACCELERATOR=cpu and OMP_NUM_THREADS=1 in a file .deepspeed_env, here or "
+            "in your home"
         )
     print(f"train with: {shlex.join([*launch, str(args.out / SCRIPT_FILE)])}")
     return 0
 
 
 def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
-    """Return the split of the config, and its part that is evaluated: None where all parts are
-    empty.
-    """
+    """Return the split of the config, and the part to evaluate on; None if all are empty."""
     ids = np.arange(dataset.num_trajectories_of_whole)
     candidates = [dataset.split]
     if not dataset.split and dataset.part is None:  # a part has no statistics of another split
@@ -137,8 +137,9 @@ def held_out_split(dataset: Dataset) -> tuple[dict[str, float], str | None]:
 
 
 def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
-    """Return a ds_config whose `gear` section fits a data set; any number of ranks keeps its whole
-    batch.
+    """Return a ds_config whose `gear` section fits a data set.
+
+    The global batch is a multiple of `num_ranks`.
     """
     fields: dict[str, dict[str, Any]] = {}
     window = {"offset": 0, "length": _length(dataset)}
@@ -183,7 +184,11 @@ def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
 
 
 def make_script(dataset: Dataset, launch: str) -> str:
-    """Return a behaviour cloning script for a data set, which names the command that starts it."""
+    """Return a behaviour cloning script for a data set.
+
+    Args:
+        launch: Command that starts it, for its docstring.
+    """
     observations = _columns(dataset, "observation")
     heads = [
         _Head(_field(c), c.num_elements, _num_classes(dataset, c))
@@ -215,18 +220,16 @@ def make_script(dataset: Dataset, launch: str) -> str:
 
 
 def _columns(dataset: Dataset, role: str) -> list[Column]:
-    """Return the step columns of a role; the observations after a step are no inputs of
-    a policy.
-    """
-    found = [
+    """Return the step columns of a role, without next observations, which a policy cannot see."""
+    columns = [
         c for c in dataset.schema.step_columns if c.role == role and not c.name.startswith("next_")
     ]
-    if not found:
+    if not columns:
         known = ", ".join(f"{c.name} ({c.role})" for c in dataset.schema)
         raise DataError(
             str(dataset.path), f"must have a column of role {role}", None, f"it has {known}"
         )
-    return found
+    return columns
 
 
 def _length(dataset: Dataset) -> int:
@@ -238,8 +241,9 @@ def _field(column: Column) -> str:
 
 
 def _num_classes(dataset: Dataset, column: Column) -> int:
-    """Return how many values a discrete action has, 0 for continuous ones and for
-    integers below 0.
+    """Return the number of values of a discrete action.
+
+    It is 0 for continuous actions, and for integers below 0.
     """
     if column.is_floating:
         return 0

@@ -1,6 +1,7 @@
-"""`gear inspect`: show trajectories, steps, returns, columns, bytes and statistics of a data set;
-or the position of a checkpoint and what its tables hold; or also what the tables of running
-processes draw from.
+"""`gear inspect`: show the content of a data set, a checkpoint or a running process.
+
+Of a data set: trajectories, steps, returns, columns, bytes and statistics. Of a checkpoint: its
+position and its tables. Of running processes: their tables, and the items that they draw from.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print a description of a data set, a checkpoint or the stores of running processes."""
     if (args.dest is None) == (args.living is None):
         rule = (
             "or --living must be given"
@@ -74,12 +76,13 @@ def run(args: argparse.Namespace) -> int:
     elif held_in is not None or tables:
         document, lines = describe_saved(held_in, tables)
     elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
-        rule = "must be the folder of a data set or of a checkpoint"
-        remedy = (
+        raise DataError(
+            str(folder),
+            "must be the folder of a data set or of a checkpoint",
+            None,
             f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
+            "engine.save_checkpoint or Replay.save a checkpoint",
         )
-        remedy += "engine.save_checkpoint or Replay.save a checkpoint"
-        raise DataError(str(folder), rule, None, remedy)
     else:
         dataset = Dataset.open(folder)
         if args.verify:
@@ -91,9 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def distribution(values: NDArray[Any]) -> dict[str, float | None]:
-    """Describe one value per trajectory: least, quantiles, most, mean and deviation; None without
-    values.
-    """
+    """Describe one value per trajectory by quantiles, mean and deviation; None without values."""
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
@@ -111,10 +112,12 @@ def distribution(values: NDArray[Any]) -> dict[str, float | None]:
 def _contents(
     table: str, train: Mapping[str, Any], lengths: np.ndarray, **more: Any
 ) -> dict[str, Any]:
-    """Return what a table holds. `train` describes its training stream; empty: it is not sampled.
+    """Describe the content of a table.
 
-    `lengths` are steps, [n], int64; `more`: `groups` (`TableGroups.statistics`), `prompts`
-    (`stored_books`).
+    Args:
+        train: Description of its training stream; empty if the table is not sampled.
+        lengths: Steps of each trajectory. [n], int64.
+        **more: `groups` (`TableGroups.statistics`) and `prompts` (`stored_books`), or replacements.
     """
     return {
         "table": table,
@@ -130,7 +133,7 @@ def _contents(
 
 
 def of_living(store: LiveStore) -> dict[str, Any]:
-    """Return what a store of a running process holds and, if it is sampled, draws from."""
+    """Describe the store of a running process and, if it is sampled, the items it draws from."""
     views = store.views
     meaning = store.layout.meaning
     train = meaning.get("train")
@@ -149,16 +152,15 @@ def of_living(store: LiveStore) -> dict[str, Any]:
     if "shared_prompts" in views:
         lengths = lengths + views["shared_prompts"][:, SharedPrompt.STEPS]
     lengths = lengths[is_held]
-    found = _contents(store.table, train or {}, lengths, groups=groups, prompts=prompts)
+    contents = _contents(store.table, train or {}, lengths, groups=groups, prompts=prompts)
     if train is None:
-        return found
+        return contents
 
     def values(name: str, slots: np.ndarray) -> np.ndarray:
         return as_numbers(views[f"column/{name}"][slots], schema[name])
 
-    is_readable = all(
-        f"column/{column.name}" in views for column in schema
-    )  # else they are in files
+    # The columns of a data set that is mapped are in its files, not in the store.
+    is_readable = all(f"column/{column.name}" in views for column in schema)
     rule = TypeAdapter(MassRule).validate_python(train)
     excluded, waiting = count_exclusions(
         rule, schema, TRAIN, views, values if is_readable else None
@@ -168,13 +170,14 @@ def of_living(store: LiveStore) -> dict[str, Any]:
     leaves = np.array(views[TRAIN + "sums"][: len(slots if priorities is None else priorities)])
     drawable = np.nonzero(leaves > 0)[0]
     counted = drawable
-    if priorities is None and rule.unit == "step":  # drawn by trajectory, and counted by step
+    # Steps without priorities are drawn by the masses of their trajectories, but counted singly.
+    if priorities is None and rule.unit == "step":
         rows, steps, owner = rows_of(slots[drawable])
         counted = rows[rule.anchors.admits(steps, slots[drawable[owner], Slot.NUM_STEPS])]
     of_items = None if priorities is None else np.array(priorities[drawable])
     of_draws = None if draws is None else np.array(draws[counted])
     return {
-        **found,
+        **contents,
         "drawable": len(drawable) + waiting,
         "waiting": waiting,  # those that the next selection adds
         "excluded": [asdict(one) for one in excluded],
@@ -187,12 +190,14 @@ def drawing(
 ) -> dict[str, Any]:
     """Describe the items that can be drawn.
 
-    The tree draws by `masses` of items or their trajectories, [n], float64, above 0; `priorities`
-    are of the items, [n], float32; `draws` how often each was drawn, if counted, [m], int32.
+    Args:
+        masses: Masses by which the tree draws items or their trajectories. [n], float64, above 0.
+        priorities: Priorities of the items. [n], float32.
+        draws: How often each item was drawn, if counted. [m], int32.
     """
     total = float(masses.sum())
     falling = np.sort(masses)[::-1]
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "effective": None,
         "share_of_top": {},
         "priorities": None,
@@ -200,13 +205,15 @@ def drawing(
     }
     if len(falling):
         counts = {share: max(1, round(share * len(falling))) for share in _SHARES}
-        found["share_of_top"] = {
+        description["share_of_top"] = {
             str(share): float(falling[:n].sum() / total) for share, n in counts.items()
         }
-        found["effective"] = float(total**2 / (masses**2).sum() / len(falling))
+        # Effective sample size by Kish, as a share of the items: 1 if all masses are equal, 1/n if
+        # one item has all the mass.
+        description["effective"] = float(total**2 / (masses**2).sum() / len(falling))
     if priorities is not None and len(priorities):
         low, middle, high = np.quantile(priorities, (0, 0.5, 1)).tolist()
-        found["priorities"] = {
+        description["priorities"] = {
             "min": low,
             "median": middle,
             "max": high,
@@ -215,23 +222,24 @@ def drawing(
     if draws is not None and len(draws):
         mean = float(draws.mean())
         never = float((draws == 0).mean())
-        found["draws"] = {"mean": mean, "max": int(draws.max()), "never": never}
-    return found
+        description["draws"] = {"mean": mean, "max": int(draws.max()), "never": never}
+    return description
 
 
 def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:
-    """Return the folders of a checkpoint's position, None without one, and of its saved tables.
+    """Return the folder of a checkpoint's position (None without one) and those of its tables.
 
-    The folder is that of an engine's checkpoints, of which the latest tag is taken; or of a tag,
-    its gear folder or a table.
+    Args:
+        folder: An engine's checkpoints, of which the latest tag is taken; or one tag, its gear
+            folder, or a table.
     """
     latest = folder / _LATEST
     if latest.is_file():
         folder /= latest.read_text().strip()
         if not folder.is_dir():
-            rule = "must name a folder beside it"
-            remedy = "take another checkpoint"
-            raise CheckpointError(str(latest), rule, folder.name, remedy)
+            raise CheckpointError(
+                str(latest), "must name a folder beside it", folder.name, "take another checkpoint"
+            )
     if save_folders.manifests_in(folder):
         return None, [folder]
     folders = (folder, folder / _GEAR)
@@ -240,38 +248,36 @@ def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:
 
 
 def of_saved(folder: Path) -> dict[str, Any]:
-    """Check the files of a saved table, and return what it holds in all its shards."""
-    found = read_table(folder)
-    open_rows(found)
-    manifest = found.manifests[0]
-    slots = found.whole.slots
-    saved = found.whole.groups
+    """Check the files of a saved table, and describe its content over all shards."""
+    saved_table = read_table(folder)
+    open_rows(saved_table)
+    manifest = saved_table.manifests[0]
+    slots = saved_table.whole.slots
+    saved = saved_table.whole.groups
     name = save_folders.table_in(folder)
     train = manifest.get("train", {})
     groups = None
     if slots is None:  # only its data set has lengths
-        count = found.whole.num_slots
+        count = saved_table.whole.num_slots
         return _contents(name, train, np.zeros(0), trajectories=count, steps=None, length=None)
     is_held = slots[:, Slot.STATE] == SlotState.COMMITTED
     if saved is not None:
         column = manifest["group"]["column"]
         leaders = saved.records[is_held, 0]
-        numbers = np.concatenate([columns[column][0] for columns in found.columns])[is_held]
+        numbers = np.concatenate([columns[column][0] for columns in saved_table.columns])[is_held]
         groups = {
             "complete": len(np.unique(leaders[leaders > 0])),
             "incomplete": len(np.unique(numbers[leaders == 0])),
             **{name: int(saved.counts[word]) for name, word in COUNTED.items()},
         }
     lengths = slots[:, Slot.NUM_STEPS]
-    if found.whole.shared_prompts is not None:
-        lengths = lengths + found.whole.shared_prompts
+    if saved_table.whole.shared_prompts is not None:
+        lengths = lengths + saved_table.whole.shared_prompts
     return _contents(name, train, lengths[is_held], groups=groups)
 
 
 def returns_of(dataset: Dataset) -> NDArray[Any] | None:
-    """Return the return of each trajectory: stored, or the sum of its rewards; None
-    without either.
-    """
+    """Return each trajectory's return: stored, or the sum of its rewards; None without either."""
     stored = dataset.schema.role("return")
     reward = dataset.schema.role("reward")
     if stored is not None:
@@ -283,8 +289,9 @@ def returns_of(dataset: Dataset) -> NDArray[Any] | None:
 
 
 def summarize(dataset: Dataset) -> dict[str, Any]:
-    """Return what `gear inspect --json` prints; JSON-able. Cost: reads extents, and returns or
-    rewards.
+    """Return the JSON document of `gear inspect` for a data set.
+
+    Cost: reads the extents, and the returns or rewards.
     """
     returns = returns_of(dataset)
     part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
@@ -324,14 +331,17 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
 
 
 def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
-    """Describe a column by one mean, std, min and max over all its elements; None without finite
-    values.
+    """Describe a column by one mean, std, min and max over all its elements.
+
+    The values are None if no element has a finite value.
     """
     if statistics is None or not np.isfinite(statistics.mean).any():
         return dict.fromkeys(("mean", "std", "min", "max"))
     known = np.isfinite(statistics.mean)
     mean = statistics.mean[known]
     std = statistics.std[known]
+    # Every element has as many rows, so the total variance is the mean of the variances plus the
+    # variance of the means.
     center = float(mean.mean())
     spread = float(np.sqrt((std**2 + (mean - center) ** 2).mean()))
     low = float(np.nanmin(statistics.min))
@@ -340,6 +350,7 @@ def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
 
 
 def dataset_lines(summary: dict[str, Any]) -> list[str]:
+    """Format the document that `summarize` returns, as lines."""
     lines = [
         f"{summary['path']}",
         f"  fingerprint   {summary['fingerprint']}"
@@ -361,8 +372,10 @@ def dataset_lines(summary: dict[str, Any]) -> list[str]:
         lines += [f"                note: {note}" for note in source.get("notes", [])]
     heads = ["", "min", *(f"{level:.0%}" for level in LEVELS), "max", "mean", "std"]
     keys = ["min", *map(str, LEVELS), "max", "mean", "std"]
-    found = [(name, summary[name]) for name in ("length", "return") if summary[name] is not None]
-    rows = [[name, *(_number(values[key]) for key in keys)] for name, values in found]
+    described = [
+        (name, summary[name]) for name in ("length", "return") if summary[name] is not None
+    ]
+    rows = [[name, *(_number(values[key]) for key in keys)] for name, values in described]
     lines += ["", *grid_of(heads, rows)]
     heads = ["column", "dtype", "shape", "rows", "size", "mean", "std", "min", "max"]
     rows = []
@@ -372,15 +385,16 @@ def dataset_lines(summary: dict[str, Any]) -> list[str]:
         rows.append([name, c["dtype"], shape, c["rows"], show_bytes(c["bytes"]), *overall])
     whole = "" if summary["part"] is None else " of the whole"
     note = (
-        f"Statistics of columns: training split{whole}, over all elements of a row (--json "
-        f"has each)."
+        f"Statistics of columns: training split{whole}, over all elements of a row (--json has "
+        "each)."
     )
     return [*lines, "", *grid_of(heads, rows, num_left=4), "", note]
 
 
 def _source(source: dict[str, Any]) -> str:
-    """Describe a source in one line; only ingest's own formats record all of name, format and
-    episodes.
+    """Describe a source in one line.
+
+    Only sources that ingest recorded have all of name, format and episodes.
     """
     if "name" not in source:
         return json.dumps(source)
@@ -394,18 +408,18 @@ def _number(value: float | None) -> str:
 
 
 def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the stores of running processes, JSON-able and as lines."""
+    """Describe the stores of running processes, as JSON values and as lines."""
     stores: list[dict[str, Any]] = []
     lines: list[str] = []
     for store in living_stores(process):
         size = store.layout.total_bytes
-        found = {"table": store.table}
+        contents = {"table": store.table}
         shown = [ANOTHER]
         with suppress(KeyError, TypeError):  # it was described by other options
-            found = of_living(store)
-            shown = _lines(found)
+            contents = of_living(store)
+            shown = _lines(contents)
         run = {"id": store.run.id, "name": store.run.name or None}
-        stores.append({"processes": list(store.processes), "run": run, "bytes": size, **found})
+        stores.append({"processes": list(store.processes), "run": run, "bytes": size, **contents})
         processes = ", ".join(map(str, store.processes))
         of = f"of process {processes}" if processes else "kept without a process"
         lines.append(f"table {store.table} {of}: {show_bytes(size)}")
@@ -414,9 +428,7 @@ def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
 
 
 def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Return the position (None: there is none) and the tables in these folders, JSON-able and as
-    lines.
-    """
+    """Describe a checkpoint's position, if any, and its tables, as JSON values and as lines."""
     lines: list[str] = []
     known = None
     if folder is not None:
@@ -424,8 +436,10 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
         without = "" if tables else ", without tables: data sets hold their contents"
         lines.append(f"position in {folder}{without}")
         for table, words in known["train"].items():
-            text = f"{words['global_batches']:,} global batches, {words['samples']:,} samples"
-            text += f" of table {table}"
+            text = (
+                f"{words['global_batches']:,} global batches, {words['samples']:,} samples of "
+                f"table {table}"
+            )
             if "epoch" in words:
                 epoch = f"{words['epoch_samples']:,} of {words['epoch_items']:,} items"
                 text += f"; epoch {words['epoch']}: {epoch}"
@@ -434,19 +448,19 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
             f"  passes        {count:,} over {split}" for split, count in known["passes"].items()
         ]
         lines += [f"  data set      {table}: {mark}" for table, mark in known["data"].items()]
-    found: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
     for path in tables:
         name = save_folders.table_in(path)
         manifest = path / "shard-0" / save_folders.MANIFEST
         lines.append(f"table {name} in {path}")
         replicas = save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
         if replicas is None:
-            found.append(of_saved(path))
-            lines += _lines(found[-1])
+            described.append(of_saved(path))
+            lines += _lines(described[-1])
         else:
-            found.append({"table": name, "replicas": replicas})
+            described.append({"table": name, "replicas": replicas})
             lines.append(f"  replicas      {replicas}, each with a table in its device's memory")
-    return {"position": known, "tables": found}, lines
+    return {"position": known, "tables": described}, lines
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
@@ -474,24 +488,24 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         )
         lines.append("  left out      " + ever.format(**groups))
         ever = (
-            "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, "
-            "{surplus} surplus"
+            "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, {surplus} "
+            "surplus"
         )
         lines.append("  trajectories  " + ever.format(**groups))
     if summary["prompts"] is not None:
         dropped = summary["prompts"]["dropped"].items()
-        now = "  prompts       {issued:,} issued: {trained:,} trained, {training:,} in training, "
-        now += (
+        now = (
+            "  prompts       {issued:,} issued: {trained:,} trained, {training:,} in training, "
             "{waiting:,} complete, {leased:,} leased, {returned:,} returned, {incomplete:,} "
             "incomplete"
         )
         reasons = "".join(f"; {count:,} dropped: {reason}" for reason, count in dropped)
         lines.append(now.format(**summary["prompts"]) + reasons)
         for epoch, books in summary["prompts"]["epochs"].items():
-            now = "    epoch {at:<8}{issued:,} issued: {drawn:,} drawn, {waiting:,} complete"
-            now += (
-                ", {leased:,} leased, {returned:,} returned, {incomplete:,} incomplete, "
-                "{left:,} dropped"
+            now = (
+                "    epoch {at:<8}{issued:,} issued: {drawn:,} drawn, {waiting:,} complete, "
+                "{leased:,} leased, {returned:,} returned, {incomplete:,} incomplete, {left:,} "
+                "dropped"
             )
             lines.append(now.format(at=epoch, left=sum(books["dropped"].values()), **books))
     if "drawable" not in summary:

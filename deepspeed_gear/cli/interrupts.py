@@ -1,4 +1,4 @@
-"""Ctrl-C where Python cannot raise it, and what a command says of it."""
+"""Ctrl-C at places where Python ignores it, and what an interrupted command left."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _AGAIN_S = 0.02
 
 @contextmanager
 def repeated_interrupts() -> Iterator[None]:
-    """Send SIGINT again while Python ignores its KeyboardInterrupt, without the traceback that it
-    prints.
+    """Send SIGINT again if Python ignores its KeyboardInterrupt, and suppress the traceback.
 
-    It is ignored in callbacks of weak references and in finalizers, such as those of h5py's files.
+    Python ignores exceptions in finalizers and callbacks of weak references, such as those of
+    h5py's files.
     """
     before = sys.unraisablehook
     waiting = list[threading.Timer]()
@@ -41,9 +41,7 @@ def repeated_interrupts() -> Iterator[None]:
 
 
 def identity(path: str | None) -> tuple[int, ...] | None:
-    """Return what tells a file or folder from another one at its place; None where
-    there is none.
-    """
+    """Return a value that differs between a path's current and later content; None if absent."""
     try:
         status = os.stat(path or "")
     except OSError:

@@ -1,4 +1,4 @@
-"""The `gear` command: finds the subcommand and imports only that one."""
+"""The `gear` command, which imports only the module of the given subcommand."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ COMMANDS = {
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser; only `command`'s own module is imported for its arguments."""
+    """Return the parser; only the module of `command` is imported for its arguments."""
     parser = argparse.ArgumentParser(prog="gear", description="Experience replay for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"gear {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
         module = importlib.import_module(f"{__package__}.{name}") if name == command else None
-        text = str(getattr(module, "__doc__", "")).partition("`: ")[2].partition("\n\n")[0]
+        text = str(getattr(module, "__doc__", "")).partition("`: ")[2]
         subparser = subparsers.add_parser(
             name, help=help_line, description=text[:1].upper() + text[1:]
         )
@@ -47,13 +47,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return the exit status: 2 for an error that names its remedy, 130 after
-    Ctrl-C.
+    """Run a subcommand; return the exit status.
+
+    It is 2 after an error that names its remedy, 130 after Ctrl-C, and 141 where the reader of the
+    output has exited.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if (
-        os.getcwd() not in sys.path
-    ):  # "module:Class" of options and configs; installed modules come first
+    # For "module:Class" in options and configs; appended, so that installed modules come first.
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     dest: str | None = None
     before: tuple[int, ...] | None = None
@@ -66,8 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, argument in enumerate(arguments):
             if not argument or (argument.startswith("--") and argument.endswith("=")):
                 name = f"{argument[:-1] or f'argument {number}'} of gear {command}"
-                remedy = "a variable of the shell may be unset; the current folder is '.'"
-                raise ConfigError(name, "must not be empty", None, remedy)
+                raise ConfigError(
+                    name,
+                    "must not be empty",
+                    None,
+                    "a variable of the shell may be unset; the current folder is '.'",
+                )
         options, others = build_parser(command).parse_known_args(arguments)
         if others:
             remedy = near_name(others[0], options.known) or f"gear {command} --help lists them"
@@ -82,18 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gear: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = (
-            f", {dest} is complete"
-            if identity(dest) != before
-            else ", nothing was kept"
-            if dest
-            else ""
-        )
+        kept = ", nothing was kept" if dest else ""
+        if identity(dest) != before:
+            kept = f", {dest} is complete"
         print(f"gear: interrupted{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (`gear inspect | head`) has exited; avoids a second error when Python flushes
-        # at exit.
+        # The reader, as in `gear inspect | head`, has exited. Python flushes at exit, which would
+        # raise the error a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

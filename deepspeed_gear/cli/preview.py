@@ -1,8 +1,9 @@
-"""`gear preview`: show what the ranks of a run get: fields, shapes, bytes and padding; the rows
-that travel between nodes; and the digests of the first global batches, which a run with
-gear.verify_every writes to its log; and the steps by which a replay is made. Ranks and nodes that
-are equal share a line. Of packed batches: sizes of batches, packs and tables, and with lengths
-their packs. One process, no GPU.
+"""`gear preview`: show the batches of a run without starting it.
+
+Shows the fields, shapes, bytes and padding on each rank; the rows that travel between nodes; the
+digests of the first global batches, which a run with gear.verify_every writes to its log; and the
+steps by which a replay is made. Equal ranks and nodes share a line. For packed batches it shows the
+sizes of batches, packs and tables, and with --lengths the packs. It needs one process and no GPU.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the batches of every rank, or the packs of packed batches."""
     from deepspeed_gear.config import batch_sizes, ds_config, expand, parse
     from deepspeed_gear.replay.preview import (
         format_pack_preview,
@@ -72,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(packs, indent=1) if args.json else "\n".join(lines))
         return 0
     if config.pack is not None:
-        found = rollout_preview(config, worlds["data"], worlds["sequence"], worlds["pipe"])
+        packed = rollout_preview(config, worlds["data"], worlds["sequence"], worlds["pipe"])
         print(
-            json.dumps(found, indent=1) if args.json else "\n".join(format_rollout_preview(found))
+            json.dumps(packed, indent=1) if args.json else "\n".join(format_rollout_preview(packed))
         )
         return 0
     micro, accumulation = batch_sizes(config, sizes, worlds["data"])
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(found: Preview) -> dict[str, Any]:
+    """Return a preview as JSON values, with an entry for each rank."""
     ranks = []
     for rank in found.ranks:
         place = dict(zip(_PLACE, rank.place.coordinates, strict=True))
@@ -141,7 +144,7 @@ def _groups_of_ranks(found: Preview) -> list[str]:
 
 
 def _groups_of_nodes(found: Preview) -> list[str]:
-    """Return a table with a row for the nodes whose ranks get the same numbers of bytes."""
+    """Return a table with one row for all nodes whose ranks get the same numbers of bytes."""
     sizes: dict[int, list[int]] = {}
     for rank in found.ranks:
         sizes.setdefault(rank.node, []).append(rank.num_bytes)
@@ -171,7 +174,7 @@ def _groups_of_nodes(found: Preview) -> list[str]:
 
 
 def _spans(numbers: Iterable[int]) -> str:
-    """Return numbers with those that follow one another joined: "0-7, 12"."""
+    """Format numbers with consecutive ones joined: "0-7, 12"."""
     runs = grouped(enumerate(sorted(numbers)), lambda place: place[1] - place[0])
     return ", ".join(
         f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs

@@ -1,6 +1,4 @@
-"""`gear report`: show the report of `ds_report`, with GEAR's ops among them and what they are built
-with.
-"""
+"""`gear report`: show the report of `ds_report` with GEAR's ops, and what they are built with."""
 
 from __future__ import annotations
 
@@ -26,13 +24,11 @@ OPTIONS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; the status is 0 unless `--load` was asked for and the CPU op cannot be
-    loaded.
-    """
+    """Print the report; return 1 if `--load` is given and the CPU op cannot be loaded."""
     register()
-    # op_report compares one accelerator name for all ops, which is empty where DeepSpeed was
-    # installed without prebuilt ops. With the name it prints [YES] for a prebuilt op of GEAR, and
-    # the same for others.
+    # op_report compares one accelerator name for all ops, and prints [YES] for a prebuilt op only
+    # if it matches. The name is empty where DeepSpeed was installed without prebuilt ops; setting
+    # it shows GEAR's prebuilt ops, and changes nothing for the others.
     before = env_report.accelerator_name
     env_report.accelerator_name = before or get_accelerator()._name
     try:
@@ -68,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def state(builder: GearBuilder | GearCudaBuilder) -> str:
-    """Return one line: whether an op is prebuilt, built, or will be built; or why it cannot be."""
+    """Describe an op's build in one line: whether it is prebuilt or built, or why it is not."""
     module = jit.loaded(builder.NAME)
     if module is not None:
         return f"{env_report.OKAY} loaded from {module.__file__}"

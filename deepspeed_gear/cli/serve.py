@@ -1,6 +1,7 @@
-"""`gear serve`: add what remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker) send
-to a table of this node's store. It is one of its writers, waits for the run to begin, and ends with
-it or with SIGTERM.
+"""`gear serve`: add trajectories of actors on other machines to a table of this node's store.
+
+They come from remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker). The server is
+one of the table's writers; it waits for the run to begin, and ends with it or with SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the run ends, or until SIGTERM or Ctrl-C."""
-    remedy = "pip install deepspeed_gear[remote]"
-    with ConfigError.on("gear serve", "needs pyarrow and grpcio", ImportError, remedy=remedy):
+    with ConfigError.on(
+        "gear serve",
+        "needs pyarrow and grpcio",
+        ImportError,
+        remedy="pip install deepspeed_gear[remote]",
+    ):
         from deepspeed_gear.remote.gateway import Gateway, read_certificate
         from deepspeed_gear.remote.gateway_limits import raise_descriptor_limit
     from deepspeed_gear.remote.connection import read_token
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
     logging.basicConfig(format="gear: %(message)s", level=logging.INFO)
-    # It logs a traceback for each token that is not text, at any rate.
+    # grpc logs a traceback for each token that is not text, at any rate of requests.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
@@ -60,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         )
     ended: list[int] = []  # after the wait for the store, which signals end
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda found, _: ended.append(found))
+        signal.signal(number, lambda signum, _: ended.append(signum))
     print(f"serving table {gateway.table} at {gateway.url}\nrun {gateway.run_id}", flush=True)
     reason = gateway.run(lambda: bool(ended))
     print(f"added {gateway.sessions.num_added:,} trajectories; ended: {reason}")

@@ -1,9 +1,8 @@
-"""`gear simulate`: predict throughput, lag, dropped work and the bias of lengths of a run with
-rollout workers, for the config's rule of order and slow groups and the others. The members of a
-prompt are generated at once.
+"""`gear simulate`: predict the throughput, lag, dropped work and length bias of rollout workers.
 
-Simulates the run of a table with prompts: its ledger (`store/prompt_ledger.py`) admits, orders and
-drops, and only time, lengths and trajectories are made up.
+Compares the config's rule of order and slow groups with the other rules. The simulation runs the
+ledger of a table with prompts, which admits, orders and drops groups; only time, lengths and
+trajectories are simulated. The members of a prompt are generated at the same time.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ Lengths = Callable[[int], np.ndarray]  # of the responses to a prompt, by its nu
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed of a run: seconds a generated and a trained token; workers, and the prompts of
-    each.
-    """
+    """The speed of a run: seconds per generated and per trained token, and places of workers."""
 
     latency_s: float
     train_s: float
@@ -65,6 +62,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Prediction:
+    """The predicted results of one rule of order and slow groups."""
+
     order: str
     late: str
     tokens_per_s: float  # trained
@@ -73,12 +72,12 @@ class Prediction:
     mean_lag: float  # rollout batches
     largest_lag: int
     dropped: float  # share of the generated tokens
-    length_bias: (
-        float  # mean length of the trained responses over that of all that were leased, minus 1
-    )
+    # Mean length of the trained responses, divided by that of all leased ones, minus 1.
+    length_bias: float
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the predictions for every rule."""
     spec, size = read_spec(parse(ds_config.read(args.config)[0]))
     pace = Pace(args.latency, args.train / 1000, args.workers, args.concurrency)
     for name, value in (
@@ -89,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(name.removesuffix("_s"), "must be positive and finite", value)
     lengths = lengths_of(args.lengths, spec.seed, size)
     rules = [replace(spec, order=order, late=late) for order, late in RULES]
-    found = [simulate(rule, lengths, pace, args.batches) for rule in rules]
+    predictions = [simulate(rule, lengths, pace, args.batches) for rule in rules]
     if args.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
+        print(json.dumps([asdict(one) for one in predictions], indent=1))
         return 0
     heads = [
         "order",
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         "bias",
     ]
     rows = []
-    for one in found:
+    for one in predictions:
         late = one.late + (" (config)" if (one.order, one.late) == (spec.order, spec.late) else "")
         idle = [f"{one.learner_idle:.0%}", f"{one.workers_idle:.0%}"]
         lag = [f"{one.mean_lag:.2f}", str(one.largest_lag)]
@@ -117,9 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
-    """Return the prompts of a config's table, without their data set, and the members
-    of a group.
-    """
+    """Return the prompts of a config's table, without their data set, and a group's members."""
     for name, table in config.resolved_tables.items():
         if (
             table.prompts is not None
@@ -141,9 +138,7 @@ def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
 
 
 def lengths_of(given: str, seed: int, size: int) -> Lengths:
-    """Return the lengths of responses by prompt: drawn from a file's, or from a log-normal
-    distribution.
-    """
+    """Return the lengths of a prompt's responses, sampled from a file or log-normal."""
     if not given.startswith("lognormal:"):
         known = read_lengths(Path(given))
         return functools.cache(
@@ -155,19 +150,17 @@ def lengths_of(given: str, seed: int, size: int) -> Lengths:
         median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
         if not (0 < median < np.inf and 0 <= sigma < np.inf):
             raise ValueError("a median above 0, and a deviation of at least 0")
-    words = np.random.default_rng
-    mean = np.log(median)
-    return functools.cache(
-        lambda number: (
-            words([seed, number]).lognormal(mean, sigma, size).clip(1, 1 << 31).astype(np.int64)
-        )
-    )
+
+    @functools.cache
+    def draw(number: int) -> np.ndarray:
+        lengths = np.random.default_rng([seed, number]).lognormal(np.log(median), sigma, size)
+        return lengths.clip(1, 1 << 31).astype(np.int64)
+
+    return draw
 
 
 class Scene:
-    """A ledger, and as much of a store as it reads: a slot for each group, one rank,
-    and a clock.
-    """
+    """A prompt ledger with the store words that it reads: one slot per group, a rank, a clock."""
 
     def __init__(self, spec: PromptSpec) -> None:
         self.now = 0.0
@@ -180,16 +173,15 @@ class Scene:
         self.numbers = np.zeros(num_slots, np.int64)
         memory: Any = SimpleNamespace(peer=0, is_alive=lambda _: True)
         self.ledger = PromptLedger(spec, views, self.numbers, memory, lambda: int(self.now * 1e9))
-        # numbers of groups that were too old
         self.num_committed = 0
-        self.dropped = list[int]()
+        self.dropped = list[int]()  # numbers of groups that were too old
 
     @property
     def num_selected(self) -> int:
         return int(self.position[Head.NUMBER])
 
     def commit(self, lease: LeaseRecord) -> None:
-        """Commit the group of a lease, unless that has ended."""
+        """Commit the group of a lease, unless the lease has expired."""
         try:
             with self.ledger.committing(lease, 1):
                 slot = int(np.nonzero(self.slots[:, Slot.STATE] == SlotState.FREE)[0][0])
@@ -220,12 +212,14 @@ class Scene:
 
 
 def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Prediction:
-    """Return what a rule leads to in so many rollout batches. Workers renew their
-    leases in time.
+    """Predict the results of a rule over a number of rollout batches.
+
+    Workers renew their leases in time, so leases never expire for their age.
     """
     scene = Scene(replace(spec, lease_s=1e9))
     places = free = pace.workers * pace.concurrency
-    events: list[tuple[float, int, LeaseRecord | None]] = []  # ends; None: of a batch's training
+    # A heap of ends: time, token, and the lease that ends; None for the training of a batch.
+    events: list[tuple[float, int, LeaseRecord | None]] = []
     versions = dict[int, int]()
     lags = list[int]()
     trained = list[int]()
@@ -243,8 +237,10 @@ def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Pr
             trained += numbers
             took = sum(int(lengths(number).sum()) for number in numbers) * pace.train_s
             heapq.heappush(events, (scene.now + took, 0, None))
-            training_s, is_training = training_s + took, True
+            training_s += took
+            is_training = True
             continue
+        # Nothing else can happen before the next end.
         before = scene.now
         scene.now, _, ended = heapq.heappop(events)
         generating_s += (places - free) * (scene.now - before)
@@ -254,7 +250,7 @@ def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Pr
         else:
             free += 1
             scene.commit(ended)
-    # With the rest of the last batch's training.
+    # The training of the last batch has only begun; the rest of it counts too.
     seconds = scene.now + sum(end - scene.now for end, _, lease in events if lease is None)
     generated = {number: lengths(number) for number in versions}
     tokens = sum(int(generated[number].sum()) for number in trained)

@@ -1,5 +1,6 @@
-"""`gear split`: divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on,
-one per node that consumes. Each is read like any data set; copy part i to node i.
+"""`gear split`: divide a data set into contiguous parts of about equal bytes, one per node.
+
+The parts are OUT/part-0 and so on. Each is read like any data set; copy part i to node i.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the parts, and print the ids and sizes of each."""
     from deepspeed_gear.data.dataset import Dataset
     from deepspeed_gear.data.dataset_writer import write_parts
-    from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
-    from deepspeed_gear.distributed.shard_placement import non_empty
+    from deepspeed_gear.distributed.shard_placement import non_empty, shards_of
 
     dataset = Dataset.open(args.dataset)
     if not 1 <= args.nodes <= len(dataset):

@@ -25,14 +25,14 @@ from typing import TypeVar
 
 from deepspeed_gear.errors import ConfigError, GearError, PeerError
 
-# No prompt for a password or for trust in a key, since a launcher could not answer; a lost link
-# ends it.
+# BatchMode: no prompt for a password or for trust in a key, which a launcher could not answer. A
+# connection that is lost ends the command.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 # Variables that the launch script exports as well, so that the probe has the environment of the
 # ranks.
 FORWARDED = (
-    "DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR "
-    "PATH LD_LIBRARY_PATH CUDA_HOME CXX"
+    "DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR PATH LD_LIBRARY_PATH "
+    "CUDA_HOME CXX"
 ).split()
 _MODULE = ("-m", "deepspeed_gear.cli.ssh_hosts")
 _CONNECT_S = 10.0
@@ -42,9 +42,13 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
-    """Read hosts and their slots, in the order of the ranks, by DeepSpeed's rules."""
-    remedy = "copy configs/hostfile.example and name your hosts"
-    with ConfigError.on(str(path), "must be a readable hostfile", OSError, remedy=remedy):
+    """Read hosts and their slots in the order of the ranks, by DeepSpeed's rules."""
+    with ConfigError.on(
+        str(path),
+        "must be a readable hostfile",
+        OSError,
+        remedy="copy configs/hostfile.example and name your hosts",
+    ):
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     hosts: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
@@ -58,9 +62,8 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
             raise ConfigError(
                 where, "must name a host once", match[1], "add up its slots in one line"
             )
-        if (
-            int(match[2]) == 0
-        ):  # DeepSpeed starts no rank there, and may wait for that host as the first one
+        # DeepSpeed starts no rank on such a host, yet may wait for it if it is the first one.
+        if int(match[2]) == 0:
             raise ConfigError(where, "must have at least one slot", line, "remove the line")
         hosts[match[1]] = int(match[2])
     if not hosts:
@@ -69,10 +72,10 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 
 
 def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subprocess.Popen[str]:
-    """Start this interpreter on a host, in this folder and with these settings.
+    """Start this interpreter on a host, in this folder and with the forwarded variables.
 
-    It ends after `timeout_s` even if the connection is lost; the caller ends what it no longer
-    needs.
+    It ends after `timeout_s` even if the connection is lost; the caller ends processes that it no
+    longer needs.
     """
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     settings = [
@@ -87,7 +90,7 @@ def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subproces
 
 
 def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:
-    """Run this interpreter on a host to its end; return its stdout."""
+    """Run this interpreter on a host until it exits; return its standard output."""
     with start_on(host, arguments, timeout_s) as process:
         try:
             # The remote end has its own limit; this one is for a connection that hangs.
@@ -105,9 +108,7 @@ def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:
 def on_each(
     hosts: Collection[str], act: Callable[[str], T]
 ) -> tuple[dict[str, T], list[GearError]]:
-    """Call a function for all hosts at once; return its results, and the errors of the
-    other hosts.
-    """
+    """Call a function for all hosts at once; return results by host, and the errors of others."""
 
     def attempt(host: str) -> T | GearError:
         try:
@@ -124,24 +125,31 @@ def on_each(
 
 
 def unanswered(host: str, timeout_s: float) -> PeerError:
-    """Return the error of a host that is too slow."""
-    remedy = "look at what hangs there (ps, dmesg), or give a longer --timeout"
-    return PeerError(f"host {host}", f"must answer within {timeout_s:g} s", None, remedy)
+    """Return the error of a host that did not answer in time."""
+    return PeerError(
+        f"host {host}",
+        f"must answer within {timeout_s:g} s",
+        None,
+        "look at what hangs there (ps, dmesg), or give a longer --timeout",
+    )
 
 
 def failed(host: str, stderr: str) -> PeerError:
-    """Return the error of a program, or an ssh, that failed on a host."""
+    """Return the error of a program, or of ssh itself, that failed on a host."""
     lines = stderr.strip().splitlines() or ["nothing"]
-    rule = "must run this interpreter over ssh, without a password"
-    remedy = f"try: {' '.join(SSH[:3])} {host} {sys.executable} --version"
-    return PeerError(f"host {host}", rule, lines[-1], remedy)
+    return PeerError(
+        f"host {host}",
+        "must run this interpreter over ssh, without a password",
+        lines[-1],
+        f"try: {' '.join(SSH[:3])} {host} {sys.executable} --version",
+    )
 
 
 def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
-    """Connect each two hosts, both ways; return an error for each that fails.
+    """Connect each pair of hosts in both directions; return an error for each that fails.
 
     Every host listens, and connects to the others by their names in the hostfile. Cost: two ssh
-    sessions a host, all at once.
+    sessions per host, all at once.
     """
     token = secrets.token_hex(8)
     with ExitStack() as servers:
@@ -166,23 +174,30 @@ def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
             }
             answer = run_on(host, [*_MODULE, "ask", token, *others], timeout_s)
             remedy = (
-                "open the ports between the hosts; let both resolve its name to an "
-                "address "
-                "they reach"
+                "open the ports between the hosts; let both resolve its name to an address they "
+                "reach"
             )
-            found: list[GearError] = []
+            failures: list[GearError] = []
             for address, why in json.loads(answer.splitlines()[-1]).items():
-                rule = f"must be reached from host {host} on TCP port {address.rpartition(':')[2]}"
-                found.append(PeerError(f"host {others[address]}", rule, why, remedy))
-            return found
+                port = address.rpartition(":")[2]
+                failures.append(
+                    PeerError(
+                        f"host {others[address]}",
+                        f"must be reached from host {host} on TCP port {port}",
+                        why,
+                        remedy,
+                    )
+                )
+            return failures
 
         failures, unasked = on_each(ports, find_failures)
     return [*problems, *unasked, *chain.from_iterable(failures.values())]
 
 
 def serve(token: str, idle_s: float = _IDLE_S) -> None:
-    """Listen, print the port, and answer each connection with the token; end after `idle_s` without
-    one.
+    """Listen on a free port and print it; send the token over each connection.
+
+    Ends after `idle_s` without a connection.
     """
     with socket.create_server(("", 0)) as listener:
         listener.settimeout(idle_s)
@@ -197,7 +212,7 @@ def serve(token: str, idle_s: float = _IDLE_S) -> None:
 
 
 def ask(token: str, addresses: Sequence[str]) -> dict[str, str]:
-    """Connect to every HOST:PORT; return the reasons of failures by address."""
+    """Connect to every HOST:PORT; return the reason of each failure by address."""
     reasons: dict[str, str] = {}
     for address in addresses:
         host, _, port = address.rpartition(":")

@@ -21,16 +21,22 @@ from deepspeed_gear.errors import ConfigError
 
 
 def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
-    """Check the JSON object under `"gear"`; return the frozen config, defaults filled in.
+    """Check the JSON object under `"gear"`; return the frozen config with all defaults.
 
-    A GearConfig is returned as it is. ConfigError where an option is unknown, wrong, or contradicts
-    another.
+    A GearConfig is returned unchanged.
+
+    Raises:
+        ConfigError: An option is unknown, wrong, or contradicts another.
     """
     if isinstance(section, GearConfig):
         return section
     if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
-        remedy = 'write "gear": {"data": "path/of/the/data/set"}'
-        raise ConfigError("gear", "must be a JSON object", section, remedy)
+        raise ConfigError(
+            "gear",
+            "must be a JSON object",
+            section,
+            'write "gear": {"data": "path/of/the/data/set"}',
+        )
     try:
         return GearConfig(**expand(section))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What options require of one another, and exclude, as far as no schema is needed.
+"""Checks between options: what they require of one another, and exclude, without a schema.
 
 `check_lengths` and `check_ranks` need data sets and a topology.
 """
@@ -22,9 +22,10 @@ from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, 
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
-SAMPLE_NAMES = tuple(  # of any batch
-    "is_weight trajectory_id anchor sample_number sample_index probability epoch valid relabelled "
-    "goal_step".split()
+# Names of the parts that every batch has for its samples; fields must not have them.
+SAMPLE_NAMES = tuple(
+    "is_weight trajectory_id anchor sample_number sample_index probability epoch valid "
+    "relabelled goal_step".split()
 )
 BATCH_NAMES = (*SAMPLE_NAMES, "mask", "handle", "source")
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
@@ -40,14 +41,17 @@ GOAL_EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the config, and its name. Each method raises ConfigError unless its rule holds."""
+    """A part of the config and its name; each method raises ConfigError unless its rule holds."""
 
     at: str
     options: BaseModel
 
     def leave_out(self, names: str, when: str, remedy: str = "") -> None:
-        """Options, separated by spaces, must have their defaults where `when` holds, the end of the
-        rule.
+        """Require that options have their defaults.
+
+        Args:
+            names: The options, separated by spaces.
+            when: The condition, as the end of the rule.
         """
         for name in names.split():
             value, default = self._value_and_default(name)
@@ -55,27 +59,28 @@ class Part:
                 self.refuse(name, f"must not be given {when}", remedy)
 
     def need(self, name: str, when: str, remedy: str = "") -> None:
-        """An option must not be null."""
+        """Require that an option is not null."""
         if self._value_and_default(name)[0] is None:
             self.refuse(name, f"must be given {when}", remedy)
 
     def admit(self, name: str, values: Sequence[Any], when: str, remedy: str = "") -> None:
-        """An option must have one of some values, which the rule shows."""
+        """Require that an option has one of some values, which the rule lists."""
         if self._value_and_default(name)[0] not in values:
             self.refuse(name, f"must be {' or '.join(map(json.dumps, values))} {when}", remedy)
 
     def at_most(self, name: str, limit: int | None, rule: str, remedy: str = "") -> None:
-        """An option must be null or at most `limit`, which the end of the rule shows; null is no
-        limit.
+        """Require that an option is null or at most `limit`.
+
+        Args:
+            limit: The limit, which the rule shows; None is no limit.
+            rule: What the limit is, after "must be at most".
         """
         value = self._value_and_default(name)[0]
         if value is not None and limit is not None and value > limit:
             self.refuse(name, f"must be at most {rule} ({limit})", remedy)
 
     def refuse(self, name: str, rule: str, remedy: str = "") -> NoReturn:
-        """An option must have another value than it has. A value that is itself a part is not
-        shown.
-        """
+        """Raise ConfigError for an option's value; a value that is itself a part is not shown."""
         value = self._value_and_default(name)[0]
         if isinstance(value, dict) and any(
             isinstance(inner, BaseModel) for inner in value.values()
@@ -91,11 +96,14 @@ class Part:
 
 
 def check_options(config: GearOptions) -> None:
-    """Raise ConfigError if two options conflict, or one needs another that is missing."""
+    """Raise ConfigError if two options conflict, or one lacks another that it needs."""
     part = Part("gear", config)
     if config.tables:
-        remedy = 'write the data set as an entry of gear.tables: {"main": {"data": ...}}'
-        part.leave_out("data", "together with gear.tables", remedy)
+        part.leave_out(
+            "data",
+            "together with gear.tables",
+            'write the data set as an entry of gear.tables: {"main": {"data": ...}}',
+        )
     elif config.data is None:
         part.refuse(
             "data", "or gear.tables must be given", "name the folder that `gear ingest` wrote"
@@ -116,18 +124,20 @@ def check_options(config: GearOptions) -> None:
     if config.shared_memory.keep and all(
         one.prompts is None for one in config.resolved_tables.values()
     ):
-        rule = "must not be true without a table with prompts"
-        remedy = "give tables.<name>.prompts"
-        Part("gear.shared_memory", config.shared_memory).refuse("keep", rule, remedy)
+        Part("gear.shared_memory", config.shared_memory).refuse(
+            "keep", "must not be true without a table with prompts", "give tables.<name>.prompts"
+        )
     media = [
         one
         for name in config.sampled_tables
         if (one := config.resolved_tables[name].media) is not None
     ]
     if any(one.columns != media[0].columns for one in media):
-        rule = "must have equal media.columns in all tables of a mixture"
-        remedy = "an item may have no rows of a column: give all tables the columns of all"
-        part.refuse("tables", rule, remedy)
+        part.refuse(
+            "tables",
+            "must have equal media.columns in all tables of a mixture",
+            "an item may have no rows of a column: give all tables the columns of all",
+        )
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
@@ -136,30 +146,39 @@ def check_options(config: GearOptions) -> None:
     ):
         part.refuse("hindsight", "must have a field with the option hindsight", GOAL_EXAMPLE)
     if config.n_step is not None:
-        remedy = "n-step returns are sums of the rewards for the goal that was pursued"
-        part.leave_out("hindsight", "together with gear.n_step", remedy)
-    if config.exchange == "device":
-        remedy = (
-            "collectives of a device belong to the main thread, at one place among those "
-            "of training"
+        part.leave_out(
+            "hindsight",
+            "together with gear.n_step",
+            "n-step returns are sums of the rewards for the goal that was pursued",
         )
-        part.admit("prefetch", [0], 'where gear.exchange is "device"', remedy)
+    if config.exchange == "device":
+        part.admit(
+            "prefetch",
+            [0],
+            'where gear.exchange is "device"',
+            "collectives of a device belong to the main thread, at one place among those of "
+            "training",
+        )
     micro = config.micro_batch_size or 1
     steps = config.gradient_accumulation_steps
     if config.batch_size is not None and config.batch_size % (micro * steps):
-        rule = (
-            f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} "
-            f"* {steps})"
+        part.refuse(
+            "batch_size",
+            f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * "
+            f"{steps})",
+            "it is their product times the number of ranks",
         )
-        part.refuse("batch_size", rule, "it is their product times the number of ranks")
     if config.on_device:
         names = "hindsight prefetch verify_every count_draws pipeline transfer"
         part.leave_out(names, "for a table on devices", _ON_HOST)
     if config.burn_in:
         _check_burn_in(config, part)
     if config.pack is None:
-        remedy = 'give "pack": {"tokens": ...}, or leave it out'
-        part.leave_out("batch rollout loss", "without gear.pack", remedy)
+        part.leave_out(
+            "batch rollout loss",
+            "without gear.pack",
+            'give "pack": {"tokens": ...}, or leave it out',
+        )
     else:
         _check_pack(config, config.pack, part)
 
@@ -170,8 +189,7 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
     if table.data is not None:
         part.leave_out(
             "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age "
-            "version "
-            "rate_limiter capacity_trajectories max_length num_envs schema media",
+            "version rate_limiter capacity_trajectories max_length num_envs schema media",
             f"together with {part.at}.data",
             "drop one",
         )
@@ -179,11 +197,17 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
     for option in ("max_length", "capacity_trajectories"):
         part.at_most(option, table.capacity_steps, f"{part.at}.capacity_steps", remedy)
     if (table.remove == "keep_best") != (table.keep_best is not None):
-        rule = 'must be given with remove = "keep_best", and only then'
-        part.refuse("keep_best", rule, "name a per-trajectory column")
+        part.refuse(
+            "keep_best",
+            'must be given with remove = "keep_best", and only then',
+            "name a per-trajectory column",
+        )
     if table.remove == "lowest_priority" and not (sampled and sampler.has_priorities):
-        rule = 'must not be "lowest_priority" without priorities'
-        part.refuse("remove", rule, "use a prioritized sampler, or keep_best")
+        part.refuse(
+            "remove",
+            'must not be "lowest_priority" without priorities',
+            "use a prioritized sampler, or keep_best",
+        )
     if not sampled or sampler.unit == "step":
         part.leave_out("max_times_sampled", "unless trajectories or groups are sampled")
     if getattr(sampler, "stratified", False):
@@ -203,12 +227,15 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
         if sampled and config.pack is not None:
             data.leave_out("split", "with gear.pack", SPLITS)
         if table.placement == "device" and isinstance(config.sampler, MixtureSampler):
-            remedy = "evaluate with a replay of this table alone"
-            data.leave_out("split", "in a mixture of tables on devices", remedy)
+            data.leave_out(
+                "split",
+                "in a mixture of tables on devices",
+                "evaluate with a replay of this table alone",
+            )
 
 
 def _check_placement(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    """Reject options of a table in host memory that belong to one on devices, and the reverse."""
+    """Reject options of host tables in a table on devices, and the reverse."""
     if table.placement == "host":
         part.leave_out("rows", "for a table in host memory", 'give it "placement": "device"')
         part.leave_out(
@@ -218,8 +245,12 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
             part.admit("placement", ["device"], "as that of the other tables")
         return
     if name not in config.sampled_tables:
-        remedy = 'leave the table out, or give it a share of a "kind": "mixture"'
-        part.admit("placement", ["host"], "for a table that is not sampled", remedy)
+        part.admit(
+            "placement",
+            ["host"],
+            "for a table that is not sampled",
+            'leave the table out, or give it a share of a "kind": "mixture"',
+        )
     if table.data is not None:
         return
     part.need("max_length", "for a table on devices", _ON_HOST)
@@ -228,13 +259,12 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     part.leave_out("writers max_age version rate_limiter media", "for a table on devices", _ON_HOST)
     n = 1 if config.n_step is None else config.n_step.n
     if table.max_length == 1 and n > 1:
-        remedy = (
+        part.refuse(
+            "max_length",
+            f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory",
             f"set it to {n} or more and add pieces of that many steps, or single steps of "
-            f"environments "
+            "environments (num_envs, add_steps_); or set gear.n_step.n to 1",
         )
-        remedy += "(num_envs, add_steps_); or set gear.n_step.n to 1"
-        rule = f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory"
-        part.refuse("max_length", rule, remedy)
     if table.num_envs is None:
         return
     when = "where steps are added one by one: an open trajectory would leave the table"
@@ -243,15 +273,19 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     longest = table.max_length or 1
     least = 2 * table.num_envs * longest
     if table.capacity_steps is not None and table.capacity_steps < least:
-        rule = f"must be at least {least}: two trajectories of {part.at}.max_length per environment"
-        part.refuse("capacity_steps", rule, "raise it, or lower max_length")
+        part.refuse(
+            "capacity_steps",
+            f"must be at least {least}: two trajectories of {part.at}.max_length per environment",
+            "raise it, or lower max_length",
+        )
     least = table.num_envs * (longest + 1)
     if table.capacity_trajectories is not None and table.capacity_trajectories < least:
-        rule = (
-            f"must be at least {least}: other environments may begin as many while one "
-            f"trajectory is open"
+        part.refuse(
+            "capacity_trajectories",
+            f"must be at least {least}: other environments may begin as many while one trajectory "
+            "is open",
+            "leave it out",
         )
-        part.refuse("capacity_trajectories", rule, "leave it out")
 
 
 def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
@@ -262,16 +296,22 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
     if group.member == group.column:
         part.refuse("member", "must be another column than that of the group")
     if group.max_trajectories is not None and group.max_trajectories < group.size:
-        rule = f"must be at least {part.at}.size ({group.size})"
-        part.refuse("max_trajectories", rule, "a member has at least one trajectory")
+        part.refuse(
+            "max_trajectories",
+            f"must be at least {part.at}.size ({group.size})",
+            "a member has at least one trajectory",
+        )
     if (group.after_s is None) != (group.min_size is None):
         part.refuse("min_size", f"must be given together with {part.at}.after_s, and only then")
     part.at_most("min_size", group.size, f"{part.at}.size")
     most = group.max_trajectories or group.size
     held = table.capacity_trajectories
     if held is not None and most > held:
-        rule = f"must be at least the trajectories of a group ({most})"
-        raise ConfigError(f"{part.at.removesuffix('.group')}.capacity_trajectories", rule, held)
+        raise ConfigError(
+            f"{part.at.removesuffix('.group')}.capacity_trajectories",
+            f"must be at least the trajectories of a group ({most})",
+            held,
+        )
     if table.data is not None:
         for option in ("needs", "after_s", "remember"):
             if getattr(group, option):
@@ -283,21 +323,25 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
     share = config.share_of(name)
     groups = 0.0 if size is None or share is None else share * size.size
     if config.pack is None or table.group is None or config.sampler_of(name).kind != "fifo":
-        rule = (
-            'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with '
-            "gear.pack"
-        )
         part.refuse(
-            "prompts", rule, "prompts are trained in the order of their leases, in packed batches"
+            "prompts",
+            'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with '
+            "gear.pack",
+            "prompts are trained in the order of their leases, in packed batches",
         )
     if size is not None and (round(groups) < 1 or abs(groups - round(groups)) > SHARES_TOLERANCE):
-        rule = f"must be a number that makes whole groups of the {size.size} of a batch"
-        remedy = "prompts are leased for batches with a fixed number of groups"
-        raise ConfigError(dotted("gear", "sampler", "shares", name), rule, share, remedy)
+        raise ConfigError(
+            dotted("gear", "sampler", "shares", name),
+            f"must be a number that makes whole groups of the {size.size} of a batch",
+            share,
+            "prompts are leased for batches with a fixed number of groups",
+        )
     if table.prompts is not None and table.prompts.order == "lease":
-        remedy = 'in the order of leases each batch waits for its groups: set order to "completion"'
         Part(f"{part.at}.prompts", table.prompts).admit(
-            "late", ["wait"], 'with the order "lease"', remedy
+            "late",
+            ["wait"],
+            'with the order "lease"',
+            'in the order of leases each batch waits for its groups: set order to "completion"',
         )
     when = f"with {part.at}.prompts"
     part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
@@ -305,8 +349,9 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
     if table.rate_limiter is not None:
         rate = Part(f"{part.at}.rate_limiter", table.rate_limiter)
         rate.leave_out("queue samples_per_insert", when, "prompts.max_lag bounds what waits")
-    remedy = "a lease commits whole groups, of `size` trajectories"
-    Part(f"{part.at}.group", table.group).leave_out("after_s member", when, remedy)
+    Part(f"{part.at}.group", table.group).leave_out(
+        "after_s member", when, "a lease commits whole groups, of `size` trajectories"
+    )
     if size is not None and size.tokens is not None:
         rule = f"must not be given {when}: batches of leases have a fixed number of groups"
         at = "gear.batch" if config.batch is not None else "gear.rollout"
@@ -330,8 +375,9 @@ def _check_rate(
         part.leave_out("error_buffer", f"without {part.at}.samples_per_insert")
     elif sampler.unit == "step":
         when = f"with {part.at}.samples_per_insert where items are steps"
-        remedy = "the longest trajectory bounds the items of an addition"
-        Part(at_table, table).need("max_length", when, remedy)
+        Part(at_table, table).need(
+            "max_length", when, "the longest trajectory bounds the items of an addition"
+        )
     held = table.capacity_steps if sampler.unit == "step" else table.capacity_trajectories
     if held is not None and table.group is not None:
         held //= table.group.size
@@ -347,12 +393,18 @@ def _check_sampler(config: GearOptions) -> None:
     if sampler.anchors == "fits" and all(
         f.length is None and not f.offset for f in config.fields.values()
     ):
-        rule = 'must not be "fits" where no field has a length or an offset'
-        part.refuse("anchors", rule, 'every step fits: use "all", or give a field a length')
+        part.refuse(
+            "anchors",
+            'must not be "fits" where no field has a length or an offset',
+            'every step fits: use "all", or give a field a length',
+        )
     if sampler.unit == "group":
         part.admit("anchors", ["all"], 'where sampler.unit is "group"', "a group has all steps")
-        remedy = 'give "pack": {"tokens": ...} and "batch": {"groups": ...}'
-        Part("gear", config).need("pack", 'where gear.sampler.unit is "group"', remedy)
+        Part("gear", config).need(
+            "pack",
+            'where gear.sampler.unit is "group"',
+            'give "pack": {"tokens": ...} and "batch": {"groups": ...}',
+        )
     if not config.on_device:
         return
     if isinstance(config.sampler, MixtureSampler):
@@ -361,14 +413,19 @@ def _check_sampler(config: GearOptions) -> None:
         )
         for name, share in config.sampler.shares.items():
             if not isinstance(share, (int, float)):
-                rule = (
-                    "must be a number for tables on devices: a captured step has fixed "
-                    "numbers of samples"
+                raise ConfigError(
+                    f"gear.sampler.shares.{name}",
+                    "must be a number for tables on devices: a captured step has fixed numbers "
+                    "of samples",
+                    share,
+                    _ON_HOST,
                 )
-                raise ConfigError(f"gear.sampler.shares.{name}", rule, share, _ON_HOST)
     if not sampler.on_device:
-        rule = "must be one of uniform, length, prioritized, top_k for a table on devices"
-        part.refuse("kind", rule, _ON_HOST)
+        part.refuse(
+            "kind",
+            "must be one of uniform, length, prioritized, top_k for a table on devices",
+            _ON_HOST,
+        )
     if any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables):
         when = "where steps are added one by one: an episode's values may come later"
         part.leave_out("where", when, "leave environments out with mask")
@@ -382,8 +439,11 @@ def _check_sampler(config: GearOptions) -> None:
     if isinstance(sampler, PrioritizedSampler):
         part.leave_out("decay", "for a table on devices", _ON_HOST)
         if not isinstance(sampler.alpha, (int, float)):
-            rule = "must be a number for a table on devices: all masses follow from it"
-            part.refuse("alpha", rule, _ON_HOST)
+            part.refuse(
+                "alpha",
+                "must be a number for a table on devices: all masses follow from it",
+                _ON_HOST,
+            )
 
 
 def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part) -> None:
@@ -408,17 +468,20 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
             (config.pack is not None, "packed batches"),
         ):
             if is_so:
-                rule = (
-                    f"must not be given for {what} to which rows are added: there are no statistics"
+                rule = f"must not be given for {what} to which rows are added"
+                part.refuse(
+                    "normalize",
+                    f"{rule}: there are no statistics",
+                    "use scale, or normalise in the model",
                 )
-                part.refuse("normalize", rule, "use scale, or normalise in the model")
     if field.scale == 0:
         part.refuse("scale", "must not be 0", "the field would hold zeros; leave it out")
     if config.hindsight is None:
         part.leave_out("hindsight", "without gear.hindsight", 'give "hindsight": {}')
     if field.hindsight is not None:
-        remedy = "a sample has one goal: expand it over the steps in the model"
-        part.leave_out("length", "for a goal", remedy)
+        part.leave_out(
+            "length", "for a goal", "a sample has one goal: expand it over the steps in the model"
+        )
         part.leave_out("derived", "for a goal", "drop one")
     if config.pack is not None:
         part.leave_out("length align hindsight", "with gear.pack", _WHOLE)
@@ -434,8 +497,12 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     part.leave_out("advantage", when, 'call rollout.advantages("gae", value=...)')
     part.leave_out(sizes, when, "give the size as gear.batch or gear.rollout")
     if pack.room == 0:
-        rule = f"must be at least gear.pack.pad.multiple ({pack.pad.multiple})"
-        raise ConfigError("gear.pack.tokens", rule, pack.tokens, "raise it, or lower the multiple")
+        raise ConfigError(
+            "gear.pack.tokens",
+            f"must be at least gear.pack.pad.multiple ({pack.pad.multiple})",
+            pack.tokens,
+            "raise it, or lower the multiple",
+        )
     unit = config.item_sampler.unit
     sampler = Part("gear.sampler", config.item_sampler)
     sampler.admit("unit", ("trajectory", "group"), when, _WHOLE)
@@ -453,30 +520,36 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
             and table.data is None
             and (table.max_length or 2**62) > pack.room
         ):
-            rule = f"must be at most {pack.room}, what gear.pack.tokens leaves for a trajectory"
-            remedy = (
+            table_part.refuse(
+                "max_length",
+                f"must be at most {pack.room}, what gear.pack.tokens leaves for a trajectory",
                 "give it, so that longer ones are refused when they are added, or "
-                '"too_long": "truncate"'
+                '"too_long": "truncate"',
             )
-            table_part.refuse("max_length", rule, remedy)
     if (config.batch is None) == (config.rollout is None):
         given = None if config.batch is None else "both"
-        rule = "or gear.rollout, one of them, must be given with gear.pack"
-        remedy = (
+        raise ConfigError(
+            "gear.batch",
+            "or gear.rollout, one of them, must be given with gear.pack",
+            given,
             '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps '
             "over "
-            "one batch"
+            "one batch",
         )
-        raise ConfigError("gear.batch", rule, given, remedy)
     size = config.rollout_size
     assert size is not None
     at = "gear.batch" if config.batch is not None else "gear.rollout"
     wanted = "groups" if unit == "group" else "trajectories"
     if size.unit != wanted:
-        rule = f'must be in {wanted} where gear.sampler.unit is "{unit}"'
-        raise ConfigError(at, rule, f"{size.size} {size.unit}", "change one of them")
-    remedy = "a minibatch has one item at least"
-    Part(at, size).at_most("minibatches", size.size, "the items of the batch", remedy)
+        raise ConfigError(
+            at,
+            f'must be in {wanted} where gear.sampler.unit is "{unit}"',
+            f"{size.size} {size.unit}",
+            "change one of them",
+        )
+    Part(at, size).at_most(
+        "minibatches", size.size, "the items of the batch", "a minibatch has one item at least"
+    )
     if unit != "group":
         rule = 'must be another one where gear.sampler.unit is not "group"'
         for option, value in (("normalize", "group"), ("by", "member")):
@@ -488,28 +561,40 @@ def _check_names(config: GearOptions) -> None:
     tables = config.resolved_tables
     sampler = config.sampler
     for name in tables:
-        if name.endswith(
-            _NOT_OF_TABLES
-        ):  # its folder in a checkpoint would be that of an earlier save
-            rule = f"must not have a table whose name ends with {', '.join(_NOT_OF_TABLES)}"
-            raise ConfigError("gear.tables", rule, name, "give the table another name")
+        # The table's folder in a checkpoint would have the name of another table's earlier save.
+        if name.endswith(_NOT_OF_TABLES):
+            raise ConfigError(
+                "gear.tables",
+                f"must not have a table whose name ends with {', '.join(_NOT_OF_TABLES)}",
+                name,
+                "give the table another name",
+            )
     if isinstance(sampler, MixtureSampler):
         for name in sampler.shares:
             if name not in tables:
                 at = dotted("gear", "sampler", "shares", name)
                 raise ConfigError(at, "must be of a table", None, known_names(name, tables))
     elif sampler.table is None and len(tables) > 1:
-        rule = "must be given where there are several tables"
-        raise ConfigError("gear.sampler.table", rule, None, f"one of {', '.join(tables)}")
+        raise ConfigError(
+            "gear.sampler.table",
+            "must be given where there are several tables",
+            None,
+            f"one of {', '.join(tables)}",
+        )
     elif sampler.table is not None and sampler.table not in tables:
-        remedy = known_names(sampler.table, tables)
-        raise ConfigError("gear.sampler.table", "must be a table", sampler.table, remedy)
+        raise ConfigError(
+            "gear.sampler.table",
+            "must be a table",
+            sampler.table,
+            known_names(sampler.table, tables),
+        )
     check_field_names(list(config.fields), n_step=config.n_step is not None)
 
 
 def check_field_names(names: list[str], n_step: bool) -> None:
-    """Reject fields whose names mean something else in a batch, or have no nested form (`a` and
-    `a.b`).
+    """Reject field names that have another meaning in a batch.
+
+    Also those that have no nested form: `a` beside `a.b`.
     """
     for name in names:
         at = dotted("gear", "fields", name)
@@ -528,24 +613,30 @@ def check_field_names(names: list[str], n_step: bool) -> None:
 
 
 def _check_burn_in(config: GearOptions, part: Part) -> None:
-    """Reject a burn-in that leaves a sample without a step that learns."""
+    """Reject a burn-in that may leave a sample without a step that learns."""
     windows = {name: field for name, field in config.fields.items() if field.length is not None}
     if not windows:
         part.leave_out("burn_in", "where no field has a length", "give fields a length")
+    # Steps count from the first step of the earliest window: with windows [-4, 4) and [0, 8), the
+    # second one ends at step 12.
     first = min(int(field.offset or 0) for field in windows.values())
     for name, field in windows.items():
         assert field.length is not None
         steps = int(field.offset or 0) + field.length - first
         if steps <= config.burn_in:
-            rule = f"must be less than the steps up to the end of field {name} ({steps})"
-            part.refuse("burn_in", rule, "lengthen the field")
+            part.refuse(
+                "burn_in",
+                f"must be less than the steps up to the end of field {name} ({steps})",
+                "lengthen the field",
+            )
+    # An anchor at the last step leaves only the steps up to it; the anchor's own step must learn.
     if config.item_sampler.anchors != "fits":
-        remedy = (
-            "else a sample may have no step that learns: lower the offsets, or use "
-            '"anchors": "fits"'
-        )
         part.at_most(
-            "burn_in", max(0, -first), "the steps of the windows in front of the anchor", remedy
+            "burn_in",
+            max(0, -first),
+            "the steps of the windows in front of the anchor",
+            "else a sample may have no step that learns: lower the offsets, or use "
+            '"anchors": "fits"',
         )
 
 
@@ -556,40 +647,50 @@ def refuse_split(at: str, split: object) -> None:
 
 
 def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
-    """Reject data sets with trajectories that no pack can hold: the longest of each has `longest`
-    steps.
+    """Reject data sets with trajectories that no pack can hold.
+
+    Args:
+        longest: Steps of the longest trajectory, by table.
     """
     if config.pack is None or config.pack.too_long == "truncate":
         return
     for name in config.sampled_tables:
         if longest.get(name, 0) > config.pack.room:
-            rule = f"must hold the longest trajectory of table {name} ({longest[name]} steps)"
-            remedy = 'raise it, or set "too_long": "truncate"'
-            raise ConfigError("gear.pack.tokens", rule, config.pack.tokens, remedy)
+            raise ConfigError(
+                "gear.pack.tokens",
+                f"must hold the longest trajectory of table {name} ({longest[name]} steps)",
+                config.pack.tokens,
+                'raise it, or set "too_long": "truncate"',
+            )
 
 
 def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) -> None:
-    """Reject a plan width, a multiple or a grid of ranks that packed batches do not suit."""
+    """Reject a plan width, a padding multiple or a pipeline that does not suit packed batches."""
     pack = config.pack
     if pack is None:
         return
     if pack.plan_width is not None and pack.plan_width % replicas:
-        rule = f"must be a multiple of the replicas ({replicas})"
         raise ConfigError(
-            "gear.pack.plan_width", rule, pack.plan_width, "change it, or the number of ranks"
+            "gear.pack.plan_width",
+            f"must be a multiple of the replicas ({replicas})",
+            pack.plan_width,
+            "change it, or the number of ranks",
         )
     if pack.pad.multiple % sequence:
-        rule = f"must be a multiple of the sequence ranks ({sequence})"
-        remedy = "each of them gets an equal slice"
-        raise ConfigError("gear.pack.pad.multiple", rule, pack.pad.multiple, remedy)
+        raise ConfigError(
+            "gear.pack.pad.multiple",
+            f"must be a multiple of the sequence ranks ({sequence})",
+            pack.pad.multiple,
+            "each of them gets an equal slice",
+        )
     if pack.prefix == "share" and sequence > 1:
         Part("gear.pack", pack).refuse(
             "prefix", 'must be "own" with sequence ranks', "leave it out"
         )
     if stages > 1:
-        remedy = (
-            "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"
-        )
         raise ConfigError(
-            "gear.pack", "must not be given where the model is a pipeline", None, remedy
+            "gear.pack",
+            "must not be given where the model is a pipeline",
+            None,
+            "a pipeline's schedule has a fixed number of micro batches of one shape: use windows",
         )

@@ -1,6 +1,6 @@
-"""Descriptions of the values that an option admits: for the option reference, and for errors.
+"""Texts for the values that an option admits, in the option reference and in errors.
 
-`translate` makes of pydantic's errors one line that names the option, the rule, the value and the
+`translate` turns pydantic's errors into one line with the option, the rule, the value and the
 remedy.
 """
 
@@ -24,7 +24,7 @@ _BOUNDS: dict[type, str] = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
 def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the options of a model by the name they have in JSON."""
+    """Return the options of a model by their names in JSON."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
@@ -37,7 +37,7 @@ def parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union, null left out."""
+    """Return the members of a union without null; the annotation itself if it is none."""
     bare, _ = parts(annotation)
     if get_origin(bare) in (Union, types.UnionType):
         return [member for member in get_args(bare) if member is not type(None)]
@@ -45,15 +45,13 @@ def alternatives(annotation: Any) -> list[Any]:
 
 
 def as_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that an annotation stands for, if it stands for one."""
+    """Return the model that an annotation is, or None."""
     bare, _ = parts(annotation)
     return bare if isinstance(bare, type) and issubclass(bare, BaseModel) else None
 
 
 def kind_of(model: type[BaseModel]) -> str | None:
-    """Return the value of `kind` that stands for a member of a union of models; None without that
-    option.
-    """
+    """Return the `kind` that selects a model in a union; None if it has no such option."""
     if "kind" not in model.model_fields:
         return None
     admitted = get_args(model.model_fields["kind"].annotation)
@@ -76,9 +74,12 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _words(notes: Sequence[Any]) -> list[str]:
-    """Return the outermost words; Python puts the metadata of nested types first."""
-    found = [note.texts for note in notes if isinstance(note, Words)]
-    return list(found[-1]) if found else []
+    """Return the outermost words.
+
+    They are the last, since Python puts the metadata of nested Annotated types first.
+    """
+    words = [note.texts for note in notes if isinstance(note, Words)]
+    return list(words[-1]) if words else []
 
 
 def _describe_one(bare: Any, inner: Sequence[Any], outer: Sequence[Any]) -> list[str]:
@@ -104,7 +105,7 @@ def _describe_one(bare: Any, inner: Sequence[Any], outer: Sequence[Any]) -> list
 
 
 def _interval(notes: Sequence[Any]) -> str:
-    """Return " in [low, high)", or " >= low" without a high bound."""
+    """Return " in [low, high)", or " >= low" without an upper bound."""
     bounds = {type(n): _power(getattr(n, _BOUNDS[type(n)])) for n in notes if type(n) in _BOUNDS}
     low = f"[{bounds[Ge]}" if Ge in bounds else f"({bounds[Gt]}" if Gt in bounds else ""
     high = f"{bounds[Le]}]" if Le in bounds else f"{bounds[Lt]})" if Lt in bounds else ""
@@ -114,7 +115,7 @@ def _interval(notes: Sequence[Any]) -> str:
 
 
 def _power(bound: Any) -> str:
-    """Write a large power of two as one."""
+    """Write a bound; large powers of two as such: 4611686018427387904 as "2^62"."""
     exponent = int(abs(bound)).bit_length() - 1
     sign = "-" if bound < 0 else ""
     return f"{sign}2^{exponent}" if exponent >= 20 and abs(bound) == 2**exponent else str(bound)
@@ -135,8 +136,9 @@ SYNONYMS = {
 
 
 def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
-    """Follow a pydantic location; members that name a branch of a union are not part of the
-    option's name.
+    """Follow a pydantic location to the option's annotation, its metadata and its path.
+
+    Members of a location that name a branch of a union are not part of the option's name.
     """
     annotation: Any = model
     metadata: tuple[Any, ...] = ()
@@ -162,14 +164,17 @@ def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     *where, key = error["loc"]
     annotation, _, path = _locate(model, where)
     models = [model for model in map(as_model, alternatives(annotation)) if model is not None]
+    # In a union, the location has the kind that was given; the other members have other kinds.
     others = [model for model in models if kind_of(model) not in (None, *where)]
     models = [model for model in models if model not in others] or models
     known = [name for model in models for name in options(model)]
     kinds = [kind_of(model) for model in others if key in options(model)]
     if kinds:
-        remedy = f"it belongs to kind {' or '.join(map(repr, kinds))}"
         return ConfigError(
-            dotted("gear", *path, key), "is not an option of this kind", None, remedy
+            dotted("gear", *path, key),
+            "is not an option of this kind",
+            None,
+            f"it belongs to kind {' or '.join(map(repr, kinds))}",
         )
     wanted = SYNONYMS[key] if SYNONYMS.get(key) in known else str(key)
     return ConfigError(
@@ -201,35 +206,38 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     if error["type"] == "gear_conflict":
         context = error["ctx"]
         option = dotted("gear", *path, context["option"]) if context["option"] else name
-        rule = context["rule"].replace("{at}", name)
-        return ConfigError(option, rule, _short(context["value"]), context["remedy"])
+        return ConfigError(
+            option,
+            context["rule"].replace("{at}", name),
+            _short(context["value"]),
+            context["remedy"],
+        )
     value = _short(error["input"])
     if value is None:
         return ConfigError(
             name, f"must be {admitted}, got null", None, "leave it out for its default"
         )
     if value == "auto":
-        remedy = (
-            "'auto' is not defined for it: give a value, or leave the option out for its default"
+        return ConfigError(
+            name,
+            f"must be {admitted}",
+            value,
+            "'auto' is not defined for it: give a value, or leave the option out for its default",
         )
-        return ConfigError(name, f"must be {admitted}", value, remedy)
     if error["type"] == "gear":
         rule = error["ctx"]["rule"]
-        remedy = error["ctx"]["remedy"]
-        return ConfigError(name, rule, value, remedy or _hint(value, rule))
+        return ConfigError(name, rule, value, error["ctx"]["remedy"] or _hint(value, rule))
     return ConfigError(name, f"must be {admitted}", value, _hint(value, admitted))
 
 
 def _short(value: Any) -> Any:
-    """Keep the message to one readable line, whatever was given."""
+    """Shorten a value whose text would make the message longer than a readable line."""
     text = repr(value)
     return value if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _hint(value: Any, admitted: str) -> str:
-    """Return the remedy of a string: the admitted one that it resembles, or the number that it
-    quotes.
-    """
+    """Return the remedy for a string: the admitted string that it resembles, or "no quotes"."""
     if not isinstance(value, str):
         return ""
     try:
@@ -239,23 +247,25 @@ def _hint(value: Any, admitted: str) -> str:
 
 
 def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
-    """Turn pydantic's list of errors into one error: the first, and the others after it.
+    """Turn pydantic's list of errors into one error: the first, with the others as its remedy.
 
-    Unknown keys come first: a misspelt key often is why another one is missing.
+    Unknown keys come first, since a misspelt key is often why another one is missing.
     """
     entries = error.errors(include_url=False)
     entries.sort(key=lambda entry: entry["type"] != "extra_forbidden")
-    found: dict[str, ConfigError] = {}
+    by_name: dict[str, ConfigError] = {}
     for entry in entries:
         one = _one(model, entry)
-        found.setdefault(one.name, one)
-    # An error of a union's branch that fits but for one option is more useful than one of other
-    # branches.
+        by_name.setdefault(one.name, one)
+    # Every branch of a union reports errors. Where one branch fits but for an inner option, the
+    # error of that option is more useful than those of the option as a whole.
     whole = {
-        name for name in found if any(other.startswith((f"{name}.", f"{name}[")) for other in found)
+        name
+        for name in by_name
+        if any(other.startswith((f"{name}.", f"{name}[")) for other in by_name)
     }
-    first, *rest = (one for name, one in found.items() if name not in whole)
+    first, *rest = (one for name, one in by_name.items() if name not in whole)
     if not rest:
         return first
-    also = f"(also: {' | '.join(str(other) for other in rest)})"
+    also = f"(also: {' | '.join(map(str, rest))})"
     return ConfigError(first.name, first.rule, first.value, f"{first.remedy} {also}".strip())

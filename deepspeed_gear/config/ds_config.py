@@ -1,4 +1,4 @@
-"""The `gear` section of a ds_config, and the batch sizes that an engine takes from it."""
+"""The `gear` section of a ds_config, and the batch sizes around it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def load(config: Any) -> Any:
-    """Return what a JSON file holds, given its path; anything else is returned as it is."""
+    """Return the content of a JSON file, given its path; anything else is returned unchanged."""
     if not isinstance(config, (str, Path)):
         return config
     is_readable = ConfigError.on("config", "must be a readable file", OSError, value=str(config))
@@ -31,9 +31,7 @@ def load(config: Any) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError where a key is given twice, of which one would be
-    ignored.
-    """
+    """Return a JSON object; ValueError if a key occurs twice, since one would be ignored."""
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
         raise ValueError(f"{twice[0]!r} is given twice in one object")
     return dict(pairs)
@@ -42,25 +40,33 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read(config: Any) -> tuple[Any, dict[str, Any]]:
     """Return the gear section of a config, and the batch sizes of the ds_config around it.
 
-    A config is a ds_config with a section `gear`, or the section alone, as `load` takes it. What is
-    no mapping is returned as it is.
+    Args:
+        config: A ds_config with a section `gear`, or the section alone; a mapping, or the path of a
+            JSON file. Anything else is returned unchanged, without sizes.
     """
     config = load(config)
     if not isinstance(config, Mapping):
         return config, {}
     if "gear" not in config:
         if config.keys() & _OF_DEEPSPEED and not config.keys() & {"data", "tables"}:
-            remedy = 'add "gear": {"data": "path/of/the/data/set"}'
-            raise ConfigError("the config", 'must have a section "gear"', ", ".join(config), remedy)
+            raise ConfigError(
+                "the config",
+                'must have a section "gear"',
+                ", ".join(config),
+                'add "gear": {"data": "path/of/the/data/set"}',
+            )
         return config, {}
     return config["gear"], {name: config[name] for name in SIZES if name in config}
 
 
 def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) -> tuple[int, int]:
-    """Return the samples of a micro batch, and the micro batches of a rank in a global batch.
+    """Return the samples of a micro batch, and the micro batches per rank of a global batch.
 
-    `given` are those of `SIZES` that a ds_config around the section has; without any, its own
-    options count. ConfigError where their product is not right for the replicas.
+    Args:
+        given: The sizes among `SIZES` in a ds_config around the section. If there are none, the
+            section's own options count.
+    Raises:
+        ConfigError: They contradict each other for this number of replicas.
     """
     names = SIZES
     if not given:
@@ -70,6 +76,7 @@ def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) ->
     for name, value in given.items():
         if type(value) is not int or value < 1:
             raise ConfigError(name, "must be an integer >= 1 where there is no engine", value)
+    # batch = micro * steps * replicas; those that are not given follow from the others.
     batch, micro, steps = map(given.get, names)
     if micro is None:
         if batch is None:
@@ -80,14 +87,20 @@ def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) ->
     if steps is None:
         steps = 1 if batch is None or micro < 1 else batch // replicas // micro
     if micro < 1 or steps < 1 or batch not in (None, micro * steps * replicas):
-        rule = f"must be {names[1]} * {names[2]} * replicas ({micro} * {steps} * {replicas})"
-        raise ConfigError(names[0], rule, batch, "change one of them, or the number of ranks")
+        raise ConfigError(
+            names[0],
+            f"must be {names[1]} * {names[2]} * replicas ({micro} * {steps} * {replicas})",
+            batch,
+            "change one of them, or the number of ranks",
+        )
     return micro, steps
 
 
 def refuse_batch_sizes(config: GearOptions) -> None:
+    """Reject the section's batch sizes where an engine or a ds_config gives them."""
     for option, of_the_engine in zip(
         ("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True
     ):
-        remedy = f"use {of_the_engine} of ds_config.json"
-        Part("gear", config).leave_out(option, "with an engine or a ds_config", remedy)
+        Part("gear", config).leave_out(
+            option, "with an engine or a ds_config", f"use {of_the_engine} of ds_config.json"
+        )

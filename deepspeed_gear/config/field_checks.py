@@ -1,6 +1,4 @@
-"""The fields of a batch with all defaults filled in, checked against the schema that they are read
-from.
-"""
+"""The fields of a batch with all defaults filled in, checked against the table's schema."""
 
 from __future__ import annotations
 
@@ -28,11 +26,10 @@ DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 DERIVED |= dict.fromkeys(ESTIMATED, "float32")
 OF_EPISODES = ("return_to_go", "timestep")  # derived, unless the table has a column of the role
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
-# before the name of a field: its mask, and which of its steps learn
-MASK = "mask."
-LEARNS = "learns."
+MASK = "mask."  # prefix of a field's name: the mask of its real steps
+LEARNS = "learns."  # prefix of a field's name: the mask of its steps after the burn-in
 _ONE_NUMBER = "must name a column with one number per trajectory"
-_GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
+_GATHERED = (torch.int32, torch.int64)  # integer types that the gather op converts others to
 
 
 @dataclass(frozen=True)
@@ -50,29 +47,29 @@ class ResolvedField:
     normalize: str | None = None
     scale: float = 1.0
     dtype: str = "float32"  # in the batch, or "engine"; of an opaque column its own
-    # No options. Where ranks share a window: its first step that is gathered, and how many (None:
-    # all).
+    # The next three are no options. Where sequence ranks share a window, this rank gathers its
+    # steps from `part_first` on, `part_length` of them (None: all).
     part_first: int = 0
     part_length: int | None = None
     mask_only: bool = False  # for pipeline stages: the mask is made, the column is not read
-    hindsight: Column | None = None  # that a relabelled sample takes the row of a drawn step from
-    #: Of an advantage or a value target: windows gathered for it alone in the order of
-    #: `advantages_`: reward, value, next_value, terminated, truncated, log_prob and
-    #: behaviour_log_prob; None: there is none.
+    hindsight: Column | None = None  # achieved goals; a relabelled sample takes a row of them
+    #: Windows that an advantage or a value target is estimated from, gathered for it alone. In the
+    #: order of `advantages_`: reward, value, next_value, terminated, truncated, log_prob and
+    #: behaviour_log_prob; None where there is no such column.
     inputs: tuple[ResolvedField | None, ...] = ()
     factors: tuple[float, ...] = ()  # gamma, lambda, rho_bar, c_bar
 
     @property
     def follows(self) -> bool:
-        """Whether the steps of the n-step return are added to the offset."""
+        """Whether the offset follows the n-step return, and so varies between samples."""
         return self.offset == "n_step"
 
     @property
     def first(self) -> int:
         """Offset without the steps of the n-step return.
 
-        The state after k steps is row k after the anchor's of the states, and row k - 1 of the next
-        states.
+        The state after k steps is row k after the anchor's row of the states, but row k - 1 of the
+        next states, so for next states the offset is -1.
         """
         if self.offset != "n_step":
             return self.offset
@@ -80,17 +77,17 @@ class ResolvedField:
 
     @property
     def gathered_length(self) -> int | None:
-        """Steps of the window that are gathered; None for no time axis."""
+        """Steps of the window that this rank gathers; None without a time axis."""
         return self.length if self.part_length is None else self.part_length
 
     @property
     def needs_episode(self) -> bool:
-        """Whether it is right only where a trajectory is a whole episode."""
+        """Whether its values are right only where a trajectory is a whole episode."""
         return self.derived in OF_EPISODES
 
     @property
     def is_input(self) -> bool:
-        """Whether it is gathered only to estimate others from it, and no batch has it."""
+        """Whether it is gathered only to estimate other fields, and is not in the batch."""
         return self.name.startswith("\0")
 
     @property
@@ -100,35 +97,39 @@ class ResolvedField:
 
     @property
     def is_converted(self) -> bool:
-        """Whether gathering changes values other than by dtype."""
+        """Whether gathering changes the values, other than by a conversion of dtype."""
         return self.normalize is not None or self.scale != 1.0
 
 
 def read_fields(fields: Sequence[ResolvedField]) -> list[ResolvedField]:
-    """Return the fields whose rows are read: in place of estimated ones their inputs, each once."""
-    found: dict[ResolvedField, None] = {}
-    for field in fields:
-        found |= dict.fromkeys(each for each in field.inputs or (field,) if each is not None)
-    return list(found)
+    """Return the fields whose rows are read: estimated ones are replaced by their inputs."""
+    # A dict keeps the order; equal inputs of two fields are read once.
+    read = (each for field in fields for each in field.inputs or (field,) if each is not None)
+    return list(dict.fromkeys(read))
 
 
 def check_against(
     config: GearOptions, schemas: Mapping[str, Schema], statistics: Collection[str] | None = None
 ) -> list[ResolvedField]:
-    """Check a config against the columns of its tables; ConfigError where one is missing or does
-    not suit.
+    """Check a config against the schemas of its tables.
 
     Args:
-        statistics: Columns of the sampled table that have statistics; None for all, but where rows
-            are added without late ones.
+        statistics: Columns of the sampled table that have statistics. None: all; without late ones
+            where the statistics are those of added rows.
     Returns:
-        The fields of a batch in the order of the config, or of the schema where the config names
-        none; then without opaque columns.
+        The fields of a batch in the order of the config. If the config names none: a field for
+        every column of the schema that is not opaque, in its order.
+    Raises:
+        ConfigError: A column is missing, or does not suit an option.
     """
     for name in config.resolved_tables:
         if name not in schemas:
-            remedy = "give it here or to Replay(schemas=...)"
-            raise ConfigError(dotted("gear", "tables", name), "must have a schema", None, remedy)
+            raise ConfigError(
+                dotted("gear", "tables", name),
+                "must have a schema",
+                None,
+                "give it here or to Replay(schemas=...)",
+            )
         _check_columns(config, name, schemas[name])
     first, *others = config.sampled_tables
     if statistics is None:
@@ -142,13 +143,16 @@ def check_against(
             _check_packed(config, first, other, schemas)
         for a, b in zip(fields[first], fields[other], strict=False):
             if a != b:
-                rule = f"must have the same column in tables {first} and {other}"
                 raise ConfigError(
-                    dotted("gear", "fields", a.name), rule, f"{a.column} and {b.column}"
+                    dotted("gear", "fields", a.name),
+                    f"must have the same column in tables {first} and {other}",
+                    f"{a.column} and {b.column}",
                 )
         if len(fields[first]) != len(fields[other]):
-            rule = f"must be given where the columns of tables {first} and {other} differ"
-            raise ConfigError("gear.fields", rule)
+            raise ConfigError(
+                "gear.fields",
+                f"must be given where the columns of tables {first} and {other} differ",
+            )
     _check_pipeline(config, [field.name for field in fields[first] if not field.is_opaque])
     return fields[first]
 
@@ -176,8 +180,12 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     table = config.resolved_tables[name]
     opaque = [column for column in schema if column.is_opaque]
     if opaque and table.placement == "device":
-        rule = f"must not have a column of dtype {opaque[0].dtype} on devices"
-        raise ConfigError(at, rule, opaque[0].name, 'give the table "placement": "host"')
+        raise ConfigError(
+            at,
+            f"must not have a column of dtype {opaque[0].dtype} on devices",
+            opaque[0].name,
+            'give the table "placement": "host"',
+        )
     numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
     if (group := table.group) is not None:
         integers = [c for c in numbers if not c.is_floating and not c.late]
@@ -193,8 +201,12 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
         _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:
         versions = [c for c in schema.step_columns if not c.shape and c.dtype in TOKEN_DTYPES]
-        rule = "must name a column with one integer per step"
-        _check_listed(f"{at}.version.column", rule, table.version.column, versions)
+        _check_listed(
+            f"{at}.version.column",
+            "must name a column with one integer per step",
+            table.version.column,
+            versions,
+        )
 
 
 def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
@@ -205,15 +217,18 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
         names: list[str] = getattr(config.pipeline, end)
         for index, name in enumerate(names):
             if name not in known and name.removeprefix(MASK).removeprefix(LEARNS) not in fields:
-                rule = "must name a field, its mask, or what every batch has"
-                remedy = known_names(name, [*known, f"{MASK}<field>"])
-                raise ConfigError(f"gear.pipeline.{end}[{index}]", rule, name, remedy)
+                raise ConfigError(
+                    f"gear.pipeline.{end}[{index}]",
+                    "must name a field, its mask, or what every batch has",
+                    name,
+                    known_names(name, [*known, f"{MASK}<field>"]),
+                )
 
 
 def _check_packed(
     config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]
 ) -> None:
-    """Reject tables of one packed batch that differ in tokens, loss masks or members of groups."""
+    """Reject tables of one packed batch with different tokens, loss masks or group members."""
     remedy = "give the tables equal columns, or sample one of them"
     for role in ("token", "loss_mask"):
         columns = [schemas[table].role(role) for table in (first, other)]
@@ -221,16 +236,22 @@ def _check_packed(
             "none" if column is None else f"{column.name} ({column.dtype})" for column in columns
         ]
         if known[0] != known[1]:
-            rule = f"must have the column of the role {role} of table {first}, {known[0]}"
-            raise ConfigError(dotted("gear", "tables", other), rule, known[1], remedy)
+            raise ConfigError(
+                dotted("gear", "tables", other),
+                f"must have the column of the role {role} of table {first}, {known[0]}",
+                known[1],
+                remedy,
+            )
     groups = [config.resolved_tables[table].group for table in (first, other)]
     members = [
         "none" if group is None or group.member is None else group.member for group in groups
     ]
     if members[0] != members[1]:
-        rule = f"must be that of table {first} ({members[0]})"
         raise ConfigError(
-            dotted("gear", "tables", other, "group", "member"), rule, members[1], remedy
+            dotted("gear", "tables", other, "group", "member"),
+            f"must be that of table {first} ({members[0]})",
+            members[1],
+            remedy,
         )
 
 
@@ -249,9 +270,12 @@ def _fields(
     for option in ("n_step", "advantage"):
         wrong = [f"{c.name} of dtype {c.dtype}" for c in schema.end_columns if c.dtype != "bool"]
         if wrong and getattr(config, option) is not None:
-            rule = "must be of a table whose columns of the roles terminated and truncated are bool"
-            remedy = "store them as bool (gear ingest: --dtype COLUMN=bool)"
-            raise ConfigError(f"gear.{option}", rule, ", ".join(wrong), remedy)
+            raise ConfigError(
+                f"gear.{option}",
+                "must be of a table whose columns of the roles terminated and truncated are bool",
+                ", ".join(wrong),
+                "store them as bool (gear ingest: --dtype COLUMN=bool)",
+            )
     every = [column.name for column in schema if not column.is_opaque and column != SOURCE]
     requested = config.fields or {name: FieldConfig() for name in every}
     check_field_names(list(requested), n_step=config.n_step is not None)
@@ -262,29 +286,38 @@ def _fields(
         _need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
         for field in resolved:
             if field.derived == "timestep" or int(field.offset) < 0:
-                rule = 'must be of the same or a later step with "prefix": "share" of gear.pack'
-                remedy = "take micro.position_ids, or store the values in a column"
-                raise ConfigError(dotted("gear", "fields", field.name), rule, field.offset, remedy)
+                raise ConfigError(
+                    dotted("gear", "fields", field.name),
+                    'must be of the same or a later step with "prefix": "share" of gear.pack',
+                    field.offset,
+                    "take micro.position_ids, or store the values in a column",
+                )
     estimated = [field for field in resolved if field.inputs]
     if config.advantage is not None and not estimated:
-        rule = "must have a field that is derived from it"
-        remedy = '"advantage": {"length": 32}'
-        raise ConfigError("gear.advantage", rule, None, f"give gear.fields {remedy}")
+        raise ConfigError(
+            "gear.advantage",
+            "must have a field that is derived from it",
+            None,
+            'give gear.fields "advantage": {"length": 32}',
+        )
     for field in estimated:
         if (field.inputs, field.length) != (estimated[0].inputs, estimated[0].length):
-            rule = (
-                f"must have the offset and length of {dotted('gear', 'fields', estimated[0].name)}"
-            )
             raise ConfigError(
-                dotted("gear", "fields", field.name), rule, f"{field.offset}, {field.length}"
+                dotted("gear", "fields", field.name),
+                f"must have the offset and length of {dotted('gear', 'fields', estimated[0].name)}",
+                f"{field.offset}, {field.length}",
             )
     seen: dict[ResolvedField, str] = {}
     for field in resolved:
         at = dotted("gear", "fields", field.name)
         meaning = replace(field, name="")
         if meaning in seen:
-            rule = f"must differ from {dotted('gear', 'fields', seen[meaning])}"
-            raise ConfigError(at, rule, None, "both hold the same; drop one")
+            raise ConfigError(
+                at,
+                f"must differ from {dotted('gear', 'fields', seen[meaning])}",
+                None,
+                "both hold the same; drop one",
+            )
         seen[meaning] = field.name
         stored = field.column
         if not field.follows or stored is None or config.item_sampler.anchors == "fits":
@@ -294,9 +327,13 @@ def _fields(
                 'must have a row after the last step with offset "n_step": padding would be '
                 "bootstrapped"
             )
-            remedy = "store the observations in T+1 rows, or the next ones in a column of the role "
-            remedy += 'next_observation; or leave out the last n steps by "anchors": "fits"'
-            raise ConfigError(f"{at}.column", f"{rule} from", f"{stored.name} of T rows", remedy)
+            raise ConfigError(
+                f"{at}.column",
+                f"{rule} from",
+                f"{stored.name} of T rows",
+                "store the observations in T+1 rows, or the next ones in a column of the role "
+                'next_observation; or leave out the last n steps by "anchors": "fits"',
+            )
     if config.hindsight is not None:
         _check_goals(resolved)
         if config.hindsight.reward is not None:
@@ -316,11 +353,19 @@ def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
         raise ConfigError(at, "must use in, as the column is bool", None, 'write {"in": [true]}')
     for value in where.in_ or ():
         if isinstance(value, bool) and column.dtype != "bool":
-            rule = f"must hold numbers, as the column is {column.dtype}"
-            raise ConfigError(f"{at}.in", rule, value, "write 0 or 1")
+            raise ConfigError(
+                f"{at}.in",
+                f"must hold numbers, as the column is {column.dtype}",
+                value,
+                "write 0 or 1",
+            )
         if not column.is_floating and value != int(value):
-            rule = f"must hold integers, as the column is {column.dtype}"
-            raise ConfigError(f"{at}.in", rule, value, "no row equals it")
+            raise ConfigError(
+                f"{at}.in",
+                f"must hold integers, as the column is {column.dtype}",
+                value,
+                "no row equals it",
+            )
 
 
 def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:
@@ -367,7 +412,9 @@ def _resolve(
     if dtype != "engine" and not isinstance(field.pad, str):
         _check_pad(part, field.pad, dtype)
     offset = field.offset
-    if offset is None:  # a pack's columns stand where the token is predicted
+    if offset is None:
+        # In a pack, position t holds the values of token t + 1, which is predicted there; tokens,
+        # media and derived fields stay in place.
         shifts = config.pack is not None and schema.role("token") is not None
         stays = ("token", "media", *OF_EPISODES)
         offset = int(
@@ -401,9 +448,7 @@ def _resolve(
 def _inputs(
     options: AdvantageConfig, schema: Schema, offset: int, length: int
 ) -> tuple[ResolvedField | None, ...]:
-    """Return what a window's advantages are estimated from; ConfigError where a column
-    is missing.
-    """
+    """Return the windows that advantages are estimated from; ConfigError if a column is missing."""
 
     def window(name: str, column: Column | None, later: int = 0) -> ResolvedField | None:
         if column is None:
@@ -415,8 +460,12 @@ def _inputs(
         name = getattr(options, option)
         columns = [c for c in schema if c.rows in rows and not c.shape and c.is_floating]
         if name is not None:
-            rule = f"must name a column with one float per step ({' or '.join(rows)} rows)"
-            _check_listed(f"gear.advantage.{option}", rule, name, columns)
+            _check_listed(
+                f"gear.advantage.{option}",
+                f"must name a column with one float per step ({' or '.join(rows)} rows)",
+                name,
+                columns,
+            )
         return None if name is None else schema[name]
 
     _need_roles("gear.advantage", ("reward", "terminated"), schema)
@@ -424,14 +473,13 @@ def _inputs(
     following = named("next_value")
     assert value is not None
     if (value.rows == "T") != (following is not None):
-        rule = (
-            "must be given where value has T rows, and only there: the next one bootstraps windows"
+        raise ConfigError(
+            "gear.advantage.next_value",
+            "must be given where value has T rows, and only there: the next one bootstraps windows",
+            options.next_value,
+            "store the values in T+1 rows, or those of the next observations in a column of "
+            "their own",
         )
-        remedy = (
-            "store the values in T+1 rows, or those of the next observations in a column "
-            "of their own"
-        )
-        raise ConfigError("gear.advantage.next_value", rule, options.next_value, remedy)
     after = window("next_value", value, 1) if following is None else window("next_value", following)
     inputs = [window("reward", schema.role("reward")), window("value", value), after]
     inputs += [window(role, schema.role(role)) for role in ("terminated", "truncated")]
@@ -446,8 +494,9 @@ def _check_column(part: Part, column: Column, statistics: Collection[str]) -> No
         part.leave_out("length pad", when, "drop it")
     if column.is_opaque:
         when = f"for the dtype {column.dtype}"
-        remedy = "drop it: batch.opaque returns values as they are"
-        part.leave_out("normalize scale as hindsight", when, remedy)
+        part.leave_out(
+            "normalize scale as hindsight", when, "drop it: batch.opaque returns values as they are"
+        )
     if column.dtype == "bool":
         part.leave_out("normalize", "for a bool column", "drop it")
         part.leave_out("scale", "for a bool column", 'use "as": "float32"')
@@ -476,7 +525,7 @@ def _check_derived(part: Part, derived: str) -> None:
 def _check_dtype(
     part: Part, own: str, requested: str, column: Column | None, converted: bool
 ) -> None:
-    """Reject a conversion that loses values or the precision that they need."""
+    """Reject a conversion that loses values, or precision that targets and losses need."""
     source = f"a derived {own}" if column is None else f"the {own} column {column.name}"
     # Values that targets and losses are computed from keep at least the precision of float32.
     exact = column is None or column.role in (
@@ -524,7 +573,7 @@ def _check_pad(part: Part, pad: int | float, dtype: str) -> None:
 
 
 def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Column:
-    """Return the column of achieved goals that a relabelled sample takes a row of."""
+    """Return the column of achieved goals, a row of which replaces the goal of a sample."""
     if name not in schema:
         part.refuse("hindsight", "must be a column of the table", _known(schema))
     achieved = schema[name]
@@ -543,40 +592,45 @@ def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Colum
 
 
 def _check_goals(fields: Sequence[ResolvedField]) -> None:
-    """Reject achieved goals of different rows, and fields that sum the rewards of the
-    pursued goal.
+    """Reject achieved goals with different rows, and fields that sum rewards.
+
+    Those are rewards for the goal that was pursued, not for the one in the sample.
     """
     columns = [(field, field.hindsight) for field in fields if field.hindsight is not None]
     _, first = columns[0]
     for field, achieved in columns:
         if achieved.rows != first.rows:
             option = f"{dotted('gear', 'fields', field.name)}.hindsight"
-            rule = f"must have as many rows as column {first.name} ({first.rows})"
-            raise ConfigError(option, rule, f"{achieved.name}: {achieved.rows}")
+            raise ConfigError(
+                option,
+                f"must have as many rows as column {first.name} ({first.rows})",
+                f"{achieved.name}: {achieved.rows}",
+            )
     for field in fields:
         sums = field.column is not None and field.column.role == "return_to_go"
         if sums or field.derived in ("return_to_go", *ESTIMATED):
-            rule = "must not be given with gear.hindsight"
-            remedy = "it sums rewards for the goal pursued"
-            raise ConfigError(dotted("gear", "fields", field.name), rule, None, remedy)
+            raise ConfigError(
+                dotted("gear", "fields", field.name),
+                "must not be given with gear.hindsight",
+                None,
+                "it sums rewards for the goal pursued",
+            )
 
 
 def first_step(fields: Sequence[ResolvedField]) -> int:
-    """Return the first step of a sample's sequence relative to its anchor: that of the earliest
-    window.
-    """
+    """Return the first step of the earliest window, relative to the anchor."""
     return min(int(field.offset or 0) for field in fields if field.length is not None)
 
 
 def reward_field(fields: Sequence[ResolvedField]) -> ResolvedField:
-    """Return the one field whose values a program's reward replaces; raise ConfigError
-    otherwise.
-    """
-    found = [
+    """Return the one field whose values a program's reward replaces; ConfigError if not one."""
+    rewards = [
         field for field in fields if field.column is not None and field.column.role == "reward"
     ]
-    if len(found) != 1:
-        rule = "must have one field of the reward column to replace"
-        names = ", ".join(field.name for field in found) or "none"
-        raise ConfigError("gear.hindsight.reward", rule, names)
-    return found[0]
+    if len(rewards) != 1:
+        raise ConfigError(
+            "gear.hindsight.reward",
+            "must have one field of the reward column to replace",
+            ", ".join(field.name for field in rewards) or "none",
+        )
+    return rewards[0]

@@ -1,5 +1,4 @@
-"""The `gear` section of ds_config.json: its options, checked against each other, and compared with
-others.
+"""The `gear` section of ds_config.json: its cross-checked options, and comparisons of configs.
 
 Configs are compared between the ranks of a run, and between a checkpoint and the run that loads it.
 """
@@ -16,15 +15,15 @@ from deepspeed_gear.config.cross_checks import check_options
 from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.errors import differences
 
-# Options that may differ between nodes: they change speed and place, but no batch.
+# Options that may differ between nodes: they change speed and places, but no batch.
 _OF_THE_NODE = ("recipe", "backend", "data", "threads", "transfer", "timeout_s", "metrics")
-# How a global batch is divided and when it is made; the samples in it stay the same.
+# Options that divide a global batch or say when it is made; the samples in it stay the same.
 _OF_THE_RUN = (
     "prefetch batch_size micro_batch_size gradient_accumulation_steps pack batch rollout loss "
-    "pipeline "
-    "verify_every count_draws exchange shared_memory"
+    "pipeline verify_every count_draws exchange shared_memory"
 ).split()
 
+# Options of a table that give its room: a checkpoint can be loaded into a larger table.
 _ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows", "media")
 
 
@@ -38,13 +37,14 @@ class GearConfig(GearOptions):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what must be the same on all ranks of a run, hex."""
+        """SHA-256 of the options that must be the same on all ranks, in hex."""
         return _sha256(shared_options(self))
 
     @property
     def resume_digest(self) -> str:
-        """SHA-256 of what decides the samples of a global batch, hex: equal where a checkpoint
-        fits.
+        """SHA-256 of the options that decide the samples of a global batch, in hex.
+
+        A checkpoint fits a run with an equal one.
         """
         return _sha256(batch_options(self))
 
@@ -53,12 +53,12 @@ def shared_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that must be the same on all ranks.
 
     Where the data lie and how they are loaded is left out: each node may have its own copy, and the
-    data set's fingerprint shows whether the copies are the same.
+    fingerprint of the data set shows whether the copies are equal.
     """
     section = {name: value for name, value in config.to_json().items() if name not in _OF_THE_NODE}
-    tables = config.resolved_tables.items()
     section["tables"] = {
-        name: table.model_dump(mode="json", by_alias=True) for name, table in tables
+        name: table.model_dump(mode="json", by_alias=True)
+        for name, table in config.resolved_tables.items()
     }
     for table in section["tables"].values():
         if table["data"] is not None:
@@ -76,7 +76,8 @@ def batch_options(config: GearOptions) -> dict[str, Any]:
     section = {
         name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN
     }
-    if section["advantage"] is None:  # as before there was this option
+    # Digests of configs without later options equal those of versions before the options existed.
+    if section["advantage"] is None:
         del section["advantage"]
     for field in section["fields"].values():
         if field["offset"] is None and config.pack is None:
@@ -85,7 +86,7 @@ def batch_options(config: GearOptions) -> dict[str, Any]:
         for option in _ROOM:
             del table[option]
         del table["prompts"]  # their data set is compared by its fingerprint
-        if table["group"] is None:  # as before there were groups
+        if table["group"] is None:
             del table["group"]
         else:
             del table["group"]["remember"]
@@ -99,5 +100,5 @@ def _sha256(options: dict[str, Any]) -> str:
 
 
 def difference(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return in which of their `shared_options` two configs differ: "gear.seed: 0 and 1"."""
+    """List where the `shared_options` of two configs differ: "gear.seed: 0 and 1"."""
     return differences(a, b, "gear", "{}: {} and {}")

@@ -1,4 +1,4 @@
-"""Recipes: the options of a kind of training, which a section overrides one by one."""
+"""Recipes: options for a kind of training, which a section overrides one by one."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ RECIPES = ("grpo",)
 
 
 def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a section with the options of its `recipe` where it gives none, and without the
-    recipe. Every reader of a section calls this first; a section without a recipe is returned as it
-    is.
+    """Return a section with the options of its `recipe` filled in, and without the recipe.
 
-    The table has room for the groups that may wait and those in training, of the longest responses.
+    Options of the section override those of the recipe. Every reader of a section calls this first;
+    a section without a recipe is returned unchanged. The table gets room for the groups that may
+    wait and those in training, all with responses of the longest length.
     """
     recipe = section.get("recipe")
     if recipe is None:
@@ -48,21 +48,29 @@ def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     section = {name: value for name, value in section.items() if name != "recipe"}
     tables = section.get("tables")
-    if not isinstance(tables, Mapping) or [isinstance(one, Mapping) for one in tables.values()] != [
-        True
-    ]:
-        rule = f"must be one table with the recipe {recipe}"
-        raise ConfigError("gear.tables", rule, tables, 'give {"rollouts": {"max_length": ...}}')
+    if (
+        not isinstance(tables, Mapping)
+        or len(tables) != 1
+        or not all(isinstance(one, Mapping) for one in tables.values())
+    ):
+        raise ConfigError(
+            "gear.tables",
+            f"must be one table with the recipe {recipe}",
+            tables,
+            'give {"rollouts": {"max_length": ...}}',
+        )
     (name,) = tables
     table = _merged(_TABLE, tables[name])
     if "max_length" not in table:
-        rule = "must be given with a recipe: most tokens of a prompt and its response"
-        raise ConfigError(f"gear.tables.{name}.max_length", rule)
+        raise ConfigError(
+            f"gear.tables.{name}.max_length",
+            "must be given with a recipe: most tokens of a prompt and its response",
+        )
     merged = _merged(_SECTION, {**section, "tables": {name: table}})
     if "batch" in section:
         del merged["rollout"]
     size = merged["batch" if "batch" in section else "rollout"]
-    # The checks of the options name what is wrong.
+    # Malformed options stay as they are: the checks of the whole section have the errors.
     with contextlib.suppress(AttributeError, KeyError, TypeError):
         max_lag = (table.get("prompts") or {}).get("max_lag", 2)
         most = (max_lag + 2) * size["groups"] * table["group"]["size"]
@@ -73,9 +81,7 @@ def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return given options over those of a base: objects merge, and null removes, as in
-    RFC 7386.
-    """
+    """Merge given options into a base as RFC 7386 does: objects merge, and null removes."""
     merged = {
         name: _merged(value, {}) if isinstance(value, dict) else value
         for name, value in base.items()

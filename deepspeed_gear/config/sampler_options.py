@@ -1,5 +1,4 @@
-"""The config of the samplers: how the samples of a global batch are selected. One model for each
-kind.
+"""The options of samplers: how the samples of a global batch are selected, a model per kind.
 
 The class that samples for a kind is in sampling/samplers.
 """
@@ -23,11 +22,11 @@ class EveryConfig(t.GearModel):
     """Anchors at the steps 0, k, 2k, ... of a trajectory."""
 
     every: t.Steps
-    """Distance of two anchors in steps."""
+    """Steps from one anchor to the next."""
 
 
 class WhereConfig(t.RangeConfig):
-    """Which values of a per-trajectory column are admitted; all given conditions must hold."""
+    """Condition on the values of a per-trajectory column: a range, or a list of values."""
 
     in_: Annotated[list[t.Scalar], MinLen(1)] | None = Field(default=None, alias="in")
     """The admitted values, compared in the dtype of the column."""
@@ -46,26 +45,24 @@ class SamplerOptions(t.GearModel):
     on_device: ClassVar[bool] = False  # for tables in a GPU's memory
 
     unit: Literal["trajectory", "step", "group"] = "trajectory"
-    """What an item is. A "group" is all trajectories of one group (`tables.<name>.group`); weights,
-    priorities and the conditions of `where` are those of its newest trajectory."""
+    """What an item is. A "group" stands for all trajectories of one group (`tables.<name>.group`);
+    its weights, priorities and values for `where` are those of its newest trajectory."""
     table: t.Name | None = None
     """The table to sample. null: the only one."""
     anchors: Annotated[
         Literal["all", "fits", "start", "end"] | EveryConfig,
         t.Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
     ] = "all"
-    """Steps at which windows may stand: "all"; "fits", where every window lies inside the
-    trajectory; "start", the first step; "end", the last one; or every k-th step. A trajectory
-    without one is never drawn.
+    """Steps at which windows may stand: "all" of them; "fits", those where every window lies inside
+    the trajectory; "start", the first step; "end", the last one; or every k-th step. A trajectory
+    without an anchor is never drawn.
     """
     where: dict[t.Name, WhereConfig] = Field(default={})
     """Conditions on per-trajectory columns. Trajectories that fail one are never drawn."""
 
     @property
     def columns(self) -> dict[str, str]:
-        """The per-trajectory columns of numbers that the sampler reads, by the option that names
-        each.
-        """
+        """Per-trajectory columns that the sampler reads, by the option that names each."""
         return {}
 
 
@@ -73,20 +70,20 @@ class DrawingOptions(SamplerOptions):
     """Options of samplers with random draws."""
 
     stratified: t.Flag = False
-    """Draw sample j of a global batch of B from the j-th of B equal parts of the total mass: the
-    same probabilities with less variance, no longer independent.
+    """Draw sample j of a global batch of B from the j-th of B equal parts of the total mass. The
+    probabilities are the same with less variance, but samples are no longer independent.
     """
 
 
 class UniformSampler(DrawingOptions):
-    """Every item with the same probability, independently, with replacement."""
+    """Draws every item with the same probability, independently and with replacement."""
 
     on_device: ClassVar[bool] = True
     kind: Annotated[Literal["uniform"], _NAMES] = "uniform"
 
 
 class LengthSampler(DrawingOptions):
-    """Trajectories, or groups, in proportion to their number of steps."""
+    """Draws trajectories, or groups, in proportion to their number of steps."""
 
     on_device: ClassVar[bool] = True
     kind: Annotated[Literal["length"], _NAMES]
@@ -94,19 +91,22 @@ class LengthSampler(DrawingOptions):
     @model_validator(mode="after")
     def _whole_trajectories(self) -> Any:
         if self.unit == "step":
-            remedy = 'uniform steps have the same effect: "kind": "uniform", "unit": "step"'
-            rule = 'must be "trajectory" or "group" where {at}.kind is "length"'
-            raise t.conflict(rule, remedy, "unit", self.unit)
+            raise t.conflict(
+                'must be "trajectory" or "group" where {at}.kind is "length"',
+                'uniform steps have the same effect: "kind": "uniform", "unit": "step"',
+                "unit",
+                self.unit,
+            )
         return self
 
 
 class WeightedSampler(DrawingOptions):
-    """Trajectories, or their steps, in proportion to a given weight of the trajectory."""
+    """Draws trajectories, or their steps, in proportion to a given weight of the trajectory."""
 
     kind: Annotated[Literal["weighted"], _NAMES]
     weight: t.Name
-    """The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is
-    a step, every step of a trajectory has the trajectory's weight.
+    """The per-trajectory column of weights, finite and at least 0; items of weight 0 are never
+    drawn. Where the unit is a step, every step of a trajectory has the trajectory's weight.
     """
 
     @property
@@ -115,16 +115,14 @@ class WeightedSampler(DrawingOptions):
 
 
 class CustomSampler(DrawingOptions):
-    """A user's class that gives each trajectory an integer mass; samples are drawn from these
-    masses.
-    """
+    """Draws from integer masses that a user's class gives the trajectories."""
 
     kind: Annotated[Literal["custom"], _NAMES]
     masses: Annotated[t.Text, t.Words('"module:Class"')]
-    """"module:Class", importable on every rank. Its instances are called with ids [n], numbers of
-    steps [n] and a function that gives the values of a per-trajectory column [n], as NumPy arrays;
-    they return masses [n], integers in [0, 2^40], a pure function of these. Where the unit is a
-    step, every step of a trajectory has its mass.
+    """"module:Class", importable on every rank. An instance is called with NumPy arrays of ids [n]
+    and numbers of steps [n], and a function that returns the values of a per-trajectory column [n].
+    It returns masses [n], integers in [0, 2^40], which depend on nothing else. Where the unit is a
+    step, every step of a trajectory has the trajectory's mass.
     """
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
@@ -134,46 +132,46 @@ class PriorityOptions(t.GearModel):
     """Options of samplers by priority."""
 
     initial: t.Positive | None = None
-    """Priority of new items. null: the highest reported, as of the latest batch; 1 at first."""
+    """Priority of new items. null: the highest priority reported up to the latest batch, 1 at
+    first.
+    """
     reduce: Literal["max", "mean", "mix"] = "mix"
-    """How priorities of shape [B, T] become [B], over the steps of the mask: the highest, the mean,
-    or "mix": eta * max + (1 - eta) * mean (Kapturowski et al. 2019, R2D2).
+    """Reduction of [B, T] priorities to [B] over the steps of the mask: "max", "mean", or "mix",
+    eta * max + (1 - eta) * mean (Kapturowski et al. 2019, R2D2).
     """
     eta: t.Gamma = 0.9
-    """Part of the maximum where `reduce` is "mix"."""
+    """Weight of the maximum where `reduce` is "mix"."""
 
 
 class PrioritizedSampler(DrawingOptions, PriorityOptions):
-    """In proportion to priority ** alpha (Schaul et al. 2016), with importance weights."""
+    """Draws in proportion to priority ** alpha (Schaul et al. 2016), with importance weights."""
 
     has_priorities: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
     kind: Annotated[Literal["prioritized"], _NAMES]
     alpha: Schedule = 0.6
-    """Exponent of the priorities: 0 is uniform. A number or a schedule."""
+    """Exponent of the priorities; 0 is uniform. A number or a schedule."""
     alpha_every: t.Count = 1000
-    """Global batches between updates of a scheduled alpha; each computes all masses again from the
-    stored priorities.
+    """Global batches between updates of a scheduled alpha. Each update computes all masses again
+    from the stored priorities.
     """
     beta: Schedule = 0.4
-    """Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a
-    table on devices a function takes and returns a tensor [], float64.
+    """Exponent of the importance weights (N * probability) ** -beta. A number or a schedule. For a
+    table on devices, a function takes and returns a tensor [], float64.
     """
     decay: Annotated[t.Number, Ge(1)] | None = None
-    """Global batches in which a priority falls by the factor e: a new item's is `initial` times
-    exp(-age / decay), a reported one likewise, where age is counted in global batches since the
-    item could first be drawn. null: priorities do not decay.
+    """Global batches in which a priority falls by the factor e. `initial` and reported priorities
+    are multiplied by exp(-age / decay), where age counts global batches since the item could first
+    be drawn. null: priorities do not decay.
     """
     normalize: Literal["batch", "table"] | None = "batch"
-    """What divides the importance weights: the largest one of the global batch, the largest one
-    that any item of the table would have, or nothing (null).
+    """Divisor of the importance weights: the largest weight in the global batch ("batch"), the
+    largest that any item of the table would have ("table"), or none (null).
     """
 
 
 class TopKSampler(SamplerOptions, PriorityOptions):
-    """The items of highest priority, each once in a global batch; of equal ones those with the
-    lowest id.
-    """
+    """Selects the items of highest priority, lowest id first among equal ones, once per batch."""
 
     has_priorities: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
@@ -181,48 +179,46 @@ class TopKSampler(SamplerOptions, PriorityOptions):
 
 
 class EpochSampler(SamplerOptions):
-    """Every item once, in an order given by the seed, then again. New items join the next epoch."""
+    """Selects every item once per epoch, in an order given by the seed; new items join the next."""
 
     kind: Annotated[Literal["epoch"], _NAMES]
     tail: Literal["wrap", "drop"] = "wrap"
-    """Where an epoch ends inside a global batch: "wrap" continues with the next epoch, "drop"
-    leaves the last items out and begins the next epoch with the next batch.
+    """Treatment of an epoch that ends inside a global batch: "wrap" continues with the next epoch,
+    "drop" leaves the last items out and begins the next epoch with the next batch.
     """
 
 
 class FifoSampler(SamplerOptions):
-    """The oldest items, each once in a global batch, oldest first."""
+    """Selects the oldest items, each once per global batch, oldest first."""
 
     kind: Annotated[Literal["fifo"], _NAMES]
 
 
 class LifoSampler(SamplerOptions):
-    """The newest items, each once in a global batch, newest first."""
+    """Selects the newest items, each once per global batch, newest first."""
 
     kind: Annotated[Literal["lifo"], _NAMES]
 
 
 class WithinConfig(t.GearModel):
-    """A per-trajectory column that grows with time, and how far a value may lie below the largest
-    one.
-    """
+    """A window on a per-trajectory column that grows with time, up to its largest value."""
 
     column: t.Name
-    """The column: a policy version, or a time of collection."""
+    """The column, such as a policy version or a time of collection."""
     distance: Annotated[t.Number, t.Words("a finite number")]
-    """Admitted are values of at least the largest one minus this."""
+    """Length of the window: values of at least the largest one minus this number are admitted."""
 
 
 class RecentSampler(DrawingOptions):
-    """Every item of a window of the newest ones with the same probability."""
+    """Draws every item in a window of the newest ones with the same probability."""
 
     kind: Annotated[Literal["recent"], _NAMES]
     newest: t.Count | None = None
-    """Items in the window: trajectories, or steps, of which those of the trajectory in which the
-    window begins are all admitted.
+    """Trajectories, or steps, in the window. If it begins inside a trajectory, all steps of that
+    one are admitted.
     """
     within: WithinConfig | None = None
-    """A limit of age or policy version."""
+    """Window by age or policy version."""
 
     @property
     def columns(self) -> dict[str, str]:
@@ -231,8 +227,9 @@ class RecentSampler(DrawingOptions):
     @model_validator(mode="after")
     def _has_a_window(self) -> Any:
         if self.newest is None and self.within is None:
-            remedy = 'without a window use "kind": "uniform"'
-            raise t.conflict("or {at}.within must be given", remedy, "newest")
+            raise t.conflict(
+                "or {at}.within must be given", 'without a window use "kind": "uniform"', "newest"
+            )
         return self
 
 
@@ -246,13 +243,15 @@ class ExternalSampler(DrawingOptions):
 
     @property
     def made_options(self) -> Any:
-        """The instance of the class's `Options` made from `options`; ConfigError where there is
-        none.
-        """
+        """An instance of the class's `Options`, made from `options`; ConfigError if it has none."""
         model = getattr(imported(self.kind, "gear.sampler.kind"), "Options", None)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            rule = "must name a class with a pydantic model `Options`"
-            raise ConfigError("gear.sampler.kind", rule, self.kind, "derive it from GearModel")
+            raise ConfigError(
+                "gear.sampler.kind",
+                "must name a class with a pydantic model `Options`",
+                self.kind,
+                "derive it from GearModel",
+            )
         try:
             return model(**self.options)
         except ValidationError as error:
@@ -287,18 +286,18 @@ ItemSampler = (
 
 
 class MixtureSampler(t.GearModel):
-    """Samples of several tables in given shares, in every global batch."""
+    """Draws samples of several tables in given shares, in every global batch."""
 
     kind: Annotated[Literal["mixture"], _NAMES]
     shares: Annotated[dict[t.Name, Schedule], MinLen(1)]
-    """Part of a global batch by table, numbers or schedules; at any time they sum to 1. What
-    rounding to whole samples leaves is carried to the next batches, so each table has its share
-    within one.
+    """Share of a global batch by table, numbers or schedules; at any time they sum to 1. Remainders
+    of rounding to whole samples are carried to the next batches, so over all batches each table is
+    within one sample of its share.
     """
     of: Annotated[ItemSampler, Discriminator(_kind_of)] = UniformSampler()
-    """How the samples of each table are selected."""
+    """The sampler of each table."""
     by_table: dict[t.Name, Annotated[ItemSampler, Discriminator(_kind_of)]] = Field(default={})
-    """Tables whose samples are selected otherwise, with the `unit` and `anchors` of `of`."""
+    """Samplers of tables that do not use `of`; their `unit` and `anchors` are those of `of`."""
 
     @model_validator(mode="after")
     def _whole(self) -> Any:
@@ -307,7 +306,7 @@ class MixtureSampler(t.GearModel):
             raise t.conflict("must sum to 1", option="shares", value=self.shares)
         every = [self.by_table.get(name, self.of) for name in self.shares]
         given = [(one.reduce, one.eta) for one in every if isinstance(one, PriorityOptions)]
-        if any(one != given[0] for one in given):  # a batch's priorities are reduced in one way
+        if any(one != given[0] for one in given):  # one reduction applies to a whole batch
             raise t.conflict(
                 "must have one reduce and eta in all samplers", option="by_table", value=given
             )
@@ -318,8 +317,11 @@ class MixtureSampler(t.GearModel):
                 own = getattr(sampler, option)
                 common = getattr(self.of, option)
                 if own != common:
-                    rule = f"must have in table {name} the {option} of {{at}}.of ({common})"
-                    raise t.conflict(rule, option="by_table", value=own)
+                    raise t.conflict(
+                        f"must have in table {name} the {option} of {{at}}.of ({common})",
+                        option="by_table",
+                        value=own,
+                    )
         return self
 
 

@@ -1,4 +1,4 @@
-"""Numbers that change with the global batch: constant, linear, or any function of it."""
+"""Numbers that change with the global batch: constant, linear, or a function of it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def _is_share(value: Any) -> bool:
 
 
 def _check(value: Any) -> Any:
-    """Accept what `value_at` can evaluate. Every value lies in [0, 1], as alpha, beta and shares
-    do.
-    """
+    """Accept what `value_at` can evaluate; values lie in [0, 1], as alpha, beta and shares do."""
     if _is_share(value) or callable(value):
         return value
     match value:
@@ -50,8 +48,11 @@ Schedule = Annotated[Any, BeforeValidator(_check), PlainSerializer(_to_json), Wo
 
 
 def value_at(schedule: Any, step: int, name: str) -> float:
-    """Return the value of a schedule at global batch `step`, from 0 on; `name` is the option, for
-    errors.
+    """Return the value of a schedule at a global batch.
+
+    Args:
+        step: The global batch, from 0 on.
+        name: The option, for errors.
     """
     value = schedule
     if (function := function_of(schedule, name)) is not None:
@@ -59,32 +60,31 @@ def value_at(schedule: Any, step: int, name: str) -> float:
         if not _is_share(value):
             raise ConfigError(f"{name} at global batch {step}", "must be a number in [0, 1]", value)
     elif isinstance(schedule, dict):
+        # {"linear": [0.4, 1.0, 100]} is 0.4 at batch 0, 0.7 at batch 50, and 1.0 from 100 on.
         first, last, steps = schedule["linear"]
         value = first + (last - first) * min(step / steps, 1.0)
     return float(value)
 
 
 def function_of(schedule: Any, name: str) -> Callable[..., Any] | None:
-    """Return the function that a schedule is or names; None: it is a number, or linear."""
+    """Return the function that a schedule is or names; None for a number or a linear schedule."""
     if isinstance(schedule, dict):
         schedule = schedule.get("callable")
-    return (
-        None if schedule is None or isinstance(schedule, (int, float)) else imported(schedule, name)
-    )
+    if schedule is None or isinstance(schedule, (int, float)):
+        return None
+    return imported(schedule, name)
 
 
 def imported(path: str | Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Import and return the attribute that "module:attribute" names; a function is returned as it
-    is.
+    """Import the attribute that "module:attribute" names; a function is returned unchanged.
 
-    `name` is the option, for the error.
+    Args:
+        name: The option, for errors.
     """
     if not isinstance(path, str):
         return path
     module, _, attribute = path.partition(":")
-    # a module of the user's may raise any
-    rule = "must name what can be imported"
-    kind = Exception
-    with ConfigError.on(name, rule, kind, value=path):
-        found: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
-    return found
+    any_error = Exception  # of the user's module
+    with ConfigError.on(name, "must name what can be imported", any_error, value=path):
+        value: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
+    return value

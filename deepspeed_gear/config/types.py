@@ -1,4 +1,4 @@
-"""Strict value types of the `gear` section: nothing is converted, nothing is dropped."""
+"""Strict value types of the `gear` section, which convert and drop nothing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from deepspeed_gear.timeouts import MOST_TIMEOUT_S
 
 
 class Words:
-    """Descriptions of what a type admits: alternatives after "must be" in errors and reference."""
+    """Description of the values that a type admits: alternatives after "must be"."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
 
 
 class GearModel(BaseModel):
-    """A frozen part of the section, with the options of a DeepSpeedConfigModel.
+    """A frozen part of the section, with the settings of a DeepSpeedConfigModel.
 
-    It is none itself: its constructor drops every option whose value is "auto" and takes a key
-    `strict` for itself, and its import takes DeepSpeed's.
+    It does not derive from that class, whose constructor drops every option with the value "auto"
+    and takes a key `strict` for itself, and whose import takes as long as DeepSpeed's.
     """
 
     model_config = ConfigDict(
@@ -46,7 +46,7 @@ class GearModel(BaseModel):
 
 
 def defaults_of(model: type[GearModel]) -> dict[str, Any]:
-    """Return the defaults of a model's options by the names that a config gives them, JSON-able."""
+    """Return a model's defaults by the names of its options in JSON, as JSON values."""
     known = {
         f.alias or name: f.default for name, f in model.model_fields.items() if not f.is_required()
     }
@@ -57,7 +57,8 @@ def defaults_of(model: type[GearModel]) -> dict[str, Any]:
 
 
 def dotted(*parts: object) -> str:
-    """Join the parts of an option's name; keys that are no plain words stand in brackets."""
+    """Join the parts of an option's name; a key that is no identifier stands in brackets."""
+    # ("gear", "tables", "a.b", 0) is gear.tables['a.b'][0].
     name = ""
     for part in parts:
         word = isinstance(part, str) and part.replace("-", "_").isidentifier()
@@ -66,17 +67,18 @@ def dotted(*parts: object) -> str:
 
 
 def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
-    """Return the error of a value check; `translate` adds the name of the option and the value."""
+    """Return the error of a value check; `translate` adds the option's name and the value."""
     return PydanticCustomError("gear", "{rule}", {"rule": rule, "remedy": remedy})
 
 
 def conflict(
     rule: str, remedy: str = "", option: str = "", value: Any = None
 ) -> PydanticCustomError:
-    """Return the error of a model whose options contradict one another, or of one of them,
-    `option`.
+    """Return the error of a model whose options contradict one another.
 
-    `describe_options.translate` puts the model's name in place of "{at}" in the rule.
+    Args:
+        rule: The rule; `describe_options.translate` puts the model's name in place of "{at}".
+        option: The option that breaks the rule; "" for the model as a whole.
     """
     context = {"rule": rule, "remedy": remedy, "option": option, "value": value}
     message = f"{option} {rule}".strip().replace("{at}.", "")
@@ -84,7 +86,7 @@ def conflict(
 
 
 def _no_auto(value: Any) -> Any:
-    if value == "auto":  # `translate` has the remedy
+    if value == "auto":  # `translate` adds the remedy
         raise refuse("must not be 'auto'")
     return value
 
@@ -128,7 +130,7 @@ Fraction = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Lt(1)]
 Gamma = Annotated[float, Strict(), AllowInfNan(False), Ge(0), Le(1)]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0)]
 Timeout = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Le(MOST_TIMEOUT_S)]
-# int and float stay apart, so that a large int64 bound or padding value is not rounded.
+# A union, so that a large int64 bound or padding value stays an int and is not rounded.
 _IntOrFloat = Int | Float
 Number = Annotated[_IntOrFloat, Words("a finite number")]
 Scalar = Annotated[Flag | _IntOrFloat, Words("a finite number", "true", "false")]
@@ -155,8 +157,10 @@ class RangeConfig(GearModel):
     def _admits_some(self) -> Any:
         if not self.model_dump(exclude_none=True):
             names = [info.alias or name for name, info in type(self).model_fields.items()]
-            rule = f"must have {', '.join(names[:-1])} or {names[-1]}"
-            raise conflict(rule, "an empty condition admits everything; drop it")
+            raise conflict(
+                f"must have {', '.join(names[:-1])} or {names[-1]}",
+                "an empty condition admits everything; drop it",
+            )
         if self.min is not None and self.max is not None and self.min > self.max:
             raise conflict(f"must be at most {{at}}.max ({self.max})", "swap them", "min", self.min)
         return self

@@ -1,4 +1,4 @@
-"""Arrays of nested lists, of which NumPy would make texts as long as the longest of them."""
+"""Arrays of nested lists that may hold texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TEXT_KINDS = "SU"
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return `np.asarray(value)`; for lists with texts anywhere an array of objects, one for each
-    element.
+    """Convert a value as `np.asarray` does, but lists that hold texts to an array of objects.
 
-    NumPy makes 3 GiB of 20,000 letters and one text of 40,000 characters. An array of texts becomes
-    one of objects too: joined with another, it would take the length of the longest text of both.
+    NumPy gives each element of an array of texts the length of the longest: 20,000 letters and one
+    text of 40,000 characters take 3 GiB. An array of texts becomes one of objects as well, since
+    concatenating it with another would give both the length of the longest text.
     """
     if not holds_text(value):
         return np.asarray(value)
@@ -26,9 +26,9 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def holds_text(value: Any) -> bool:
-    """Return whether a value is a text or an array of texts, or a nested list that holds one.
+    """Return whether a value is a text, an array of texts, or a nested list that holds one.
 
-    Cost: one visit of each list, also of one that is in others many times.
+    Cost: one visit of each list, even of one that occurs in others many times.
     """
     seen: set[int] = set()
     waiting = [value]

@@ -1,8 +1,8 @@
-"""Sizes of Arrow arrays as NumPy arrays or Python objects, counted before anything is converted.
+"""Sizes of Arrow arrays as NumPy arrays or Python objects, computed before any conversion.
 
-Arrow's layouts repeat values without taking bytes for them: a dictionary and a list view refer to
-one value any number of times, and nulls, runs and lists of no width have a length only. Their
-conversion takes memory for each of them.
+Arrow's layouts repeat values without storing them again: a dictionary or a list view may refer to
+one value any number of times, and nulls, runs and lists of width 0 have only a length. Converting
+them takes memory for every repetition.
 """
 
 from __future__ import annotations
@@ -13,40 +13,44 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-ROW_BYTES = 64  # of a row: a mapping of Python's is at least this large
-_POINTER_BYTES = 8  # of each element of a list
-_TEXT_BYTES = 64  # of a str or bytes, without its content
-NUMBER_BYTES = 40  # of a number as an element of a list
-_OBJECT_BYTES = 168  # of a decimal, a date or a time
-_LIST_BYTES = 120  # of a list, or of a view of an array
-_TUPLE_BYTES = 64  # of a key and a value
-_MAPPING_BYTES = 200
-_KEY_BYTES = 48
-# Of each element: one for all, or one for each. Floats, as sums of untrusted lengths overflow
-# integers.
+# Bytes of Python objects, about, and rather too many than too few.
+ROW_BYTES = 64  # a row: the least that a dict takes
+_POINTER_BYTES = 8  # an element of a list, without the object
+_TEXT_BYTES = 64  # a str or bytes, without its content
+NUMBER_BYTES = 40  # a number and its place in a list
+_OBJECT_BYTES = 168  # a decimal, a date or a time
+_LIST_BYTES = 120  # a list, or a view of an array
+_TUPLE_BYTES = 64  # a pair of key and value
+_MAPPING_BYTES = 200  # a dict without its entries
+_KEY_BYTES = 48  # an entry of a dict, without the value
+# Bytes of each element: one number for all, or an array with one for each. They are floats because
+# sums of untrusted lengths would overflow integers.
 Costs: TypeAlias = "float | NDArray[np.float64]"
 
 
 class ArrowSizes:
-    """Counts the bytes of converted arrays.
+    """Estimate of the memory that converted Arrow arrays take.
 
-    The arrays need not be valid, but for `validate()` without `full`: what their buffers hold is
-    not trusted.
+    The arrays must have passed `validate()`, but not `validate(full=True)`: the contents of their
+    buffers, such as offsets and dictionary indices, are not trusted.
     """
 
     def __init__(self, check: Callable[[int], None]) -> None:
-        """`check` raises if a number of bytes is too large; counting itself takes at
-        most as many.
+        """Start an estimate.
+
+        Args:
+            check: Raises if a number of bytes is too large. It is called before the estimate itself
+                allocates about that much.
         """
         self._check = check
 
     def column_bytes(self, arrow: Any, array: Any, are_objects: bool = False) -> int:
-        """Return the bytes of a column, of which `check` has approved.
+        """Return the bytes of a converted column, after `check` has accepted them.
 
         Args:
             arrow: The module pyarrow.
             array: The column.
-            are_objects: Numbers become Python objects too, as they do below structs, and beside
+            are_objects: Numbers become Python objects as well, as they do below structs and beside
                 nulls.
         """
         costs = self._costs(arrow, array, are_objects)
@@ -55,7 +59,7 @@ class ArrowSizes:
         return num_bytes
 
     def _costs(self, arrow: Any, array: Any, are_objects: bool) -> Costs:
-        """Return the bytes of each element, with its place in a list."""
+        """Return the bytes of each element, including its place in a list."""
         kind = array.type
         types = arrow.types
         if isinstance(kind, arrow.BaseExtensionType):
@@ -65,7 +69,7 @@ class ArrowSizes:
         if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
             is_object = are_objects or array.null_count
             return NUMBER_BYTES if is_object else max(1, kind.bit_width // 8)
-        self._check(len(array) * _POINTER_BYTES)  # which the costs take themselves
+        self._check(len(array) * _POINTER_BYTES)  # the array of costs takes as much
         if types.is_dictionary(kind):
             costs = self._costs(arrow, array.dictionary, are_objects or bool(array.null_count))
             self._check_least(costs, len(array))
@@ -76,13 +80,14 @@ class ArrowSizes:
             parts = [
                 self._costs(arrow, array.field(i), are_objects) for i in range(kind.num_fields)
             ]
-            return _sum(_MAPPING_BYTES + _KEY_BYTES * len(parts) if are_objects else 0.0, parts)
+            own = _MAPPING_BYTES + _KEY_BYTES * len(parts) if are_objects else 0.0
+            return sum(parts, own)
         if types.is_union(kind):
             return self._costs_of_union(arrow, array)
         if types.is_map(kind):
             low, high, lengths = _spans(array)
             parts = [part.slice(low, high - low) for part in (array.keys, array.items)]
-            each = _sum(_TUPLE_BYTES, [self._costs(arrow, part, True) for part in parts])
+            each = sum((self._costs(arrow, part, True) for part in parts), float(_TUPLE_BYTES))
             return _costs_of_lists(each, np.cumsum(lengths) - lengths, lengths)
         if types.is_list(kind) or types.is_large_list(kind):
             low, high, lengths = _spans(array)
@@ -104,15 +109,15 @@ class ArrowSizes:
         return _costs_of_values(types, array)
 
     def _check_least(self, costs: Costs, length: int) -> None:
-        """Check as many values as there are, at least, before each of them has a cost
-        of its own.
-        """
+        """Check the least that `length` values take, before each gets a cost of its own."""
         least = costs.min(initial=np.inf) if isinstance(costs, np.ndarray) else costs
         self._check(int(least * length) if np.isfinite(least) else 0)
 
     def _costs_of_runs(self, arrow: Any, array: Any) -> Costs:
-        """Return the costs of values that are repeated up to the element after each
-        run's last one.
+        """Return the costs of run-end encoded elements.
+
+        `run_ends` holds the index after each run: of the run ends [2, 5], elements 0 and 1 have
+        value 0, and elements 2 to 4 have value 1.
         """
         costs = self._costs(arrow, array.values, True)
         self._check_least(costs, len(array))
@@ -135,24 +140,17 @@ class ArrowSizes:
 
 
 def _costs_of_lists(each: Costs, firsts: NDArray[Any], lengths: NDArray[Any]) -> Costs:
-    """Return the costs of lists, of the costs of their elements; lists may share elements."""
+    """Return the costs of lists from those of their elements; lists may share elements."""
     lengths = np.maximum(lengths.astype(np.int64), 0)
     if not isinstance(each, np.ndarray):
         return lengths * float(each) + _LIST_BYTES
-    before = np.append(0.0, np.cumsum(each))  # of [3, 5] it is [0, 3, 8]
+    before = np.append(0.0, np.cumsum(each))  # for [3, 5] it is [0, 3, 8]
     firsts = firsts.astype(np.int64)
     return np.asarray(_taken(before, firsts + lengths) - _taken(before, firsts) + _LIST_BYTES)
 
 
-def _sum(own: float, parts: list[Costs]) -> Costs:
-    total: Costs = own
-    for part in parts:
-        total = total + part
-    return total
-
-
 def _taken(costs: Costs, places: NDArray[Any]) -> Costs:
-    """Return the costs at places, which are not trusted."""
+    """Return the costs at places, clipped to the valid ones, as places are not trusted."""
     if not isinstance(costs, np.ndarray):
         return costs
     if not len(costs):
@@ -161,23 +159,20 @@ def _taken(costs: Costs, places: NDArray[Any]) -> Costs:
 
 
 def _spans(array: Any) -> tuple[int, int, NDArray[np.int64]]:
-    """Return the first element of a column of lists, that after the last one, and the length of
-    each list.
-    """
+    """Return the first element of a list column, the end of the last list, and all lengths."""
     offsets = np.asarray(array.offsets).astype(np.int64)
     low, high = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
     return max(0, low), max(0, low, high), np.diff(offsets)
 
 
 def _costs_of_values(types: Any, array: Any) -> Costs:
-    """Return the costs of texts and other single values."""
+    """Return the costs of texts, byte strings and other single values."""
     kind = array.type
     if types.is_fixed_size_binary(kind):
         return _TEXT_BYTES + int(kind.byte_width)
     if types.is_string_view(kind) or types.is_binary_view(kind):
-        views = np.frombuffer(array.buffers()[1] or b"", np.int32).reshape(
-            -1, 4
-        )  # the size comes first
+        # A view is four int32: the size, and three words of content or place.
+        views = np.frombuffer(array.buffers()[1] or b"", np.int32).reshape(-1, 4)
         sizes = views[array.offset : array.offset + len(array), 0].astype(np.int64)
     elif types.is_binary(kind) or types.is_string(kind):
         sizes = _differences(array, np.dtype(np.int32))

@@ -1,6 +1,4 @@
-"""Compressed columns of a data set: each row is a zstd frame of its own, which is decoded when it
-is read.
-"""
+"""Compressed columns of a data set: one zstd frame per row, decoded when it is read."""
 
 from __future__ import annotations
 
@@ -18,46 +16,53 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
 DICTIONARY_BYTES = 32 * 1024
-_SAMPLE_BYTES = (
-    100 * DICTIONARY_BYTES
-)  # of the rows that a dictionary is trained on: zstd advises this ratio
-_TRAINING = {
-    "k": 2000,
-    "d": 8,
-}  # zstd's segment and match in bytes; the best of k = 64 to 4000 for Atari
+# Rows that a dictionary is trained on, in bytes; zstd advises 100 times its size.
+_SAMPLE_BYTES = 100 * DICTIONARY_BYTES
+# zstd's segment and match lengths in bytes. Of k = 64 to 4000, this one compresses Atari best.
+_TRAINING = {"k": 2000, "d": 8}
 _BLOCK_BYTES = 4 * 1024 * 1024
 
 
 def files_of(column: Column) -> tuple[str, str]:
-    """Return the names of the files of a compressed column: frames and offsets."""
+    """Return the names of the two files of a compressed column: frames and offsets."""
     return f"{COMPRESSED}{column.name}.frames.npy", f"{COMPRESSED}{column.name}.offsets.npy"
 
 
 def zstandard_for(name: str, column: Column) -> Any:
-    """Import zstandard; raise DataError without it, or for scalars and single rows, which selection
-    reads.
+    """Import zstandard for a column that is to be compressed or decoded.
+
+    Raises:
+        DataError: zstandard is absent, or the column has scalars or one row per trajectory, which
+            selections read.
     """
     name = f"{name}: column {column.name}"
     if column.rows == "1" or not column.shape:
-        rule = "must have rows of several values, one a step, to be compressed"
         raise DataError(
-            name, rule, f"{list(column.shape)} with rows {column.rows}", "leave it as it is"
+            name,
+            "must have rows of several values, one a step, to be compressed",
+            f"{list(column.shape)} with rows {column.rows}",
+            "leave it as it is",
         )
     try:
         return import_module("zstandard")
     except ImportError:
-        rule = "must be compressed and decoded by zstandard"
-        remedy = "pip install 'deepspeed_gear[zstd]'"
-        raise DataError(name, rule, None, remedy) from None
+        raise DataError(
+            name,
+            "must be compressed and decoded by zstandard",
+            None,
+            "pip install 'deepspeed_gear[zstd]'",
+        ) from None
 
 
 class CompressedRows:
-    """The rows of a compressed column: an index, a slice or an array of indices decodes the rows it
-    names.
+    """Rows of a compressed column: an index, a slice or an array of indices decodes those rows.
 
-    `frames` is the dictionary and the frames of all rows, [bytes], uint8; `offsets` where each
-    frame begins, and the end of the last, [rows + 1], int64. Threads may share it: each has a
-    decompressor.
+    Args:
+        name: Path of the frames, for errors.
+        frames: The dictionary, then the frames of all rows. [bytes], uint8.
+        offsets: Where each frame begins, and where the last one ends. [rows + 1], int64.
+
+    Threads may share it: each has its own decompressor.
     """
 
     def __init__(
@@ -75,8 +80,12 @@ class CompressedRows:
         self._local = threading.local()
         first, end = self._offsets[:2].tolist()
         if not 0 <= first <= DICTIONARY_BYTES:
-            rule = f"must begin with a dictionary of at most {DICTIONARY_BYTES} bytes"
-            raise DataError(name, rule, first, REMAKE)
+            raise DataError(
+                name,
+                f"must begin with a dictionary of at most {DICTIONARY_BYTES} bytes",
+                first,
+                REMAKE,
+            )
         self.dictionary = bytes(self._blob[:first])
         # Frames of rows of one size have equal headers, which hold that size: comparing them shows
         # before a row is decoded that it takes no more memory than it must.
@@ -90,9 +99,13 @@ class CompressedRows:
         self._header = self._frames[first : first + head].copy()
 
     def decode(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Write the bytes of rows, each in [0, len), one after the other; a DataError names a
-        damaged row.
+        """Write the bytes of rows one after the other.
 
+        Args:
+            rows: Row numbers in [0, len). [n], int64.
+            out: [n * row bytes], uint8.
+        Raises:
+            DataError: A frame is damaged; names its row.
         Cost: a call of zstd and a copy for each row. `multi_decompress_to_buffer`, one call for
         all, returns buffers of the compressed size, and joining them takes longer.
         """
@@ -100,7 +113,7 @@ class CompressedRows:
         ends = self._offsets[rows + 1]
         least = len(self._header)
         size = self._row_bytes
-        place = 0
+        # Offsets are checked before they are indices; only then are the headers compared.
         wrong = (
             (begins < len(self.dictionary)) | (ends - begins <= least) | (ends > len(self._frames))
         )
@@ -110,14 +123,15 @@ class CompressedRows:
         if wrong.any():
             raise DataError(f"{self._name}: row {rows[wrong.argmax()]}", rule, None, REMAKE)
         if not hasattr(self._local, "decompressor"):
-            given = self._zstd.ZstdCompressionDict(self.dictionary) if self.dictionary else None
-            window = max(size, 1024)  # the least of zstd
+            dictionary = self.dictionary
             self._local.decompressor = self._zstd.ZstdDecompressor(
-                dict_data=given, max_window_size=window
+                dict_data=self._zstd.ZstdCompressionDict(dictionary) if dictionary else None,
+                max_window_size=max(size, 1024),  # zstd admits no smaller window
             )
         target = out.data
         blob = self._blob
         decompress = self._local.decompressor.decompress
+        place = 0
         try:
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                 target[place : place + size] = decompress(blob[begin:end])
@@ -131,7 +145,7 @@ class CompressedRows:
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> NDArray[Any]:
-        """Return rows in an array of their own; an ellipsis may follow the index."""
+        """Return decoded rows in a new array; an ellipsis may follow the index."""
         if isinstance(key, tuple):
             key = key[0] if key[1:] == (...,) else None
         at = np.arange(*key.indices(len(self))) if isinstance(key, slice) else np.asarray(key)
@@ -146,17 +160,20 @@ class CompressedRows:
         return out.reshape(*at.shape, *self.shape[1:])
 
     def __array__(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refuse to decode all rows where only some may be meant."""
-        rule = "must be read by rows"
-        remedy = "take columns[name][first:end]"
-        raise DataError(self._name, rule, f"all {len(self)} rows", remedy)
+        """Refuse the implicit conversion, which would decode all rows."""
+        raise DataError(
+            self._name,
+            "must be read by rows",
+            f"all {len(self)} rows",
+            "take columns[name][first:end]",
+        )
 
 
 def compress(folder: Path, column: Column) -> dict[str, FileEntry]:
-    """Replace a column's file in a folder by those of its frames; return their entries by name.
+    """Replace a column's file by its frames and offsets; return their entries by file name.
 
-    The dictionary is trained on rows of equal distance; too few rows make none. The same rows make
-    the same bytes. Cost: zstd's at level 3, about 2 us per KiB; memory for a few MiB of rows.
+    The dictionary is trained on evenly spaced rows; with too few rows there is none. Equal rows
+    give equal bytes. Cost: about 2 us per KiB (zstd at level 3), and memory for a few MiB of rows.
     """
     zstd = zstandard_for("compress", column)
     plain = folder / column_file(column)
@@ -166,14 +183,19 @@ def compress(folder: Path, column: Column) -> dict[str, FileEntry]:
         dictionary = zstd.train_dictionary(DICTIONARY_BYTES, samples, **_TRAINING).as_bytes()
     except zstd.ZstdError:
         dictionary = b""
-    given = zstd.ZstdCompressionDict(dictionary) if dictionary else None
-    compressor = zstd.ZstdCompressor(dict_data=given, write_dict_id=False)
+    compressor = zstd.ZstdCompressor(
+        dict_data=zstd.ZstdCompressionDict(dictionary) if dictionary else None,
+        write_dict_id=False,
+    )
     (folder / COMPRESSED).mkdir(exist_ok=True)
     frames_file, offsets_file = files_of(column)
     frames = ArrayFile(folder / frames_file, np.dtype(np.uint8), ())
     offsets = ArrayFile(folder / offsets_file, np.dtype(np.int64), ())
+    # Offsets count from the beginning of the file, where the dictionary lies: with a dictionary of
+    # 100 bytes and frames of 7 and 5, they are [100, 107, 112].
     frames.append(np.frombuffer(dictionary, np.uint8))
-    offsets.append(np.array([end := len(dictionary)]))
+    end = len(dictionary)
+    offsets.append(np.array([end]))
     step = max(1, _BLOCK_BYTES // column.row_bytes)
     for first in range(0, len(rows), step):
         parts = [compressor.compress(row.tobytes()) for row in rows[first : first + step]]

@@ -1,6 +1,4 @@
-"""The on-disk data set: a folder of NumPy files, mapped read-only in place and watched
-for changes.
-"""
+"""The on-disk data set: a folder of NumPy files, mapped read-only and watched for changes."""
 
 from __future__ import annotations
 
@@ -34,8 +32,13 @@ from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column, Schema
 
 CHECK_EVERY_S = 1.0
-_ATTRIBUTES = {"device": "st_dev", "inode": "st_ino", "size": "st_size"}
-_ATTRIBUTES["modification time (ns)"] = "st_mtime_ns"
+# Attributes of a file that show that it has changed, by their names in errors.
+_ATTRIBUTES = {
+    "device": "st_dev",
+    "inode": "st_ino",
+    "size": "st_size",
+    "modification time (ns)": "st_mtime_ns",
+}
 _REMEDY = (
     "leave a data set unchanged while a run uses it; end the run, and copy it again or ingest it"
 )
@@ -45,11 +48,9 @@ class Dataset(MapDataset[dict[str, Any]]):
     """A data set on disk: read-only and memory-mapped, so it may be larger than memory.
 
     It is a map-style data set of PyTorch: item i is trajectory i, as tensors. `trajectory` and
-    `columns` are NumPy's views of the same bytes. It is pickled as its path and fingerprint, and
-    opened again.
-
-    Safe to share between threads; each process opens its own, and the pages are shared by the
-    kernel.
+    `columns` are NumPy views of the same bytes. Pickling stores its path and fingerprint, and
+    unpickling opens it again. Threads may share it; each process opens its own, and the kernel
+    shares the pages.
 
     Attributes:
         path: The folder.
@@ -61,19 +62,19 @@ class Dataset(MapDataset[dict[str, Any]]):
         num_trajectories_of_whole: Trajectories of the whole that it is, or is a part of.
         whole_fingerprint: Fingerprint of that whole.
         longest: Steps of the longest trajectory of that whole.
-        split: Share of each held-out part that the statistics leave out.
-        source: Source of the data, as the ingest recorded it.
+        split: Share of each held-out part; the statistics leave these parts out.
+        source: Origin of the data, as ingest recorded it.
         first_rows: First row of each trajectory. [n], int64.
         lengths: Steps of each trajectory. [n], int64.
         num_rows: Rows of every step column.
         num_steps: Transitions of all trajectories.
         num_bytes: Bytes of all files but the manifest.
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
-        compressed: Those of them of which an index or a slice decodes rows.
-        statistics: By column, over the training split only, of the whole; opaque columns have none.
-        files: The mapped files, to detect changes of them.
-        versions: Trajectories of the whole by fingerprint: of each data set that it has grown from,
-            the oldest first, and of itself. Each is the first trajectories of the next.
+        compressed: The compressed columns among them; an index or a slice decodes rows.
+        statistics: By column, over the training split of the whole; opaque columns have none.
+        files: The mapped files, with the check that none has changed.
+        versions: Number of trajectories by fingerprint, of each earlier state of the whole and
+            of itself, oldest first. Each state is a prefix of the next.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -99,26 +100,22 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.first_rows = np.ascontiguousarray(extents[:, 0])
         self.lengths = np.ascontiguousarray(extents[:, 1])
         self._check_extents()
-        if (part := self.part) is None:
-            of_whole = 0, num_trajectories, self.fingerprint, int(self.lengths.max())
-        else:
-            of_whole = part.first, part.trajectories, part.whole, part.longest
-        self.first_id, self.num_trajectories_of_whole, self.whole_fingerprint, self.longest = (
-            of_whole
-        )
+        part = self.part
+        self.first_id = 0 if part is None else part.first
+        self.num_trajectories_of_whole = num_trajectories if part is None else part.trajectories
+        self.whole_fingerprint = self.fingerprint if part is None else part.whole
+        self.longest = int(self.lengths.max()) if part is None else part.longest
         self.columns: dict[str, NDArray[Any]] = {}
         self.compressed: dict[str, CompressedRows] = {}
-        self._digests: dict[str, str] = manifest.get(
-            "compressed", {}
-        )  # of the rows of compressed columns
+        # SHA-256 of the plain rows of each compressed column.
+        self._digests: dict[str, str] = manifest.get("compressed", {})
         self._is_random = False
         for column in self.schema:
             rows = num_trajectories if column.rows == "1" else self.num_rows
             self.columns[column.name] = self._column(column, rows)
         self.statistics = self._read_statistics()
-        grown_from = dict(manifest.get("grown_from", {}))
         self.versions: dict[str, int] = {
-            **grown_from,
+            **manifest.get("grown_from", {}),
             self.whole_fingerprint: self.num_trajectories_of_whole,
         }
         if dataset_files.fingerprint_of(manifest) != self.fingerprint:
@@ -126,15 +123,14 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
-        """Open a data set and check it without reading it all.
+        """Open a data set and check it without reading all of it.
 
-        Checked are the manifest, header and size of every file, the first and last 64 KiB of every
-        column, and the whole of the extents and statistics; `verify` checks every byte.
+        Checks the manifest, the header and size of every file, the first and last 64 KiB of every
+        column, and all of the extents and statistics. `verify` checks every byte.
 
         Raises:
-            DataError: The folder or a file of it is missing, truncated, foreign or changed; names
-                it.
-        Cost: 16 bytes per trajectory and 128 KiB per column read, for data of any size.
+            DataError: The folder or one of its files is missing, truncated, foreign or changed.
+        Cost: 16 bytes per trajectory and 128 KiB per column read, whatever the size of the data.
         """
         path = arguments.folder("path", path)
         if not path.is_dir():
@@ -147,8 +143,10 @@ class Dataset(MapDataset[dict[str, Any]]):
             try:
                 return cls(path, dataset_files.read_json(path / SCHEMA_FILE))
             except DataError:
+                # Another folder is there if `gear ingest --append` has replaced it meanwhile; the
+                # files that were read then belong to two data sets.
                 if not path.exists() or os.path.samestat(folder, os.stat(path)):
-                    raise  # else it has grown meanwhile: its files are others
+                    raise
 
     @classmethod
     def from_iterable(
@@ -159,19 +157,19 @@ class Dataset(MapDataset[dict[str, Any]]):
         schema: Schema | None = None,
         **options: Any,
     ) -> Dataset:
-        """Write a data set of what a program has.
+        """Write a data set from the rows of a program.
 
         Args:
-            iterable: Mappings by column, one a trajectory, a step or a conversation, as the rows of
-                a table (docs/how-to/formats.md); or a pandas frame, a data set of Hugging Face's
-                `datasets`, or one of Minari. An iterator is read into memory first, unless there is
-                a schema.
-            dest: The folder to make.
-            schema: The columns of the mappings, one a trajectory, as `DatasetWriter.add` takes
-                them. By default they are found by a pass over the rows.
-            **options: Of `ingest` and `open_rows`.
+            iterable: Mappings by column, each a trajectory, a step or a conversation, as the rows
+                of a table (docs/how-to/formats.md); or a pandas frame, a data set of Hugging Face's
+                `datasets`, or one of Minari. Without a schema, an iterator is read into memory
+                first.
+            dest: The folder to create.
+            schema: Columns of the mappings, each a trajectory as `DatasetWriter.add` takes it. By
+                default a pass over the rows finds the columns.
+            **options: Options of `ingest` and `open_rows`.
         Raises:
-            DataError: A row does not fit, or `dest` cannot be written; `dest` is not made.
+            DataError: A row does not fit, or `dest` cannot be written; `dest` is not created.
         """
         return _ingest_rows(iterable, dest, schema, options)
 
@@ -183,20 +181,23 @@ class Dataset(MapDataset[dict[str, Any]]):
         return self._entries[name]
 
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Map an array file after checks of its size, probe and header. Cost: at most
-        128 KiB read.
+        """Map an array file after checking its size, probe and header.
+
+        Cost: at most 128 KiB read.
         """
         path = self.path / name
         self.files.record(path)
         dataset_files.check_file(path, self._entry(name))
         with DataError.on(str(path), "must be a NumPy array", OSError, ValueError, remedy=REMAKE):
             array = np.lib.format.open_memmap(path, mode="r")
-        order = "" if array.flags.c_contiguous else " in Fortran order"
-        found, wanted = (
-            f"{of.name}{list(s)}" for of, s in ((array.dtype, array.shape), (dtype, shape))
-        )
-        if (found, array.dtype, order) != (wanted, dtype, ""):
-            raise DataError(str(path), f"must be {wanted} as in schema.json", found + order, REMAKE)
+        if (array.dtype, array.shape, array.flags.c_contiguous) != (dtype, shape, True):
+            order = "" if array.flags.c_contiguous else " in Fortran order"
+            raise DataError(
+                str(path),
+                f"must be {dtype.name}{list(shape)} as in schema.json",
+                f"{array.dtype.name}{list(array.shape)}{order}",
+                REMAKE,
+            )
         self.files.add(path, array)
         return array
 
@@ -208,14 +209,14 @@ class Dataset(MapDataset[dict[str, Any]]):
         frames_file, offsets_file = files_of(column)
         offsets = self._map(offsets_file, np.dtype(np.int64), (rows + 1,))
         frames = self._map(frames_file, np.dtype(np.uint8), (int(offsets[-1]),))
-        found = CompressedRows(str(self.path / frames_file), column, frames, offsets)
-        return self.compressed.setdefault(column.name, found)
+        name = str(self.path / frames_file)
+        self.compressed[column.name] = CompressedRows(name, column, frames, offsets)
+        return self.compressed[column.name]
 
     def read_at_random(self) -> None:
-        """Have the kernel read only the pages that are asked for, and none ahead of them.
+        """Turn off read-ahead, so that the kernel reads only the pages that are accessed.
 
-        For data that do not fit into memory: what was read ahead would be dropped before it is
-        used.
+        For data larger than memory, where pages read ahead would be evicted before they are used.
         """
         self._is_random = True
         self.files.advise(mmap.MADV_RANDOM)
@@ -230,53 +231,64 @@ class Dataset(MapDataset[dict[str, Any]]):
             and self.lengths.min() >= 1
         )
         if not consistent:
-            rule = f"must cover the {self.num_rows} rows without gaps or empty trajectories"
-            raise DataError(str(self.path / dataset_files.EXTENTS_FILE), rule, None, REMAKE)
+            raise DataError(
+                str(self.path / dataset_files.EXTENTS_FILE),
+                f"must cover the {self.num_rows} rows without gaps or empty trajectories",
+                None,
+                REMAKE,
+            )
 
     def statistics_for(self, split: Mapping[str, float]) -> dict[str, ColumnStatistics]:
-        """Compute the statistics over the training part of another split than the data set's own.
+        """Compute the statistics over the training part of another split.
 
         Args:
             split: Share of each held-out part by name, as in `gear.data.split`.
         Raises:
-            DataError: No trajectory is left for training, or this is a part: statistics are of the
-                whole, which is not available.
+            DataError: No trajectory is left for training, or this is a part: statistics are those
+                of the whole, which is not available.
         Cost: one pass over the data.
         """
         if self.part is not None:
-            remedy = (
-                f"use the split {self.split} that it was ingested with, or ingest with "
-                f"the "
-                f"other one "
+            raise DataError(
+                str(self.path),
+                "must be a whole data set to compute the statistics of another split",
+                str(self.part),
+                f"use the split {self.split} that it was ingested with, or ingest with the other "
+                "one and run gear split again",
             )
-            remedy += "and run gear split again"
-            rule = "must be a whole data set to compute the statistics of another split"
-            raise DataError(str(self.path), rule, str(self.part), remedy)
+        # The pass is sequential, so read-ahead pays.
         self.files.advise(mmap.MADV_NORMAL)
-        found = compute_statistics(self.schema, self.columns, self.first_rows, self.lengths, split)
+        statistics = compute_statistics(
+            self.schema, self.columns, self.first_rows, self.lengths, split
+        )
         if self._is_random:
             self.files.advise(mmap.MADV_RANDOM)
-        return found
+        return statistics
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
         path = self.path / STATS_FILE
         dataset_files.check_file(path, self._entry(STATS_FILE))
         data = dataset_files.read_json(path)
         if data.get("split") != self.split:
-            rule = f"must have been computed for the split {self.split}"
-            raise DataError(str(path), rule, data.get("split"), REMAKE)
-        rule = "must hold the statistics of every column"
+            raise DataError(
+                str(path),
+                f"must have been computed for the split {self.split}",
+                data.get("split"),
+                REMAKE,
+            )
         kinds = (KeyError, TypeError, ValueError)
-        with DataError.on(str(path), rule, *kinds, remedy=REMAKE):
+        with DataError.on(
+            str(path), "must hold the statistics of every column", *kinds, remedy=REMAKE
+        ):
             entries = data["columns"]
             numeric = [column for column in self.schema if not column.is_opaque]
             return {c.name: ColumnStatistics.from_json(entries[c.name], c) for c in numeric}
 
     def verify(self) -> None:
-        """Compare every byte with what was written.
+        """Check every byte against the digests in the manifest.
 
         Raises:
-            DataError: A file changed; names it.
+            DataError: A file has changed; names it.
         Cost: one pass over all files.
         """
         for name, entry in self._entries.items():
@@ -287,13 +299,11 @@ class Dataset(MapDataset[dict[str, Any]]):
                 raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
     def row_of(self, i: int) -> int:
-        """Return the first row of the i-th trajectory here; for i = len, the number of rows."""
+        """Return the first row of trajectory i of this folder; for i = len, the number of rows."""
         return self.num_rows if i == len(self) else int(self.first_rows[i])
 
     def digest_of(self, column: Column) -> str:
-        """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is
-        recorded.
-        """
+        """Return the recorded SHA-256 of a column's bytes before compression, in hex."""
         return (
             self._digests.get(column.name)
             or self._entries[dataset_files.column_file(column)].sha256
@@ -303,7 +313,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         """Return one trajectory's columns, as `DatasetWriter.add` takes them.
 
         Args:
-            i: Its ordinal in the folder: the trajectory's id, less `first_id`.
+            i: Its index in the folder: the trajectory's id minus `first_id`.
         Returns:
             By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape]; views
             of the maps. Opaque values and compressed rows are decoded.
@@ -325,11 +335,10 @@ class Dataset(MapDataset[dict[str, Any]]):
         return result
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Return copies of one trajectory's columns as tensors of their dtypes; opaque values
-        decoded.
+        """Return copies of one trajectory's columns as tensors; opaque values are decoded.
 
         Args:
-            i: As of `trajectory`; negative from the end.
+            i: Its index in the folder; a negative one counts from the end.
         Returns:
             By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape].
         Raises:
@@ -354,12 +363,15 @@ class Dataset(MapDataset[dict[str, Any]]):
 
 
 def reopened(path: Path, fingerprint: str) -> Dataset:
-    """Open a data set that this or another process had open; DataError: it has changed."""
+    """Open a data set that this or another process had open; DataError if it has changed."""
     dataset = Dataset.open(path)
     if dataset.fingerprint != fingerprint:
-        rule = f"must still have the fingerprint {fingerprint}"
-        remedy = "open it again in this process too"
-        raise DataError(str(path), rule, dataset.fingerprint, remedy)
+        raise DataError(
+            str(path),
+            f"must still have the fingerprint {fingerprint}",
+            dataset.fingerprint,
+            "open it again in this process too",
+        )
     return dataset
 
 
@@ -371,9 +383,11 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileEn
         )
     if manifest["format"] != dataset_files.FORMAT:
         again = "or make the data set again with gear ingest"
-        remedy = f"use the version of deepspeed_gear that wrote it, {again}"
         raise DataError(
-            f"{name}: format", f"must be {dataset_files.FORMAT}", manifest["format"], remedy
+            f"{name}: format",
+            f"must be {dataset_files.FORMAT}",
+            manifest["format"],
+            f"use the version of deepspeed_gear that wrote it, {again}",
         )
     numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
     kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
@@ -388,9 +402,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileEn
 
 
 class IngestRows(Protocol):
-    """Writes a data set of a program's rows, as `ingest_rows` of `data/ingest`, which imports
-    `Dataset`.
-    """
+    """Type of `ingest_rows` in `data/ingest`, which imports `Dataset` and is registered here."""
 
     def __call__(
         self, rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
@@ -401,21 +413,21 @@ _ingest_rows: IngestRows
 
 
 def register_ingest(ingest_rows: IngestRows) -> None:
-    """Register what `Dataset.from_iterable` calls; `data/__init__.py` does when the package is
-    imported.
+    """Register the function that `Dataset.from_iterable` calls.
+
+    `data/__init__.py` does so when the package is imported.
     """
     global _ingest_rows
     _ingest_rows = ingest_rows
 
 
 class MappedFiles:
-    """Identities of a folder's files as they were before they were mapped, and their maps.
+    """The mapped files of a folder, and the check that none has changed since it was mapped.
 
-    A change of a file shows in its map or not, and a truncated file ends the process with SIGBUS,
-    so a file whose device, inode, size or modification time has changed is a DataError that names
-    it and what has changed. Where the folder as a whole is another one, as after `gear ingest
-    --append`, the mapped files are checked through descriptors: they exist as long as they are
-    mapped. Any thread may check.
+    A changed file may show in its map or not, and access beyond the end of a truncated file ends
+    the process with SIGBUS. So a file whose device, inode, size or modification time differs is a
+    DataError. Where the whole folder has been replaced, as by `gear ingest --append`, the mapped
+    files still exist without a name, and are checked through descriptors. Any thread may check.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -423,13 +435,13 @@ class MappedFiles:
         self._maps: dict[Path, np.memmap] = {}
         self._checked_at = time.monotonic()
         self._folder = folder
-        opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        # Descriptors of the folder and its files: none of their inodes is used again.
-        self._opened: dict[Path, int] = {folder: opened}
+        # Open descriptors keep the inodes of the folder and its files from being used again, so
+        # equal inodes mean the same file.
+        self._opened: dict[Path, int] = {folder: os.open(folder, os.O_RDONLY | os.O_CLOEXEC)}
         weakref.finalize(self, lambda opened: [*map(os.close, opened.values())], self._opened)
 
     def record(self, path: Path) -> None:
-        """Record a file's identity before it is checked and mapped."""
+        """Record a file's identity; called before the file is checked and mapped."""
         if not path.is_file():
             raise DataError(str(path), "must exist", None, "a file of the data set is missing")
         self._opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -437,22 +449,22 @@ class MappedFiles:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the folder as a whole is another one than that of the mapped files."""
+        """Whether another folder is at the path now."""
         opened = os.fstat(self._opened[self._folder])
         return self._folder.exists() and not os.path.samestat(os.stat(self._folder), opened)
 
     def add(self, path: Path, array: np.memmap) -> None:
-        """Add the map of a recorded file, unless the file has changed since."""
+        """Keep the map of a recorded file, unless the file has changed since it was recorded."""
         _compare(path, self._identities[path], path)
         self._maps[path] = array
 
     def advise(self, option: int) -> None:
-        """Tell the kernel how the maps are read: one of `mmap.MADV_*`."""
+        """Advise the kernel how the maps are read: one of `mmap.MADV_*`."""
         for array in self._maps.values():
             array._mmap.madvise(option)  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        """Compare all files with their recorded identities. Cost: one `stat` a file."""
+        """Raise DataError if a file has changed. Cost: one `stat` per file."""
         try:
             for path, known in self._identities.items():
                 _compare(path, known, path)
@@ -463,8 +475,9 @@ class MappedFiles:
                 _compare(path, known, self._opened[path])
 
     def check_at_times(self) -> None:
-        """Call `check`, unless it was called within the last `CHECK_EVERY_S` seconds: that takes
-        0.1 us.
+        """Call `check` at most once per `CHECK_EVERY_S` seconds.
+
+        Cost: 0.1 us where the last check is recent enough.
         """
         now = time.monotonic()
         if now - self._checked_at >= CHECK_EVERY_S:
@@ -472,28 +485,27 @@ class MappedFiles:
             self.check()
 
     def guard(self, native: ModuleType) -> None:
-        """Install the SIGBUS handler that prints the file's name if an access to one of the maps
-        fails.
+        """Install a SIGBUS handler that prints the file's name when an access to a map fails.
 
-        The handler writes one line to standard error and passes the signal on to the one that was
-        installed before (faulthandler's, or the default action). A map that is closed is removed
-        automatically.
+        The handler writes one line to standard error and then calls the handler that was installed
+        before it (faulthandler's, or the default action). A map is removed from the guard when it
+        is closed.
         """
         for path, array in self._maps.items():
             memory = array._mmap  # type: ignore[attr-defined]
             address = np.frombuffer(memory, np.uint8, 1).ctypes.data
             entry = native.map_guard_add(address, len(memory), os.fsencode(path.absolute()))
+            # Not at exit: maps may still be read then, and the process ends anyway.
             weakref.finalize(memory, native.map_guard_remove, entry).atexit = False
 
 
 def _compare(path: Path, known: os.stat_result, file: Path | int) -> None:
     with DataError.on(str(path), "must exist while it is used", OSError, remedy=_REMEDY):
         status = os.stat(file)
-    pairs = {
-        what: (getattr(known, name), getattr(status, name)) for what, name in _ATTRIBUTES.items()
-    }
     changed = [
-        f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if now != before
+        f"{what} {getattr(known, name)} -> {getattr(status, name)}"
+        for what, name in _ATTRIBUTES.items()
+        if getattr(known, name) != getattr(status, name)
     ]
     if changed:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The files of an on-disk data set: NumPy headers, streamed payloads, digests."""
+"""The files of an on-disk data set: NumPy headers, streamed payloads and digests."""
 
 from __future__ import annotations
 
@@ -33,32 +33,28 @@ _REMAKE_PARTS = "the file is not the one that was written; make the parts again 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The entry of one file in schema.json."""
+    """Size and digests of one file: its entry in schema.json."""
 
     bytes: int  # of the whole file, header included
     sha256: str  # of the payload: what follows the NumPy header, or the whole of a JSON file
-    probe: (
-        str  # SHA-256 of its first and last 64 KiB (of all of it for small files), cheap to check
-    )
+    probe: str  # SHA-256 of the first and last 64 KiB, which is cheap to check
 
     @classmethod
     def from_json(cls, name: str, entry: Any) -> FileEntry:
-        rule = "must record bytes, sha256 and probe"
         kinds = (TypeError, KeyError, ValueError)
-        with DataError.on(name, rule, *kinds, remedy=REMAKE):
+        with DataError.on(name, "must record bytes, sha256 and probe", *kinds, remedy=REMAKE):
             return cls(int(entry["bytes"]), str(entry["sha256"]), str(entry["probe"]))
 
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """A contiguous part of a data set, in id order: number `index` of `count`."""
+    """The place of a contiguous part in its whole, in the order of ids."""
 
     index: int
     count: int
-    # Ids of its trajectories in the whole: [first, end).
-    first: int
+    first: int  # ids of its trajectories in the whole: [first, end)
     end: int
-    # Of the whole: its sizes, the steps of its longest trajectory, and its fingerprint.
+    # Sizes of the whole, the steps of its longest trajectory, and its fingerprint.
     trajectories: int
     rows: int
     steps: int
@@ -66,12 +62,15 @@ class DatasetPart:
     whole: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of schema.json; `end` follows from the number of trajectories there."""
+        """Return the entry of schema.json.
+
+        `end` is left out: it follows from the number of trajectories in the part.
+        """
         return {name: value for name, value in asdict(self).items() if name != "end"}
 
     @classmethod
     def from_json(cls, name: str, entry: Any, num_trajectories: int) -> DatasetPart:
-        """Read the entry of a part that holds `num_trajectories`; DataError: it has others."""
+        """Read the entry of a part with `num_trajectories`; DataError if they contradict."""
         kinds = {f.name: str if f.name == "whole" else int for f in fields(cls) if f.name != "end"}
         if not isinstance(entry, dict) or set(entry) != set(kinds):
             raise DataError(name, f"must record {', '.join(kinds)}", entry, _REMAKE_PARTS)
@@ -84,8 +83,12 @@ class DatasetPart:
             and (part.index == part.count - 1) == (part.end == part.trajectories)
         )
         if not is_consistent:
-            rule = f"must describe {num_trajectories} of the whole's trajectories"
-            raise DataError(name, rule, str(entry), _REMAKE_PARTS)
+            raise DataError(
+                name,
+                f"must describe {num_trajectories} of the whole's trajectories",
+                str(entry),
+                _REMAKE_PARTS,
+            )
         return part
 
     def __str__(self) -> str:
@@ -96,18 +99,22 @@ class DatasetPart:
 def check_types(
     prefix: str, entry: Mapping[str, Any], kinds: Mapping[str, type], remedy: str
 ) -> None:
-    """Raise DataError for a value of JSON that is not of its type; True is no number."""
+    """Raise DataError unless each JSON value has its type; a bool is no integer."""
     for key, kind in kinds.items():
         if type(entry.get(key)) is not kind:
             raise DataError(f"{prefix}{key}", f"must be {kind.__name__}", entry.get(key), remedy)
 
 
 def column_file(column: Column) -> str:
+    """Return the path of a column's file in the folder of a data set."""
     return f"columns/{column.name}.npy"
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Return a NumPy 1.0 header, in which NumPy leaves room for any number of rows."""
+    """Return a NumPy 1.0 header.
+
+    NumPy pads it so that any number of rows fits later, in the same number of bytes.
+    """
     header = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(dtype)
     description = {"descr": descr, "fortran_order": False, "shape": shape}
@@ -126,7 +133,10 @@ def payload_digest(path: Path, offset: int) -> str:
 
 
 def probe_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's first and last 64 KiB, of all of extents and statistics."""
+    """Return the SHA-256 of a file's first and last 64 KiB.
+
+    For extents and statistics it covers the whole file.
+    """
     if path.name in (EXTENTS_FILE, STATS_FILE):
         return payload_digest(path, 0)
     with path.open("rb") as file:
@@ -136,8 +146,9 @@ def probe_digest(path: Path) -> str:
 
 
 class ArrayFile:
-    """A NumPy file that grows at its end; its header is completed when it is finished. Not
-    thread-safe.
+    """A NumPy file that grows row by row, and whose header is completed at the end.
+
+    Not thread-safe.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
@@ -150,14 +161,14 @@ class ArrayFile:
         self._row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
 
     def append(self, array: NDArray[Any], and_zero_row: bool = False) -> None:
-        """Append rows, or one row without the row axis."""
-        zeros = bytes(self._row_bytes) if and_zero_row else b""
-        for payload in (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zeros):
+        """Append rows, or one row without the row axis, and then a row of zeros if asked for."""
+        rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        for payload in (rows, bytes(self._row_bytes) if and_zero_row else b""):
             self._file.write(payload)
             self._digest.update(payload)
 
     def finish(self) -> FileEntry:
-        """Complete the header, flush to the disk and close."""
+        """Complete the header, flush the file to the disk and close it."""
         num_rows = (self._file.tell() - self._begin) // self._row_bytes
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
@@ -168,13 +179,15 @@ class ArrayFile:
         )
 
     def discard(self) -> None:
-        """Close without completing; safe to call twice, and on a full disk."""
-        with suppress(OSError):  # of what is written at last
+        """Close the file without completing it; safe to call twice, and on a full disk."""
+        with suppress(OSError):  # closing writes the rest of the buffer
             self._file.close()
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> FileEntry:
-    # Indented JSON is written by Python and not by C: about 10 s more for images of 172,800 values.
+    """Write a JSON file and flush it to the disk; return its entry."""
+    # Python writes indented JSON without its C encoder: for statistics of images of 172,800 values
+    # that takes about 10 s more.
     indent = None if path.name == STATS_FILE else 1
     path.write_text(json.dumps(data, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
     sync(path)
@@ -183,9 +196,14 @@ def write_json(path: Path, data: Mapping[str, Any]) -> FileEntry:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a data set; DataError if the file is missing or malformed."""
     if not path.exists():
-        remedy = "the folder is not a gear data set; make one with gear ingest SOURCE DEST"
-        raise DataError(str(path), "must exist", None, remedy)
+        raise DataError(
+            str(path),
+            "must exist",
+            None,
+            "the folder is not a gear data set; make one with gear ingest SOURCE DEST",
+        )
     with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=REMAKE):
         data = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict):
@@ -194,7 +212,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_file(path: Path, entry: FileEntry) -> None:
-    """Raise DataError unless size and probe of a file are those that were recorded."""
+    """Raise DataError unless a file has its recorded size and probe."""
     if not path.is_file():
         raise DataError(str(path), "must exist", None, "a file of the data set is missing")
     size = path.stat().st_size
@@ -207,21 +225,22 @@ def check_file(path: Path, entry: FileEntry) -> None:
 
 
 def fingerprint_of(manifest: Mapping[str, Any]) -> str:
-    """Return the identity of schema, extents and column bytes, and of a part's place, SHA-256 in
-    hex.
+    """Return the identity of a data set: SHA-256 of schema, extents, columns and a part's place.
 
-    Statistics, split and the description of the source do not belong to it: they may differ for the
-    same data; nor does compression, as `compressed` has the digest of a column's rows by its name.
+    Statistics, split and the description of the source are left out: they may differ for the same
+    data. Compression is left out too: `compressed` has the digest of a compressed column's plain
+    rows.
     """
     kept = "format", "schema", "num_trajectories", "num_rows", "part"
     identity = {name: manifest[name] for name in kept if name in manifest}
     files = {
-        name: entry["sha256"] for name, entry in manifest["files"].items() if name != STATS_FILE
+        name: entry["sha256"]
+        for name, entry in manifest["files"].items()
+        if name != STATS_FILE and not name.startswith(COMPRESSED)
     }
-    files = {name: digest for name, digest in files.items() if not name.startswith(COMPRESSED)}
+    # A compressed column counts as the file that it would be without compression.
     files |= {
         f"columns/{name}.npy": digest for name, digest in manifest.get("compressed", {}).items()
     }
-    return hashlib.sha256(
-        json.dumps({**identity, "files": files}, sort_keys=True).encode()
-    ).hexdigest()
+    text = json.dumps({**identity, "files": files}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Statistics of columns, streamed in float64 over the rows of one split."""
+"""Statistics of columns, accumulated in float64 over the rows of the training split."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from deepspeed_gear.schema import Column, Schema
 QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
 MAX_SAMPLE_ROWS = 1 << 22
 MAX_SAMPLE_BYTES = 256 * 1024 * 1024
-LEAST_SPREAD = (
-    2.0**9
-)  # of normalised values, in units of the last place of their shift: off by 0.1% at most
-_SPREADS = 1e-307, 1e307  # whose reciprocals float64 holds
+# Least spread of normalised values, in units of the last place of their shift. A value is rounded
+# by at most half a unit, so it is off by at most 0.1% of the spread.
+LEAST_SPREAD = 2.0**9
+_SPREADS = 1e-307, 1e307  # deviations whose reciprocals float64 can hold
 _BLOCK_ROWS = 1 << 16
 _BLOCK_BYTES = 32 * 1024 * 1024
-_SAMPLE_KEY = 0x6765_6172
-_LEAST_IMAGE = 1024  # elements of a row; smaller ones are kept by element: boards, tiles
+_SAMPLE_KEY = 0x6765_6172  # "gear"
+# Elements of the smallest image; smaller rows, such as boards, have statistics by element.
+_LEAST_IMAGE = 1024
 _ARRAYS = ("mean", "std", "min", "max")
 
 Int64 = NDArray[np.int64]
@@ -34,10 +35,10 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class ColumnStatistics:
-    """Statistics of one column, per element of its row; of images per channel, and `shape` has 1
-    for H and W.
+    """Statistics of one column, for each element of its row, or for each channel of images.
 
-    Arrays are [*shape], NaN where an element has no finite value or float64 overflows.
+    Arrays are [*shape], where `shape` of images has 1 for height and width. They hold NaN where an
+    element has no finite value, or where float64 overflows.
     """
 
     count: int  # rows that were read
@@ -62,20 +63,17 @@ class ColumnStatistics:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], column: Column) -> ColumnStatistics:
-        """Reverse `to_json`; a KeyError or ValueError if a statistic is missing or of another
-        shape.
-        """
+        """Reverse `to_json`; KeyError or ValueError if a statistic is absent or misshapen."""
+        # Data sets of earlier versions have statistics of images by element.
+        shapes = (column.shape, statistics_shape(column))
 
         def array(values: Any) -> Float64:
-            found = np.array(values, dtype=np.float64)
-            if found.shape not in (
-                column.shape,
-                statistics_shape(column),
-            ):  # older ones are per element
+            numbers = np.array(values, dtype=np.float64)
+            if numbers.shape not in shapes:
                 raise ValueError(
-                    f"column {column.name} has statistics of shape {list(found.shape)}"
+                    f"column {column.name} has statistics of shape {list(numbers.shape)}"
                 )
-            return found
+            return numbers
 
         return cls(
             count=int(entry["count"]),
@@ -87,8 +85,10 @@ class ColumnStatistics:
 
 
 def statistics_shape(column: Column) -> tuple[int, ...]:
-    """Return the shape of statistics: of images (uint8, [..., H, W, C] or [..., C, H, W]) 1 for H
-    and W.
+    """Return the shape of a column's statistics.
+
+    It is the shape of a row, but 1 for the height and width of images: uint8 rows of at least three
+    axes, [..., H, W, C] or [..., C, H, W], and more than 1,024 elements.
     """
     if column.dtype != "uint8" or len(column.shape) < 3 or column.num_elements <= _LEAST_IMAGE:
         return column.shape
@@ -96,28 +96,28 @@ def statistics_shape(column: Column) -> tuple[int, ...]:
     return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
 
 
-@np.errstate(invalid="ignore")  # signalling NaNs
+@np.errstate(invalid="ignore")  # converting a signalling NaN raises the flag
 def _as_float64(array: NDArray[Any], column: Column) -> Float64:
     return as_numbers(array, column).astype(np.float64)
 
 
 def sample_positions(num_rows: int, num_sampled: int) -> Int64:
-    """Return which of `num_rows` rows a sample takes: a fixed pseudo-random one of each of equal
-    strata.
+    """Return the rows that a sample takes: a fixed pseudo-random one from each of equal strata.
 
-    All rows if there are no more than `num_sampled`. [min(num_rows, num_sampled)], int64, strictly
-    rising.
+    With no more than `num_sampled` rows it takes all. [min(num_rows, num_sampled)], int64, strictly
+    increasing.
     """
     if num_rows <= num_sampled:
         return np.arange(num_rows, dtype=np.int64)
     jitter = np.random.Generator(np.random.Philox(key=_SAMPLE_KEY)).random(num_sampled)
+    # Bounds of the strata: for 10 rows and 4 samples [0, 2, 5, 7, 10].
     bounds = np.arange(num_sampled + 1, dtype=np.int64) * num_rows // num_sampled
     return np.asarray(bounds[:-1] + (jitter * np.diff(bounds)).astype(np.int64))
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def _quantiles(sample: NDArray[Any], column: Column) -> dict[str, Float64]:
-    """Return the quantiles of each element over the sampled rows. sample: [m, elements]."""
+    """Return the quantiles of each element over the sampled rows, [m, elements]."""
     num_elements = sample.shape[1]
     result = np.full((len(QUANTILES), num_elements), np.nan)
     levels = [float(level) for level in QUANTILES]
@@ -135,13 +135,11 @@ def _quantiles(sample: NDArray[Any], column: Column) -> dict[str, Float64]:
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """The rows of a data set that statistics cover, by first row and steps of each
-    trajectory. [n].
-    """
+    """The rows of a data set that its statistics cover: those of the kept trajectories."""
 
-    first_rows: Int64
-    lengths: Int64
-    keep: NDArray[np.bool_]  # which trajectories count
+    first_rows: Int64  # of each trajectory, [n]
+    lengths: Int64  # steps of each trajectory, [n]
+    keep: NDArray[np.bool_]  # which trajectories are kept, [n]
     has_final_row: bool  # every extent has one more row than steps
 
     def count(self, column: Column) -> int:
@@ -150,13 +148,16 @@ class KeptRows:
         return int((self.lengths[self.keep] + int(column.rows == "T+1")).sum())
 
     def mask(self, column: Column, low: int, high: int) -> NDArray[np.bool_]:
-        """Return which rows of [low, high) hold real values of trajectories that count."""
+        """Return which rows of [low, high) hold values of kept trajectories, and no padding."""
         if column.rows == "1":
             return self.keep[low:high]
         first = int(np.searchsorted(self.first_rows, low, side="right")) - 1
         last = int(np.searchsorted(self.first_rows, high, side="left"))
         starts = self.first_rows[first:last]
         lengths = self.lengths[first:last]
+        # The mask covers whole trajectories, from the first one that reaches into [low, high). With
+        # final rows, extents of 2 and 3 steps are rows 0 to 2 and 3 to 6; in columns of T rows the
+        # rows 2 and 6 are padding.
         mask = np.repeat(self.keep[first:last], lengths + int(self.has_final_row))
         if self.has_final_row and column.rows == "T":
             mask[starts + lengths - starts[0]] = False
@@ -164,7 +165,7 @@ class KeptRows:
 
 
 def _blocks(values: NDArray[Any], column: Column, rows: KeptRows) -> Iterator[NDArray[Any]]:
-    """Yield the real rows that count, [r, elements] in the stored dtype, r bounded."""
+    """Yield the kept rows in blocks of bounded size, [r, elements], in the stored dtype."""
     step = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // (8 * column.num_elements)))
     for low in range(0, len(values), step):
         high = min(low + step, len(values))
@@ -177,13 +178,11 @@ def _blocks(values: NDArray[Any], column: Column, rows: KeptRows) -> Iterator[ND
 
 @np.errstate(over="ignore", invalid="ignore")
 def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
-    """Compute the statistics of one stored column over the real rows of the trajectories that
-    count.
+    """Compute the statistics of one stored column over the kept rows.
 
-    Cost: one pass over the column; at most `MAX_SAMPLE_BYTES` and a few blocks of memory. Quantiles
-    are
-        exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed
-        sample of that size.
+    Cost: one pass over the column; memory for `MAX_SAMPLE_BYTES` and a few blocks. Quantiles are
+    exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed
+    sample of that size.
     """
     if statistics_shape(column) != column.shape:
         return _image_statistics(values, column, rows)
@@ -192,19 +191,19 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     positions = sample_positions(count, budget)
     sample = np.empty((len(positions), column.num_elements), dtype=column.numpy_dtype)
     moments = np.zeros((Moment.NUM_WORDS, column.num_elements))
-    seen = 0
-    taken = 0
+    seen = 0  # rows of the blocks before
+    taken = 0  # of `positions`, which count kept rows
     for block in _blocks(values, column, rows):
         moments = add_rows(moments, _as_float64(block, column))
         until = int(np.searchsorted(positions, seen + len(block)))
         sample[taken:until] = block[positions[taken:until] - seen]
-        seen, taken = seen + len(block), until
+        taken = until
+        seen += len(block)
     num_finite = moments[Moment.COUNT]
 
     def shaped(array: Float64) -> Float64:
-        return np.where((num_finite == 0) | ~np.isfinite(array), np.nan, array).reshape(
-            column.shape
-        )
+        is_known = (num_finite > 0) & np.isfinite(array)
+        return np.where(is_known, array, np.nan).reshape(column.shape)
 
     return ColumnStatistics(
         count=count,
@@ -220,11 +219,11 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
 
 @np.errstate(over="ignore", invalid="ignore")
 def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str, ColumnStatistics]:
-    """Return what columns are normalised with, by name; without quantiles.
+    """Return the statistics that columns are normalised with, by name; without quantiles.
 
-    An element with fewer than two finite values is left as it is: mean 0, deviation 1. So is the
-    deviation of one that is constant, or whose spread float64 does not hold beside its mean: it may
-    vary later.
+    An element with fewer than two finite values gets mean 0 and deviation 1, which leaves it as it
+    is. The deviation is also 1 where an element is constant, or varies by less than float64 can
+    resolve beside its mean: it may vary later.
     """
     count = moments[Moment.COUNT]
     mean = moments[Moment.FIRST] + moments[Moment.MEAN]
@@ -234,25 +233,27 @@ def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str,
     mean = np.where((count >= 2) & np.isfinite(mean), mean, 0.0)
     low, high = (np.where(varies, moments[word], mean) for word in (Moment.LEAST, Moment.GREATEST))
     arrays = {"mean": mean, "std": np.where(varies, std, 1.0), "min": low, "max": high}
-    found = {}
+    statistics = {}
     first = 0
     for column in columns:
         own = slice(first, first + column.num_elements)
         parts = {name: array[own].reshape(column.shape) for name, array in arrays.items()}
         most = int(count[own].max(initial=0))
-        found[column.name] = ColumnStatistics(
+        statistics[column.name] = ColumnStatistics(
             most, **parts, quantiles={}, quantile_rows=0, non_finite=0
         )
         first = own.stop
-    return found
+    return statistics
 
 
 def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
-    """Compute the statistics of images per channel: exact, from the numbers of pixels of each
-    value.
+    """Compute the statistics of images per channel.
+
+    They are exact: counts of the 256 pixel values determine all of them.
     """
     shape = statistics_shape(column)
     channels = np.arange(math.prod(shape)).reshape(shape)
+    # Channel c has the bins from 256 * c on; `base` is that number for each element of a row.
     bins = np.zeros(256 * math.prod(shape), np.int64)
     base = np.broadcast_to(256 * channels, column.shape).reshape(-1)
     for block in _blocks(values, column, rows):
@@ -262,27 +263,37 @@ def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     until = pixels.cumsum(axis=-1)  # for pixels [2, 0, 3] it is [2, 2, 5]
     count = int(until.flat[-1])
     mean = pixels @ value / count
-    std = np.sqrt((pixels * (value - mean[..., None]) ** 2).sum(axis=-1) / count)
 
     def quantile(level: float) -> Float64:
+        # The sorted pixel at place p has the first value whose cumulative count exceeds p: with
+        # until = [2, 2, 5], places 0 and 1 have value 0, and places 2 to 4 have value 2.
         place = level * (count - 1)
         low, high = ((until <= int(at)).sum(axis=-1) for at in (place, place + 1))
         return np.asarray(low + (high - low) * (place % 1))
 
-    found = {"mean": mean, "std": std, "min": quantile(0.0), "max": quantile(1.0)}
-    levels = {level: quantile(float(level)) for level in QUANTILES}
     num_rows = rows.count(column)
     return ColumnStatistics(
-        count=num_rows, **found, quantiles=levels, quantile_rows=num_rows, non_finite=0
+        count=num_rows,
+        mean=mean,
+        std=np.sqrt((pixels * (value - mean[..., None]) ** 2).sum(axis=-1) / count),
+        min=quantile(0.0),
+        max=quantile(1.0),
+        quantiles={level: quantile(float(level)) for level in QUANTILES},
+        quantile_rows=num_rows,
+        non_finite=0,
     )
 
 
 def check_split(split: Mapping[str, float]) -> dict[str, float]:
-    """Return a split in the order of its names; raise ConfigError if it is malformed."""
+    """Return a split sorted by name; ConfigError if it is malformed."""
     for name, share in split.items():
         if not name or name == "train" or not 0 < share < 1:
-            rule = "must name a held-out part (not train) and its share in (0, 1)"
-            raise ConfigError(f"split.{name}", rule, share, 'for example {"eval": 0.05}')
+            raise ConfigError(
+                f"split.{name}",
+                "must name a held-out part (not train) and its share in (0, 1)",
+                share,
+                'for example {"eval": 0.05}',
+            )
     if sum(split.values()) >= 1:
         raise ConfigError(
             "split", "must leave a share for training", dict(split), "use smaller shares"
@@ -297,14 +308,19 @@ def compute_statistics(
     lengths: Int64,
     split: Mapping[str, float],
 ) -> dict[str, ColumnStatistics]:
-    """Compute the statistics of all columns but opaque ones over the training split, in
-    one pass.
+    """Compute the statistics of all columns but opaque ones over the training split.
+
+    Cost: one pass over the columns.
     """
     split = check_split(split)
     keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == 0
     if not keep.any():
-        rule = f"must leave at least one of {len(lengths)} trajectories for training"
-        raise DataError("split", rule, dict(split), "use smaller shares or more trajectories")
+        raise DataError(
+            "split",
+            f"must leave at least one of {len(lengths)} trajectories for training",
+            dict(split),
+            "use smaller shares or more trajectories",
+        )
     rows = KeptRows(first_rows, lengths, keep, schema.has_final_row)
     numeric = [column for column in schema if not column.is_opaque]
     return {

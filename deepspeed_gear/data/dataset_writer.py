@@ -1,4 +1,4 @@
-"""Writing an on-disk data set, trajectory by trajectory, or the parts of another one."""
+"""Writer of an on-disk data set, trajectory by trajectory, and of the parts of another one."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 
 
 class DatasetWriter:
-    """Write a data set by streaming: no more than one trajectory is held in memory.
+    """Writer of a data set, which holds no more than one trajectory in memory.
 
-    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in place
-    of a DEST that is replaced or appended to. A writer that is killed leaves a DEST.partial that
-    the next one to the same place replaces; one that fails removes it. As a context manager it
-    closes at the end of the block and discards on an exception. Not thread-safe; a lock excludes a
-    second writer.
+    It writes to DEST.partial, and renames that to DEST once it is complete; a DEST that is replaced
+    or appended to is swapped with it in the same rename. A writer that is killed leaves a
+    DEST.partial, which the next writer to the same place replaces; one that fails removes it. As a
+    context manager it closes at the end of the block, and discards on an exception. Not
+    thread-safe; a lock excludes a second writer.
     """
 
     def __init__(
@@ -67,30 +67,32 @@ class DatasetWriter:
         source: Mapping[str, Any] | None = None,
         compress: Collection[str] | None = None,
     ) -> None:
-        """Start a data set, or one with the trajectories of another and more.
+        """Start a new data set, or one that begins with the trajectories of another.
 
         Args:
-            dest: The folder to make.
+            dest: The folder to create.
             split: Share of each held-out part by name; the statistics are those of the rest. None:
                 no part, or the parts of the data set that is appended to.
-            overwrite: Replace a data set that is there; anything else is never replaced.
+            overwrite: Replace a data set at `dest`; anything else there is never replaced.
             append: Begin with the trajectories of the data set at `dest`, and take its place. It
-                must have this schema; a column `SOURCE` that it lacks is 0 in them.
-            source: A JSON-able description of the source of the data; its `sources` are listed
-                after those that are appended to.
-            compress: Columns to store as a zstd frame a row: of several values, one row a step.
-                None: no column, or those of the data set that is appended to.
+                must have this schema; where it lacks the column `SOURCE`, its trajectories get 0.
+            source: A JSON-able description of the data's origin; its `sources` are listed after
+                those of the data set that is appended to.
+            compress: Columns to store as one zstd frame per row; their rows must have several
+                values. None: no column, or those of the data set that is appended to.
         Raises:
             ConfigError: The split is malformed.
             SchemaError: There is no such column to compress.
             DataError: `dest` exists, cannot be appended to, or cannot be written.
-        Cost: with `append`, reads and writes the bytes that are there once, a few MiB at a time.
+        Cost: with `append`, the existing bytes are read and written once, a few MiB at a time.
         """
         arguments.one_of("schema", schema, Schema, "a Schema")
         if (media := schema.role("media")) is not None:
-            rule = "must not have the role media in a data set"
             raise SchemaError(
-                f"column {media.name}", rule, None, "only tables with a capacity hold media"
+                f"column {media.name}",
+                "must not have the role media in a data set",
+                None,
+                "only tables with a capacity hold media",
             )
         self.dest = Path(os.path.abspath(arguments.folder("dest", dest)))
         self.schema = schema
@@ -108,7 +110,7 @@ class DatasetWriter:
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
         self._part: DatasetPart | None = None
-        self._statistics: dict[str, Any] | None = None  # those of the whole, where this is a part
+        self._statistics: dict[str, Any] | None = None  # of the whole, where this is a part
         self._closed = False
         self._partial = PartialFolder(self.dest)
         self._made = self._partial.made
@@ -119,11 +121,10 @@ class DatasetWriter:
                 path = self._made / dataset_files.column_file(column)
                 self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
             known = Dataset.open(self.dest) if append else None
-            kept = () if known is None else known.compressed
-            #: Columns that are compressed when all rows are there, for a dictionary of all.
-            self._compress = [
-                schema[name] for name in dict.fromkeys(kept if compress is None else compress)
-            ]
+            if compress is None:
+                compress = () if known is None else known.compressed
+            # They are compressed at the end, with a dictionary trained on rows of the whole column.
+            self._compress = [schema[name] for name in dict.fromkeys(compress)]
             for column in self._compress:
                 compressed_rows.zstandard_for("compress", column)
             if known is not None:
@@ -162,16 +163,16 @@ class DatasetWriter:
         Args:
             trajectory: An array, tensor or nested list for every column of the schema: [T, *shape],
                 [T+1, *shape] or, with one value per trajectory, [*shape]. T >= 1 is the same for
-                all. Columns with dots in their names may come nested, as in `Replay.add`.
-            name: Its name in errors; "trajectory <id>" unless given.
-            split_by_flags: As `Replay.add`.
-            final: As `Replay.add`.
+                all. Columns with dots in their names may be nested, as in `Replay.add`.
+            name: Its name in errors; "trajectory <id>" by default.
+            split_by_flags: As in `Replay.add`.
+            final: As in `Replay.add`.
         Returns:
-            The ordinal of the trajectory in the data set; with `split_by_flags` those of the parts.
+            The index of the trajectory in the data set; with `split_by_flags` those of the parts.
         Raises:
-            DataError: A column is missing, unknown, of another shape or length, holds what its
-                dtype cannot hold, NaN or an infinity without `allow_nan`, or an end flag before the
-                last step; nothing is written.
+            DataError: A column is missing, unknown, or of another shape or length; or it holds a
+                value outside its dtype, NaN or an infinity without `allow_nan`, or an end flag
+                before the last step. Nothing is written.
         """
         if self._closed:
             raise DataError(
@@ -196,8 +197,10 @@ class DatasetWriter:
         return len(self._lengths) - 1
 
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
-        """Make this a part of a data set by copying its rows, which are added to the digests of
-        columns.
+        """Make this a part of a data set by copying its rows.
+
+        Args:
+            digests: SHA-256 objects by column of the whole, to which the copied bytes are added.
         """
         self._part = part
         self._statistics = dataset_files.read_json(whole.path / STATS_FILE)
@@ -211,20 +214,26 @@ class DatasetWriter:
             column for column in self.schema if column != SOURCE or column in known.schema.columns
         ]
         if known.part is not None:
-            remedy = "append to the whole, and split it again"
             raise DataError(
-                f"{known.path}: part", "must not be appended to", str(known.part), remedy
+                f"{known.path}: part",
+                "must not be appended to",
+                str(known.part),
+                "append to the whole, and split it again",
             )
         if known.schema.columns != tuple(columns):
-            rule = f"must be that of what is appended, {self.schema}"
-            remedy = "make a data set of its own"
-            raise DataError(f"{known.path}: schema", rule, str(known.schema), remedy)
+            raise DataError(
+                f"{known.path}: schema",
+                f"must be that of what is appended, {self.schema}",
+                str(known.schema),
+                "make a data set of its own",
+            )
         digests = {column.name: hashlib.sha256() for column in known.schema}
         self._copy(known, 0, len(known), digests)
         check_copied(known, digests)
         if len(columns) < len(self.schema):
             self._files[SOURCE.name].append(np.zeros(len(known), SOURCE.numpy_dtype))
         self._grown_from = known.versions
+        # A source that a program has described by itself has no list; it is a list of one.
         before, own = (
             of if "sources" in of else {"sources": [of]} for of in (known.source, self._source)
         )
@@ -232,9 +241,7 @@ class DatasetWriter:
         self.num_sources_before = len(before["sources"])
 
     def _copy(self, whole: Dataset, begin: int, stop: int, digests: Mapping[str, Any]) -> None:
-        """Copy trajectories [begin, stop) of a data set, which are added to the digests
-        of columns.
-        """
+        """Copy trajectories [begin, stop) of a data set, and add their bytes to the digests."""
         first = whole.row_of(begin)
         end = whole.row_of(stop)
         for column in whole.schema:
@@ -262,11 +269,16 @@ class DatasetWriter:
             raise DataError(str(self.dest), "must be closed once only")
         with undo_on_error(self.discard), writing(self.dest):
             if not self._lengths:
-                rule = "must get at least one trajectory"
-                remedy = "an empty data set is not written"
-                raise DataError(str(self.dest), rule, 0, remedy)
+                raise DataError(
+                    str(self.dest),
+                    "must get at least one trajectory",
+                    0,
+                    "an empty data set is not written",
+                )
             self._complete()
             check_destination(self.dest, self._overwrite)
+            # Files are on the disk since they were finished. Their names must be there before the
+            # folder gets the name DEST, so that a crash leaves no DEST without its files.
             for folder in (self._made / "columns", self._made):
                 sync(folder)
             self._partial.publish()
@@ -276,6 +288,7 @@ class DatasetWriter:
     def _complete(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int64)
         file_of = dataset_files.column_file
+        # Lengths 2 and 3 are the extents [[0, 2], [2, 3]], with final rows [[0, 2], [3, 3]].
         ends = np.cumsum(lengths + int(self.schema.has_final_row))
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
         file = ArrayFile(self._made / dataset_files.EXTENTS_FILE, extents.dtype, (2,))
@@ -311,7 +324,7 @@ class DatasetWriter:
         dataset_files.write_json(self._made / SCHEMA_FILE, manifest)
 
     def discard(self) -> None:
-        """Stop and remove all files; safe to call twice."""
+        """Remove all files that were written so far; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -330,7 +343,7 @@ class DatasetWriter:
 
 
 def is_dataset(path: Path) -> bool:
-    """Return whether a data set, or an empty folder, is at a path."""
+    """Return whether a path is a data set or an empty folder."""
     return (path / SCHEMA_FILE).is_file() or (path.is_dir() and not any(path.iterdir()))
 
 
@@ -341,7 +354,14 @@ def check_destination(
     rule: str = "must be a gear data set",
     instead: str = "overwrite it (--overwrite) or append to it (--append)",
 ) -> None:
-    """Raise DataError if `dest` exists, unless it is no link and what `may_replace` admits."""
+    """Raise DataError if `dest` exists, unless it may be overwritten.
+
+    Args:
+        may_replace: Returns whether the content at `dest` is of a kind that may be replaced; a
+            symbolic link never is.
+        rule: The rule that content of another kind breaks.
+        instead: Remedies other than choosing another place.
+    """
     if not os.path.lexists(dest):
         return
     if not overwrite:
@@ -351,25 +371,29 @@ def check_destination(
 
 
 class PartialFolder:
-    """The folder DEST.partial, locked by this process, in which something is made that becomes
-    DEST.
+    """The folder DEST.partial, locked by this process, in which the new DEST is made.
 
-    `made` is its place there. A process that is killed leaves it; the next one to the same DEST
-    empties it.
+    `made` is the path of the new DEST while it is incomplete. A process that is killed leaves the
+    folder; the next process that writes to the same DEST empties it.
     """
 
     def __init__(self, dest: Path) -> None:
+        folder = dest.with_name(dest.name + _PARTIAL)
         self._dest = dest
-        self._folder = dest.with_name(dest.name + _PARTIAL)
-        self.made = self._folder / "made"
-        lock_file = self._folder / _LOCK_FILE
-        folder = self._folder
-        replaced = self._folder / _REPLACED
+        self._folder = folder
+        self.made = folder / "made"
+        lock_file = folder / _LOCK_FILE
+        replaced = folder / _REPLACED
         with writing(dest):
+            # The lock file marks the folder as one of ours; anything else with its name stays.
             is_empty = folder.is_dir() and not any(folder.iterdir())
             if folder.exists() and not is_empty and not lock_file.is_file():
-                rule = "must not exist, or be what an interrupted ingest left"
-                raise DataError(str(folder), rule, None, "move it away")
+                raise DataError(
+                    str(folder),
+                    "must not exist, or be what an interrupted ingest left",
+                    None,
+                    "move it away",
+                )
             folder.mkdir(parents=True, exist_ok=True)
             with undo_on_error(lambda: None if any(folder.iterdir()) else folder.rmdir()):
                 self._lock = hold(os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
@@ -377,8 +401,13 @@ class PartialFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 release(self._lock)
-                rule = "must not be written by two at once"
-                raise DataError(str(folder), rule, None, "wait for the other ingest") from None
+                raise DataError(
+                    str(folder),
+                    "must not be written by two at once",
+                    None,
+                    "wait for the other ingest",
+                ) from None
+            # A process was killed between the two renames of `publish`: its old DEST is here.
             if replaced.exists() and not dest.exists():
                 replaced.rename(dest)
             for entry in folder.iterdir():
@@ -388,11 +417,11 @@ class PartialFolder:
                     entry.unlink()
 
     def publish(self) -> None:
-        """Move what was made to DEST, in place of an old one, which `discard` then removes.
+        """Move what was made to DEST, and an old DEST into this folder, where `discard` removes it.
 
-        A process that is killed leaves the old one or the new one at DEST, also where the machine
-        fails. Only where the file system cannot swap names of folders is there a moment without
-        either: the next writer to DEST then moves the old one back.
+        If the process is killed or the machine fails, DEST is the old one or the new one. Only
+        where the file system cannot swap the names of folders is there a moment without either; the
+        next writer to DEST then moves the old one back.
         """
         if not self._dest.is_dir() or not swap_names(self.made, self._dest):
             if self._dest.is_dir():
@@ -401,46 +430,54 @@ class PartialFolder:
         sync(self._dest.parent)
 
     def discard(self) -> None:
-        """Remove it, with what is left in it, and release the lock."""
-        for path in (self.made, self._folder / _REPLACED, self._folder):  # its mark is removed last
+        """Remove the folder with everything left in it, and release the lock."""
+        # The lock file goes last, with the folder: it shows the next writer whose folder this is.
+        for path in (self.made, self._folder / _REPLACED, self._folder):
             shutil.rmtree(path, ignore_errors=True)
         release(self._lock)
 
 
 def check_copied(dataset: Dataset, digests: Mapping[str, Any]) -> None:
-    """Raise DataError unless the copied bytes of each column are those that were written."""
+    """Raise DataError unless the copied bytes of each column match its recorded digest."""
     for column in dataset.schema:
         if digests[column.name].hexdigest() != dataset.digest_of(column):
-            rule = "must hold the bytes that were written"
-            raise DataError(f"{dataset.path}: column {column.name}", rule, None, REMAKE)
+            raise DataError(
+                f"{dataset.path}: column {column.name}",
+                "must hold the bytes that were written",
+                None,
+                REMAKE,
+            )
 
 
 @contextlib.contextmanager
 def writing(dest: Path) -> Iterator[None]:
-    """Raise errors of the file system as DataErrors of `dest`."""
+    """Raise errors of the file system as DataErrors that name `dest`."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # h5py raises either, without a number
-        number = getattr(error, "errno", None)
         text = str(error)
+        number = getattr(error, "errno", None)
         is_full = number in _FULL or any(os.strerror(one) in text for one in _FULL)
         if isinstance(error, GearError) or not (is_full or isinstance(error, OSError)):
             raise
         remedy = "free some space" if is_full else "check the path and its permissions"
-        found = os.strerror(errno.ENOSPC) if is_full else getattr(error, "strerror", None) or text
-        raise DataError(str(dest), "must be writable", found, remedy) from error
+        cause = os.strerror(errno.ENOSPC) if is_full else getattr(error, "strerror", None) or text
+        raise DataError(str(dest), "must be writable", cause, remedy) from error
 
 
 def write_parts(
     dataset: Dataset, folder: str | Path, bounds: NDArray[np.int64], overwrite: bool = False
 ) -> list[Dataset]:
-    """Write every part of a data set to FOLDER/part-0, ...; `overwrite` replaces parts, nothing
-    else.
+    """Write a data set as parts FOLDER/part-0, FOLDER/part-1, ...
 
-    FOLDER is there when all parts are complete, and all bytes read are those written when the data
-    set was made; after a failure, all is as before. `bounds` are first trajectories of parts, and
-    the number of all, [count + 1], int64, strictly growing. Cost: all bytes read and written once,
-    a few MiB at a time.
+    FOLDER appears when all parts are complete and all bytes that were read match the digests of the
+    data set; after a failure everything is as before.
+
+    Args:
+        bounds: First trajectory of each part, then the number of all. [parts + 1], int64, strictly
+            increasing.
+        overwrite: Replace a FOLDER that holds parts, and nothing else.
+    Cost: all bytes read and written once, a few MiB at a time.
     """
     folder = Path(os.path.abspath(folder))
     if dataset.part is not None:
@@ -449,24 +486,34 @@ def write_parts(
         )
     are_ends = len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(dataset)
     if not are_ends or (np.diff(bounds) < 1).any():
-        rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
-        raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
-    holds = "must hold parts only"
+        raise DataError(
+            str(dataset.path),
+            f"must divide its {len(dataset)} trajectories into parts of at least one",
+            np.asarray(bounds).tolist(),
+            "ask for fewer parts",
+        )
     instead = "or overwrite it (--overwrite)"
-    check_destination(folder, overwrite, _holds_parts, holds, instead)
+    check_destination(folder, overwrite, _holds_parts, "must hold parts only", instead)
     digests = {column.name: hashlib.sha256() for column in dataset.schema}
-    sizes = {"trajectories": len(dataset), "rows": dataset.num_rows, "steps": dataset.num_steps}
-    of_whole: dict[str, Any] = {**sizes, "longest": dataset.longest, "whole": dataset.fingerprint}
+    of_whole: dict[str, Any] = {
+        "trajectories": len(dataset),
+        "rows": dataset.num_rows,
+        "steps": dataset.num_steps,
+        "longest": dataset.longest,
+        "whole": dataset.fingerprint,
+    }
     partial = PartialFolder(folder)
     with contextlib.ExitStack() as stack, writing(folder):
         stack.callback(partial.discard)
         partial.made.mkdir()
         for index, (first, end) in enumerate(pairwise(np.asarray(bounds).tolist())):
             part = DatasetPart(index=index, count=len(bounds) - 1, first=first, end=end, **of_whole)
-            path = partial.made / f"part-{index}"
-            split = dataset.split
-            source = dataset.source
-            with DatasetWriter(path, dataset.schema, split=split, source=source) as writer:
+            with DatasetWriter(
+                partial.made / f"part-{index}",
+                dataset.schema,
+                split=dataset.split,
+                source=dataset.source,
+            ) as writer:
                 writer.copy_part(dataset, part, digests)
         check_copied(dataset, digests)
         sync(partial.made)

@@ -1,7 +1,7 @@
-"""Export: trajectories written in formats of other programs, one writer class a format.
+"""Export of trajectories to the formats of other programs, one writer class per format.
 
 Parquet, JSON lines and npz carry the schema under `SCHEMA_KEY`, so that `gear ingest` reads the
-same bits.
+same bits back.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ _ELSE = "use --format parquet, or leave it out with --columns"
 
 
 class TrajectoryFile(ABC):
-    """A file or folder that trajectories are written to, one after the other; memory for a few of
-    them.
-    """
+    """A file or folder that trajectories are appended to; it holds few of them in memory."""
 
     format: ClassVar[str]  # for `--format`
     reader: ClassVar[type[Reader] | None] = (
@@ -55,8 +53,11 @@ class TrajectoryFile(ABC):
     )
 
     def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
-        """Start a file of the columns of `schema`; `stated` is what it states of them
-        (`written_schema`).
+        """Start a file.
+
+        Args:
+            schema: Columns to write.
+            stated: Description of the columns that the file carries (`written_schema`).
         """
         self.path = path
         self.schema = schema
@@ -64,7 +65,7 @@ class TrajectoryFile(ABC):
 
     @abstractmethod
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
-        """Append a trajectory, as `Dataset.trajectory` returns it; `name` is its name in errors."""
+        """Append a trajectory as `Dataset.trajectory` returns it; `name` is its name in errors."""
 
     @abstractmethod
     def close(self) -> None:
@@ -76,17 +77,17 @@ class TrajectoryFile(ABC):
 
     @classmethod
     def replaces(cls, path: Path) -> bool:
-        """Return whether what exists at a path is of this format, and may be replaced."""
+        """Return whether the content at a path has this format, and may be replaced."""
         if cls.reader is None:
             return path.is_file()
         return path.is_dir() and cls.reader.recognises(path)
 
 
 class _Hdf5Disk(io.FileIO):
-    """The file below an HDF5 file; what the disk refuses is kept, and raised by `check`.
+    """The file below an HDF5 file, which hides failures of the disk from HDF5.
 
-    HDF5 itself must see no failure: where it cannot flush, it ends the process with a segmentation
-    fault.
+    HDF5 ends the process with a segmentation fault where it cannot flush. So a write always
+    succeeds for HDF5; the first failure is kept, and raised by `check`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +102,7 @@ class _Hdf5Disk(io.FileIO):
                 left = left[super().write(left) :]
             except OSError as error:
                 self._failure = error
-        return num_bytes
+        return num_bytes  # all of them, also after a failure: see the class
 
     def truncate(self, size: int | None = None) -> int:
         try:
@@ -111,14 +112,15 @@ class _Hdf5Disk(io.FileIO):
             return size or 0
 
     def check(self) -> None:
-        """Raise what the disk has refused."""
+        """Raise the first failure of the disk, if there was one."""
         if self._failure is not None:
             raise self._failure
 
 
 class MinariFile(TrajectoryFile):
-    """A Minari data set of one HDF5 file, without an environment; spaces are those of
-    the dtypes.
+    """A Minari data set in one HDF5 file, without an environment.
+
+    Its spaces follow from the dtypes.
     """
 
     format = "minari"
@@ -132,17 +134,16 @@ class MinariFile(TrajectoryFile):
                 raise DataError(
                     f"column {group}", "must be there for the format minari", heads, _ELSE
                 )
+        # Path in an episode's group by column; [] for attributes of the group.
         self._keys = {column.name: self._key(column) for column in schema}
         (path / "data").mkdir(parents=True)
         self._disk = _Hdf5Disk(path / "data" / "main_data.hdf5")
         self._file = h5py.File(self._disk, "w")
         self._steps = 0
-        self._actions = (0, 0)
+        self._actions = (0, 0)  # least and greatest discrete action
 
     def _key(self, column: Column) -> list[str]:
-        """Return the path of a column's array; raise DataError if it would be read as another
-        column.
-        """
+        """Return the path of a column's array; DataError if ingest would read another column."""
         head, *parts = column.name.split(".")
         if (
             column.name in ("episode_id", "seed")
@@ -156,9 +157,11 @@ class MinariFile(TrajectoryFile):
             rows = "T+1" if role == "observation" else column.rows
             read = make_column(name, column.name, column.numpy_dtype, column.shape, role, rows)
         if read != replace(column, late=False, allow_nan=False):
-            rule = "must be one that Minari's layout holds exactly"
             raise DataError(
-                name, rule, f"{column.dtype}, role {column.role}, rows {column.rows}", _ELSE
+                name,
+                "must be one that Minari's layout holds exactly",
+                f"{column.dtype}, role {column.role}, rows {column.rows}",
+                _ELSE,
             )
         group = next((key for key, of in GROUPS.items() if of == head), head)
         return [group, *(f"_index_{part}" if part.isdigit() else part for part in parts)]
@@ -172,9 +175,9 @@ class MinariFile(TrajectoryFile):
                 group.create_dataset("/".join(key), data=trajectory[column])
             else:
                 group.attrs["id" if column == "episode_id" else column] = trajectory[column]
-        group.attrs["total_steps"] = steps = len(trajectory["reward"])
+        group.attrs["total_steps"] = len(trajectory["reward"])
         self._disk.check()
-        self._steps += steps
+        self._steps += len(trajectory["reward"])
         if "action" in trajectory and trajectory["action"].ndim == 1:
             low = int(trajectory["action"].min())
             high = int(trajectory["action"].max())
@@ -203,7 +206,7 @@ class MinariFile(TrajectoryFile):
         self._disk.close()
 
     def _space(self, head: str, parts: list[str]) -> dict[str, Any]:
-        """Return the space of a column, or of the columns below a name, as Minari serialises it."""
+        """Return the space of a column, or of all columns below a name, as Minari serialises it."""
         name = ".".join([head, *parts])
         if name in self.schema:
             column = self.schema[name]
@@ -228,7 +231,10 @@ class MinariFile(TrajectoryFile):
 
 
 class ParquetFile(TrajectoryFile):
-    """A Parquet file with a row per trajectory: lists of steps, and of fixed sizes inside them."""
+    """A Parquet file with one row per trajectory.
+
+    A row holds a list of steps per column, and lists of fixed size inside it for the shape.
+    """
 
     format = "parquet"
 
@@ -265,6 +271,7 @@ class ParquetFile(TrajectoryFile):
             array = self._arrow.FixedSizeListArray.from_arrays(array, size)
         if column.rows == "1":
             return array
+        # Trajectories of 2 and 3 rows are the lists between the offsets [0, 2, 5].
         offsets = np.cumsum([0, *map(len, values)]).astype(np.int32)
         return self._arrow.ListArray.from_arrays(self._arrow.array(offsets), array)
 
@@ -279,8 +286,9 @@ class ParquetFile(TrajectoryFile):
 
 
 class JsonlFolder(TrajectoryFile):
-    """A folder with JSON lines, a trajectory each, and the schema; floats as Python's
-    repr: exact.
+    """A folder with one JSON line per trajectory, and the schema in a file beside them.
+
+    Floats are written as Python's repr, which is exact.
     """
 
     format = "jsonl"
@@ -302,8 +310,9 @@ class JsonlFolder(TrajectoryFile):
     def _value(self, name: str, column: Column, value: Any) -> Any:
         where = f"{name}: column {column.name}"
         if column.dtype == "bytes":
-            rule = "must be UTF-8 for the format jsonl"
-            with DataError.on(where, rule, UnicodeDecodeError, remedy=_ELSE):
+            with DataError.on(
+                where, "must be UTF-8 for the format jsonl", UnicodeDecodeError, remedy=_ELSE
+            ):
                 return value.decode()
         if column.is_opaque:
             return value
@@ -320,9 +329,7 @@ class JsonlFolder(TrajectoryFile):
 
 
 class NpzFile(TrajectoryFile):
-    """An npz file with an array per column, the trajectories one after the other, and their
-    lengths.
-    """
+    """An npz file with one array per column, over all trajectories, and their lengths."""
 
     format = "npz"
 
@@ -330,13 +337,10 @@ class NpzFile(TrajectoryFile):
         super().__init__(path, schema, stated)
         folder = path.with_name("arrays")
         folder.mkdir()
-        files = {
+        self._files = {
             c.name: ArrayFile(folder / f"{c.name}.npy", c.numpy_dtype, c.shape) for c in schema
         }
-        self._files = {
-            **files,
-            LENGTHS_KEY: ArrayFile(folder / LENGTHS_KEY, np.dtype(np.int64), ()),
-        }
+        self._files[LENGTHS_KEY] = ArrayFile(folder / LENGTHS_KEY, np.dtype(np.int64), ())
 
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
         for column in self.schema:
@@ -378,25 +382,27 @@ def export(
 ) -> int:
     """Write trajectories in another format; return their number.
 
-    Everything goes to DEST.partial, and to DEST in one rename when it is on the disk. `return` and
-    `length` are left out where ingest derives them again; of a data set without them it does not.
-    Memory: a trajectory, of Parquet a row group of 32 MiB.
+    The output is made in DEST.partial, and renamed to DEST once it is on the disk. `return` and
+    `length` are left out where ingest derives them again; a data set without them is marked, so
+    that ingest does not. Memory: one trajectory, or a row group of 32 MiB for Parquet.
 
     Args:
         trajectories: As `Dataset.trajectory` returns them, with the columns of `schema`.
-        dest: The file to make (parquet, npz), or the folder (minari, jsonl).
+        dest: The file (parquet, npz) or folder (minari, jsonl) to create.
         format: A key of `FORMATS`.
-        columns: Patterns of optional columns to keep, as of `ingest`; None keeps all.
+        columns: Patterns of optional columns to keep, as in `ingest`; None keeps all.
         overwrite: Replace a file, or a folder of the same format.
-        derives: Ingest is to derive `return` and `length` anyway, as for a table, which has none.
+        derives: Let ingest derive `return` and `length` in any case. For tables, which have
+            neither.
     Raises:
-        DataError: A column or a value cannot be held exactly by the format, or `dest` exists or
-            cannot be written; nothing is made.
+        DataError: The format cannot hold a column or value exactly, or `dest` exists or cannot be
+            written; nothing is made.
     """
     dest = Path(os.path.abspath(arguments.folder("dest", dest)))
     if format not in FORMATS:
-        rule = f"must be one of {', '.join(FORMATS)}"
-        raise DataError("format", rule, format, known_names(format, FORMATS))
+        raise DataError(
+            "format", f"must be one of {', '.join(FORMATS)}", format, known_names(format, FORMATS)
+        )
     kind = FORMATS[format]
     select = ColumnSelection(columns)
     names = (LENGTH,) if schema.role("reward") is None else (LENGTH, RETURN)
@@ -404,17 +410,15 @@ def export(
     needed = (*GROUPS.values(), *NEEDED)
     kept = Schema([c for c in schema if c not in derived and (c.role in needed or select(c.name))])
     select.check_used(dest)
-    rule = f"must be of the format {format}"
     instead = "or overwrite it (--overwrite)"
-    check_destination(dest, overwrite, kind.replaces, rule, instead)
+    check_destination(dest, overwrite, kind.replaces, f"must be of the format {format}", instead)
+    whole = Schema([c for c in schema if c in derived or c in kept.columns])
+    stated = written_schema(kept, None if derives else whole)
     partial = PartialFolder(dest)
     count = 0
     with ExitStack() as stack, writing(dest):
         stack.callback(partial.discard)
-        whole = (
-            None if derives else Schema([c for c in schema if c in derived or c in kept.columns])
-        )
-        file = kind(partial.made, kept, written_schema(kept, whole))
+        file = kind(partial.made, kept, stated)
         stack.callback(file.discard)
         for count, trajectory in enumerate(trajectories, 1):
             name = f"trajectory {count - 1}"
@@ -439,6 +443,9 @@ def _check_derived(
             wanted = as_numbers(trajectory[reward.name], reward).astype(np.float64).sum()
         value = trajectory[column.name]
         if np.asarray(wanted, value.dtype).tobytes() != value.tobytes():
-            rule = f"must be {wanted}, as gear ingest derives it"
-            remedy = "ingest the data set's own sources"
-            raise DataError(f"{name}: column {column.name}", rule, value.item(), remedy)
+            raise DataError(
+                f"{name}: column {column.name}",
+                f"must be {wanted}, as gear ingest derives it",
+                value.item(),
+                "ingest the data set's own sources",
+            )

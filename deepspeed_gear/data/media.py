@@ -1,6 +1,4 @@
-"""Media: rows of their own number, such as the patches of an image, which steps name by their
-content.
-"""
+"""Media such as images: their rows are stored once, and steps name them by their content."""
 
 from __future__ import annotations
 
@@ -16,28 +14,32 @@ from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
-SENT = ".media"  # what a remote writer sends beside the columns; no column's name begins with a dot
-_WORD = 8  # arrays begin at multiples of so many bytes
+# Key of the items that a remote writer sends beside the columns, whose names begin with no dot.
+SENT = ".media"
+_WORD = 8  # the rows of a column begin at a multiple of so many bytes
 
 
 class MediaItem(NamedTuple):
-    number: int  # 63 bits of the digest, not 0: what a step of a trajectory holds
-    digest: np.ndarray  # SHA-256 of the bytes. [4], int64
-    #: Rows of each column, int64, then the columns' rows in C order, each padded to words. [bytes],
-    #: uint8.
+    """An encoded item: its number, digest and bytes."""
+
+    number: int  # 63 bits of the digest, never 0; the steps of a trajectory hold it
+    digest: np.ndarray  # SHA-256 of the content. [4], int64
+    #: Number of rows of each column, int64, then each column's rows in C order, padded to words.
+    #: [bytes], uint8.
     content: np.ndarray
 
 
 class Media:
-    """What a trajectory names at one step, such as an image: rows of the table's media columns.
+    """An item that a trajectory names at one step, such as an image: rows of media columns.
 
-    `{"image": {17: Media(pixel_values=patches, image_grid_thw=[[1, 14, 14]])}}` in place of a
-    column of the role media: the token at step 17 stands for the image. A store keeps equal content
-    once. One object may be in many trajectories; it is encoded once, so its arrays must not change
-    after that.
+    `{"image": {17: Media(pixel_values=patches, image_grid_thw=[[1, 14, 14]])}}` takes the place of
+    a column of the role media: the token at step 17 stands for the image. A store keeps equal
+    content once. An object may be used in many trajectories; it is encoded once, so its arrays must
+    not change after that.
 
     Args:
-        **columns: Column -> [rows, *shape], any number of rows; those that are left out have none.
+        **columns: Column -> [rows, *shape], any number of rows; columns that are left out have no
+            rows.
     """
 
     def __init__(self, **columns: Any) -> None:
@@ -49,18 +51,16 @@ class Media:
         return f"Media({', '.join(shapes)})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have equal columns, rows and values."""
+        """Return whether both have equal columns, rows and values."""
         if not isinstance(other, Media) or self.columns.keys() != other.columns.keys():
             return False
-        pairs = (
-            (_numbers(self.columns[name]), _numbers(other.columns[name])) for name in self.columns
+        return all(
+            torch.equal(_numbers(rows), _numbers(other.columns[name]))
+            for name, rows in self.columns.items()
         )
-        return all(torch.equal(own, rows) for own, rows in pairs)
 
     def item(self, name: str, columns: tuple[Column, ...]) -> MediaItem:
-        """Return its content as the media columns of a table store it; DataError: it does not fit
-        them.
-        """
+        """Encode the content for a table's media columns; DataError if it does not fit them."""
         if columns not in self._encoded:
             known = {column.name: column for column in columns}
             for odd in sorted(self.columns.keys() - known.keys()):
@@ -86,7 +86,7 @@ class MediaSpec:
 
     @classmethod
     def of_json(cls, schema: Schema, columns: Mapping[str, Any] | None) -> MediaSpec | None:
-        """Return the media of a table of another machine, without memory; None: it has none."""
+        """Return the media of a table on another machine, without memory; None if it has none."""
         column = schema.role("media")
         if column is None or columns is None:
             return None
@@ -95,9 +95,10 @@ class MediaSpec:
     def take(
         self, name: str, schema: Schema, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
     ) -> dict[str, Any]:
-        """Return a flat trajectory with numbers in place of its media, whose items are added to
-        `items`.
+        """Return a flat trajectory with item numbers in place of its media.
 
+        Args:
+            items: The items by number; those of the trajectory are added.
         Raises:
             DataError: A step or item does not fit.
         """
@@ -108,15 +109,17 @@ class MediaSpec:
         at = f"{name}: column {self.column}"
         if not isinstance(given, Mapping):
             if np.asarray(given).dtype.kind not in "iu":
-                rule = "must be {step: Media}, or numbers of what is stored"
-                raise DataError(at, rule, type(given).__name__)
+                raise DataError(
+                    at, "must be {step: Media}, or numbers of what is stored", type(given).__name__
+                )
             return taken
-        of_steps: Any = [
-            (c, taken.get(c.name)) for c in schema.step_columns if c.name != self.column
-        ]
-        steps = max(
-            0, next((len(v) - (c.rows == "T+1") for c, v in of_steps if hasattr(v, "__len__")), 0)
+        # The media have no rows of their own, so any other step column gives the number of steps.
+        lengths = (
+            len(taken[c.name]) - (c.rows == "T+1")
+            for c in schema.step_columns
+            if c.name != self.column and hasattr(taken.get(c.name), "__len__")
         )
+        steps = max(0, next(lengths, 0))
         numbers = np.zeros(steps, np.int64)
         for step, media in given.items():
             is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
@@ -131,24 +134,28 @@ class MediaSpec:
         return taken
 
     def send(self, contents: Iterable[np.ndarray]) -> np.ndarray:
-        """Return items as bytes: the length of each, int64, and its content. [bytes], uint8."""
+        """Encode items as one array: for each its length in bytes, int64, and its content.
+
+        [bytes], uint8.
+        """
         parts = [(np.array([len(content)]).view(np.uint8), content) for content in contents]
         return np.concatenate([np.zeros(0, np.uint8), *(part for both in parts for part in both)])
 
     def received(self, name: str, sent: np.ndarray) -> Iterator[MediaItem]:
-        """Yield the items of `send`, whose numbers are computed anew; DataError: a length does not
-        fit.
+        """Yield the items that `send` encoded.
+
+        Their numbers are computed from the content again, since a remote writer is not trusted.
+        DataError if a length does not fit.
         """
         at = 0
+        words = _WORD * len(self.columns)  # bytes of the numbers of rows
         while at < len(sent):
             length = int(sent[at : at + _WORD].view(np.int64)[0]) if at + _WORD <= len(sent) else -1
-            content, at = sent[at + _WORD : at + _WORD + length], at + _WORD + length
-            words = _WORD * len(self.columns)
-            counts = (
-                content[:words].view(np.int64)
-                if words <= length == len(content)
-                else np.array([-1])
-            )
+            content = sent[at + _WORD : at + _WORD + length]
+            at += _WORD + length
+            # -1, which the test below refuses, if the content is cut off.
+            is_whole = words <= length == len(content)
+            counts = content[:words].view(np.int64) if is_whole else np.array([-1])
             sizes = [int(n) * c.row_bytes for n, c in zip(counts, self.columns, strict=False)]
             if counts.min() < 0 or counts.max() == 0 or words + sum(map(_padded, sizes)) != length:
                 raise DataError(
@@ -160,13 +167,13 @@ class MediaSpec:
     def rows(self, content: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows of each column of an item's content, as views. [rows, *shape]."""
         at = _WORD * len(self.columns)
-        found = {}
+        rows = {}
         for column, count in zip(self.columns, content[:at].view(np.int64).tolist(), strict=True):
             size = count * column.row_bytes
             flat = content[at : at + size].view(column.numpy_dtype)
-            found[column.name] = flat.reshape(count, *column.shape)
+            rows[column.name] = flat.reshape(count, *column.shape)
             at += _padded(size)
-        return found
+        return rows
 
 
 def _numbers(rows: Any) -> torch.Tensor:
@@ -175,11 +182,11 @@ def _numbers(rows: Any) -> torch.Tensor:
 
 
 def _padded(size: int) -> int:
-    return -(-size // _WORD) * _WORD
+    return -(-size // _WORD) * _WORD  # rounded up: 9 becomes 16
 
 
 def _item(rows: list[Any]) -> MediaItem:
-    """Return the item of the stored rows of each column."""
+    """Encode the stored rows of each column as an item."""
     flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in rows]
     padded = (np.pad(part, (0, _padded(len(part)) - len(part))) for part in flat)
     counts = np.array([len(part) for part in rows], np.int64)

@@ -1,6 +1,4 @@
-"""Nested columns: mappings and tuples of values, such as gymnasium's observations, by dotted column
-names.
-"""
+"""Nested columns by dotted names: mappings and tuples, such as gymnasium's observations."""
 
 from __future__ import annotations
 
@@ -14,19 +12,19 @@ from deepspeed_gear.errors import DataError
 
 
 def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str, Any]:
-    """Return nested columns by their dotted names: `Batch.tree` reversed.
+    """Return nested columns by their dotted names; `Batch.tree` is the reverse.
 
-    A value under a name that is no column is divided if it is a mapping, a tuple (parts `0`, `1`,
-    ...), or a list or array of such objects, one a row, or None for a row without one:
-    `{"observation": {"a": x, "b": (y, z)}}` is `observation.a`, `observation.b.0` and
-    `observation.b.1`. Values of columns stay as they are, and so do values that cannot be divided.
+    A value whose name is no column is divided if it is a mapping, a tuple (parts `0`, `1`, ...), or
+    a list or array of such objects, one per row, with None for a row without one: `{"observation":
+    {"a": x, "b": (y, z)}}` gives `observation.a`, `observation.b.0` and `observation.b.1`. Values
+    of columns stay as they are, and so do values that cannot be divided.
 
     Args:
-        name: Of what is given, for error texts.
-        names: Names of the columns; `given` itself is returned if it has no others.
+        name: Name of `given`, for errors.
+        names: Names of the columns. `given` itself is returned if it has no others.
     Raises:
-        DataError: A key is no string, a column is given twice, or a row lacks a part that the first
-            one has.
+        DataError: A key is no string, a column occurs twice, or some rows lack a part that others
+            have.
     """
     if isinstance(given, dict) and given.keys() <= names:
         return given
@@ -55,9 +53,7 @@ def _divide(
 
 
 def _parts(where: str, value: Any) -> Mapping[Any, Any]:
-    """Return the parts of a value, by key or index; nothing if it has none. `where` names it in
-    errors.
-    """
+    """Return the parts of a value by key or index, none if it has none; `where` is for errors."""
     if isinstance(value, tuple):
         return {str(index): part for index, part in enumerate(value)}
     if isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object):
@@ -66,7 +62,7 @@ def _parts(where: str, value: Any) -> Mapping[Any, Any]:
         for number, row in enumerate(rows):
             if row is not None and row.keys() != keys:
                 odd = next(key for key in (*keys, *row) if (key in keys) != (key in row))
-                found = f"{'one' if odd in row else 'none'} in row {number}"
-                raise DataError(f"{where}.{odd}", "must be in every row or in none", found)
+                shown = f"{'one' if odd in row else 'none'} in row {number}"
+                raise DataError(f"{where}.{odd}", "must be in every row or in none", shown)
         return {key: [None if row is None else row[key] for row in rows] for key in keys}
     return value if isinstance(value, (dict, Mapping)) else {}

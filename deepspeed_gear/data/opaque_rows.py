@@ -1,9 +1,9 @@
-"""Opaque values: byte strings and JSON, as rows of fixed size.
+"""Opaque values, which are byte strings and JSON, as rows of fixed size.
 
 A row is [4 + max_bytes], uint8: the length of the content as a little-endian integer of 4 bytes,
-the content, and zeros. The content of JSON is its UTF-8 text with sorted keys and without spaces,
-so equal values are equal bytes. A row of zeros, as a late column has before it is filled, is b"",
-and None of a JSON column.
+the content, and zeros. With max_bytes = 3, b"hi" is the row [2, 0, 0, 0, 104, 105, 0]. The content
+of JSON is UTF-8 text with sorted keys and without spaces, so equal values are equal bytes. A row of
+zeros, as in a late column that has not been filled, is b"", or None in a JSON column.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from deepspeed_gear.schema import LENGTH_BYTES, Column
 
 
 def encode(value: Any, column: Column, name: str) -> np.ndarray:
-    """Return a value as a row.
+    """Encode a value as a row.
 
     Args:
-        value: Of a bytes column: bytes, bytearray, memoryview, or a str, which is stored as UTF-8.
-            Of a JSON column: None, bool, int, finite float, str, and lists and dicts (with strings
+        value: For a bytes column: bytes, bytearray, memoryview, or a str, which is stored as UTF-8.
+            For a JSON column: None, bool, int, finite float, str, and lists and dicts (with strings
             as keys) of these; tuples are stored as lists. Or a row, as other parts of the package
             pass it on.
-        name: Of the column and its table, for error texts.
+        name: Name of the table and column, for errors.
     """
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape == column.shape:
         decode(value, column, name)  # a remote writer is not trusted
@@ -36,9 +36,12 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
         return value
     content = json_text(value, name) if column.dtype == "json" else byte_string(value, name)
     if len(content) > column.max_bytes:
-        rule = f"must have at most max_bytes = {column.max_bytes} bytes"
-        remedy = "raise it, or store less"
-        raise DataError(name, rule, len(content), remedy)
+        raise DataError(
+            name,
+            f"must have at most max_bytes = {column.max_bytes} bytes",
+            len(content),
+            "raise it, or store less",
+        )
     row = np.zeros(column.shape, np.uint8)
     content = len(content).to_bytes(LENGTH_BYTES, "little") + content
     row[: len(content)] = np.frombuffer(content, np.uint8)
@@ -46,15 +49,13 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
 
 
 def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndarray:
-    """Return a list, tuple or array of `num_rows` values as rows. [num_rows, 4 +
-    max_bytes], uint8.
-    """
+    """Encode a list, tuple or array of `num_rows` values. [num_rows, 4 + max_bytes], uint8."""
     is_sequence = isinstance(value, (list, tuple)) or (
         isinstance(value, np.ndarray) and value.ndim > 0
     )
     if not is_sequence or len(value) != num_rows:
-        found = len(value) if is_sequence else type(value).__name__
-        raise DataError(name, f"must be a list of {num_rows} values", found)
+        given = len(value) if is_sequence else type(value).__name__
+        raise DataError(name, f"must be a list of {num_rows} values", given)
     rows = np.zeros((num_rows, *column.shape), np.uint8)
     for index, one in enumerate(value):
         rows[index] = encode(one, column, name)
@@ -62,13 +63,15 @@ def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndar
 
 
 def decode(row: np.ndarray, column: Column, name: str) -> Any:
-    """Return the value of a row: bytes, or the JSON value; a DataError if it is no row of this
-    column.
-    """
+    """Return the value of a row; DataError if this column could not have encoded the row."""
     length = int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little")
     if length > column.max_bytes:
-        rule = f"must hold a value of at most max_bytes = {column.max_bytes} bytes"
-        raise DataError(name, rule, length, "the row is not one that was written to this column")
+        raise DataError(
+            name,
+            f"must hold a value of at most max_bytes = {column.max_bytes} bytes",
+            length,
+            "the row is not one that was written to this column",
+        )
     content = row[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
     if column.dtype == "bytes":
         return content
@@ -77,7 +80,7 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
 
 
 def byte_string(value: Any, name: str) -> bytes:
-    """Return the content of a bytes column's value; a DataError if it is none."""
+    """Return the bytes of a bytes column's value; DataError if it is none."""
     if isinstance(value, str):
         with DataError.on(name, "must be a str that UTF-8 can hold", UnicodeEncodeError):
             return value.encode()
@@ -91,9 +94,10 @@ def byte_string(value: Any, name: str) -> bytes:
 def json_text(
     value: Any, name: str, remedy: str = "convert arrays and tensors by tolist()"
 ) -> bytes:
-    """Return the content of a JSON column's value; a DataError if it is none."""
-    kinds = TypeError, ValueError, RecursionError
-    with DataError.on(name, "must be a JSON value", *kinds, remedy=remedy):
+    """Return the JSON text of a JSON column's value; DataError if it is none."""
+    with DataError.on(
+        name, "must be a JSON value", TypeError, ValueError, RecursionError, remedy=remedy
+    ):
         _check_keys(value, name)
         text = json.dumps(
             value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
@@ -102,7 +106,7 @@ def json_text(
 
 
 def _check_keys(value: Any, name: str) -> None:
-    """Raise if a key is no string: JSON would make it one."""
+    """Raise if a key is no string, which `json.dumps` would convert silently."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):

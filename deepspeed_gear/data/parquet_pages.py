@@ -1,7 +1,6 @@
-"""Pages of Parquet files: what their values take in memory, read from the headers before anything
-is decoded.
+"""Sizes of the values in Parquet pages, read from the page headers before any decoding.
 
-The footer's own counts are not what pyarrow reads by, a dictionary's value is repeated for a bit or
+pyarrow does not read by the counts in the footer. A dictionary's value is repeated for one bit or
 less, and so are whole lists. Headers are structs in Thrift's compact protocol.
 """
 
@@ -11,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# types of pages
+# Page types, encodings and physical types are those of parquet.thrift.
 DATA = 0
 DICTIONARY = 2
 DATA_V2 = 3
-_BY_DICTIONARY = (2, 8)  # encodings: indices into the dictionary
-_BY_PREFIX = 7  # and values that share the beginning of the one before
+_BY_DICTIONARY = (2, 8)  # PLAIN_DICTIONARY and RLE_DICTIONARY: indices into the dictionary
+_BY_PREFIX = 7  # DELTA_BYTE_ARRAY: a value repeats the beginning of the one before
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _MOST_FIELDS = 1000  # of one header
-_INTEGERS = (3, 4, 5, 6)  # types of Thrift: a byte, and integers of variable length
+_INTEGERS = (3, 4, 5, 6)  # Thrift's types byte, i16, i32 and i64
 
 
 class _Page(NamedTuple):
@@ -32,7 +31,7 @@ class _Page(NamedTuple):
 
 @dataclass(frozen=True)
 class ColumnPages:
-    """Bytes of a column chunk's values.
+    """Sizes of a column chunk's values, in bytes.
 
     Attributes:
         num_values: Its values, and nulls and empty lists between them.
@@ -55,10 +54,10 @@ def column_pages(
     Args:
         arrow: The module pyarrow.
         content: The whole file.
-        chunk: pyarrow's metadata of it.
+        chunk: pyarrow's metadata of the column chunk.
         width: Bytes of a value, as `value_width` returns them.
-        enough: A dictionary's longest value is looked for only if its column could be larger than
-            this.
+        enough: The longest value of a dictionary is searched for only if the column could be larger
+            than this with the dictionary's whole size in its place.
     Raises:
         ValueError: A header is malformed.
     """
@@ -79,26 +78,30 @@ def column_pages(
     if width:
         return ColumnPages(num_values, stored, 0, num_values * width)
     if words is not None:
+        # The size of the whole dictionary bounds its longest value, without decompressing it.
         is_enough = decoded + by_dictionary * words.size <= enough
-        longest = max(
-            longest, words.size if is_enough else _longest(arrow, chunk.compression, words)
-        )
+        in_words = words.size if is_enough else _longest(arrow, chunk.compression, words)
+        longest = max(longest, in_words)
     return ColumnPages(num_values, stored, longest, decoded + by_dictionary * longest)
 
 
 def value_width(column: Any) -> int:
-    """Return the bytes of a value of a column of Parquet's schema; 0: they differ."""
+    """Return the bytes of each value of a Parquet column; 0 if values differ in size."""
     if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
         return int(column.length)
     return _WIDTHS.get(column.physical_type, 0)
 
 
 def _pages(content: memoryview, chunk: Any) -> Iterator[_Page]:
-    """Yield the pages of a column chunk, as many as pyarrow reads."""
-    kinds = {DATA: 5, DATA_V2: 8, DICTIONARY: 7}  # the field that has the header of its type
+    """Yield the pages of a column chunk, as many as pyarrow would read."""
+    # Field of PageHeader that holds the header of a page's own type. In PageHeader, fields 1 to 3
+    # are the type and the sizes, decompressed and stored; in the headers of all types, field 1 is
+    # the number of values.
+    kinds = {DATA: 5, DATA_V2: 8, DICTIONARY: 7}
     at = chunk.data_page_offset
     first = chunk.dictionary_page_offset
-    at = first if chunk.has_dictionary_page and first and 0 < first < at else at
+    if chunk.has_dictionary_page and first and 0 < first < at:
+        at = first
     end = min(len(content), at + chunk.total_compressed_size)
     seen = 0
     while seen < chunk.num_values and 0 <= at < end:
@@ -119,7 +122,7 @@ def _pages(content: memoryview, chunk: Any) -> Iterator[_Page]:
 
 
 def _longest(arrow: Any, compression: str, page: _Page) -> int:
-    """Return the bytes of a dictionary page's longest value, at most those of the whole page."""
+    """Return the bytes of a dictionary page's longest value, at most those of the page."""
     plain: Any = page.body
     if compression != "UNCOMPRESSED":
         try:
@@ -131,27 +134,28 @@ def _longest(arrow: Any, compression: str, page: _Page) -> int:
     longest = 0
     while at + 4 <= len(words):
         length = int.from_bytes(words[at : at + 4], "little")
-        longest, at = max(longest, length), at + 4 + length
+        longest = max(longest, length)
+        at += 4 + length
     return min(longest, page.size)
 
 
 def _struct(content: memoryview, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the integers and structs of a struct by the number of their field, and
-    where it ends.
-    """
+    """Decode a Thrift struct: its integers and structs by field number, and where it ends."""
     fields: dict[int, Any] = {}
     number = 0
     for _ in range(_MOST_FIELDS):
         head, at = _byte(content, at)
-        if head == 0:
+        if head == 0:  # the end of the struct
             return fields, at
+        # The low half of the byte is the type, the high half the distance from the field before;
+        # 0 means that the number of the field follows.
         kind = head & 15
         step = head >> 4
         if step:
             number += step
         else:
             number, at = _integer(content, at)
-        if kind in (1, 2):  # true, false
+        if kind in (1, 2):  # true and false have no value of their own
             continue
         fields[number], at = _value(content, at, kind, depth)
     raise ValueError("a page header without an end")
@@ -179,15 +183,17 @@ def _byte(content: memoryview, at: int) -> tuple[int, int]:
 
 
 def _unsigned(content: memoryview, at: int) -> tuple[int, int]:
-    found = 0
+    # Seven bits a byte, the low ones first; the eighth bit means that more follow.
+    number = 0
     for shift in range(0, 70, 7):
         part, at = _byte(content, at)
-        found |= (part & 127) << shift
+        number |= (part & 127) << shift
         if part < 128:
-            return found, at
+            return number, at
     raise ValueError("a number of more than 64 bits")
 
 
 def _integer(content: memoryview, at: int) -> tuple[int, int]:
-    found, at = _unsigned(content, at)
-    return (found >> 1) ^ -(found & 1), at
+    # Zigzag: 0, 1, 2, 3, 4 are 0, -1, 1, -2, 2.
+    number, at = _unsigned(content, at)
+    return (number >> 1) ^ -(number & 1), at

@@ -20,11 +20,17 @@ _PURPOSE = np.array([[RandomPurpose.SPLIT]], np.uint64)
 
 
 def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
-    """Return the splits of ids, [n], int64 -> [n], uint8: 0 for training, i for the i-th sorted
-    name.
+    """Return the split of each trajectory id: 0 for training, i for the i-th name in sorted order.
+
+    Args:
+        ids: [n], int64.
+    Returns:
+        [n], uint8.
     """
     if not split:
         return np.zeros(len(ids), np.uint8)
+    # A uniform 64-bit word for each id. With shares 0.1 and 0.2, words below 0.1 * 2^64 are in the
+    # first part, those below 0.3 * 2^64 in the second, and the others are for training.
     high, low, *_ = philox(SPLIT_KEY, np.asarray(ids, np.int64).view(np.uint64), 0, _PURPOSE)
     words = (high << np.uint64(32) | low)[0]
     totals = accumulate(int(split[name] * 2**64) for name in sorted(split))

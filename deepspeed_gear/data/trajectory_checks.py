@@ -1,4 +1,4 @@
-"""Checks of a trajectory that a program adds, against a schema, and its division into episodes."""
+"""Checks of an added trajectory against a schema, and its division into episodes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,22 @@ def check_trajectory(
     may_end_inside: bool = False,
     late_remedy: str = "",
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Return the columns (flat) of a trajectory as arrays of the stored dtypes, and its number of
-    steps.
+    """Return a flat trajectory's columns as arrays of the stored dtypes, and its number of steps.
 
-    Missing late ones are zeros, or with a `late_remedy` an error. NaN and infinities are left to
-    `check_finite`, or to the native module.
+    NaN and infinities are left to `check_finite`, or to the native module.
+
+    Args:
+        may_end_inside: Admit end flags before the last step.
+        late_remedy: Remedy of the error for a late column that is missing; "" fills it with zeros.
     """
     if not trajectory.keys() <= set(schema.names):
         unknown = sorted(trajectory.keys() - set(schema.names))
-        remedy = known_names(unknown[0], schema.names)
-        raise DataError(f"{name}: column {unknown[0]}", "must be in the schema", None, remedy)
+        raise DataError(
+            f"{name}: column {unknown[0]}",
+            "must be in the schema",
+            None,
+            known_names(unknown[0], schema.names),
+        )
     arrays: dict[str, np.ndarray] = {}
     for column in schema:
         if column.name in trajectory:
@@ -64,10 +70,10 @@ def check_trajectory(
 
 
 def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the number of steps of a trajectory's arrays.
+    """Return the number of steps of a trajectory's arrays; DataError where they differ.
 
-    It is that of most columns; on a tie that of the columns of T rows, because a program more often
-    omits the last observation of the T+1 columns.
+    The number that most columns have counts. On a tie the columns of T rows decide, because a
+    program more often omits the last observation of the T+1 columns.
     """
     given = [column for column in schema if column.rows != "1" and column.name in arrays]
     steps = [len(arrays[column.name]) - int(column.rows == "T+1") for column in given]
@@ -81,19 +87,26 @@ def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> i
     remedy = f"column {measured.name} has the rows of {num_steps} steps"
     if wrong.rows == "T+1" and count == num_steps - 1:
         remedy += "; rows T+1 end with the observation after the last step"
-    rule = f"must have {num_steps + int(wrong.rows == 'T+1')} rows ({wrong.rows})"
-    raise DataError(f"{name}: column {wrong.name}", rule, len(arrays[wrong.name]), remedy)
+    raise DataError(
+        f"{name}: column {wrong.name}",
+        f"must have {num_steps + int(wrong.rows == 'T+1')} rows ({wrong.rows})",
+        len(arrays[wrong.name]),
+        remedy,
+    )
 
 
 def no_values(column: Column, num_steps: int) -> np.ndarray:
-    """Return zeros in place of a late column that is not filled yet."""
+    """Return zeros in place of a late column that has not been filled."""
     rows = () if column.rows == "1" else (num_steps + int(column.rows == "T+1"),)
     return np.zeros((*rows, *column.shape), column.numpy_dtype)
 
 
 def as_stored(value: Any, column: Column, table: str, num_rows: int | None = None) -> np.ndarray:
-    """Return a value, or an opaque column's list, in the stored dtype; `num_rows` overrides
-    `column.rows`.
+    """Convert a value, or a list for an opaque column, to the stored dtype.
+
+    Args:
+        table: Start of the name in errors.
+        num_rows: Rows that the value must have, in place of those that `column.rows` asks for.
     """
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
@@ -102,7 +115,7 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     if type(value) is np.ndarray and value.dtype == column.numpy_dtype and column.dtype in _PLAIN:
         fits = value.ndim == rank and value.shape[rank - len(column.shape) :] == column.shape
         if fits and (num_rows is None or len(value) == num_rows):
-            return value  # as most are
+            return value  # the usual case: nothing to convert
     name = f"{table}: column {column.name}"
     if column.is_opaque and num_rows is not None:
         return opaque_rows.encode_rows(value, column, name, num_rows)
@@ -127,23 +140,21 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         if isinstance(value, Mapping):
             remedy = f"name the columns {column.name}.<key> to store its parts"
         raise DataError(name, rule, str(array.dtype), remedy)
-    wrong = (
-        array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape
-    )
-    if wrong or (num_rows is not None and len(array) != num_rows):
+    fits = array.ndim == rank and array.shape[rank - len(column.shape) :] == column.shape
+    if not fits or (num_rows is not None and len(array) != num_rows):
         lead = column.rows if num_rows is None else num_rows
         shape = list(column.shape) if single else [lead, *column.shape]
         raise DataError(name, f"must have shape {shape}", list(array.shape))
-    return (
-        np.asarray(array) if are_bits and column.dtype == "bfloat16" else cast(array, column, name)
-    )
+    if are_bits and column.dtype == "bfloat16":
+        return np.asarray(array)
+    return cast(array, column, name)
 
 
 def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) -> np.ndarray:
-    """Convert real numbers to a column's stored dtype. Costs nothing where the array has it.
+    """Convert real numbers to a column's stored dtype. Costs nothing if the array already has it.
 
-    Every integer, bool and whole number that an integer or bool column can hold is kept exactly;
-    floating columns round. Other values are a DataError, and finite ones that would become
+    An integer or bool column keeps every bool, integer and whole number that it can hold exactly; a
+    floating column rounds. Other values are a DataError, and so are finite values that would become
     infinite.
     """
     if array.dtype == column.numpy_dtype and column.dtype != "bfloat16":
@@ -158,10 +169,9 @@ def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) ->
         held = ~not_finite(stored, column) | ~np.isfinite(array)
     else:
         held = stored == array
+        # Some machines convert 2^63 to the largest int64, which equals it as a float.
         if column.dtype == "int64" and array.dtype.kind == "f":
-            held &= (
-                array < 2.0**63
-            )  # which some machines convert to the largest int64, and that equals it
+            held &= array < 2.0**63
     if not held.all():
         value = array[~held].flat[0].item()
         raise DataError(name, f"must hold values that {column.dtype} can hold", value, remedy)
@@ -169,9 +179,9 @@ def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) ->
 
 
 def not_finite(stored: np.ndarray, column: Column) -> np.ndarray:
-    """Return which stored values are NaN or infinite. Of the shape of `stored`, bool."""
+    """Return which stored values are NaN or infinite. A bool array of the shape of `stored`."""
     if column.dtype == "bfloat16":
-        return np.asarray((stored & 0x7F80) == 0x7F80)
+        return np.asarray((stored & 0x7F80) == 0x7F80)  # all bits of the exponent are set
     return np.asarray(~np.isfinite(stored))
 
 
@@ -181,8 +191,10 @@ def check_finite(
     arrays: Mapping[str, np.ndarray],
     place: Callable[[int], str] = "step {}".format,
 ) -> None:
-    """Reject NaN and infinities where the schema allows none; `place` describes a row by its
-    number.
+    """Raise DataError for NaN or an infinity in a column that does not allow them.
+
+    Args:
+        place: Describes a row by its number, for the error.
     """
     for column in columns:
         array = arrays.get(column.name)
@@ -192,19 +204,21 @@ def check_finite(
         if wrong.any():
             at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
             value = as_numbers(array[at], column).item()
-            found = f"{value} at {place(int(at[0]))}" if array.ndim > len(column.shape) else value
-            remedy = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
-            raise DataError(f"{name}: column {column.name}", "must be finite", found, remedy)
+            shown = f"{value} at {place(int(at[0]))}" if array.ndim > len(column.shape) else value
+            raise DataError(
+                f"{name}: column {column.name}",
+                "must be finite",
+                shown,
+                'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)',
+            )
 
 
 def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:
-    """Return a column's stored values as numbers: bfloat16, which is stored as uint16,
-    as float32.
-    """
+    """Return stored values as numbers: bfloat16, stored as uint16, becomes float32."""
     array = np.asarray(values)
     if column.dtype != "bfloat16":
         return array
-    return np.asarray(array.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(array.astype(np.uint32) << 16).view(np.float32)  # its upper half
 
 
 def split_episodes(
@@ -214,34 +228,34 @@ def split_episodes(
     final: Mapping[str, Any] | None = None,
     max_length: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Divide rows of several episodes, as a rollout with resets inside, at their end flags.
+    """Divide a rollout with resets inside into its episodes, at their end flags.
 
-    Returns-to-go, windows and n-step returns run to the end of a trajectory, and would cross a flag
-    inside.
+    Returns-to-go, windows and n-step returns run to the end of a trajectory, so they would cross a
+    flag inside.
 
-    A column of T+1 rows has the first state of the next episode after an inner end, not the last
-    one of its own. The last state of a part is that of `final`. Without it, a part that ends with
-    `terminated` repeats the state before its last step, which fills the place and is never
+    After an inner end, a column of T+1 rows holds the first state of the next episode, not the last
+    one of its own. The last state of a part is taken from `final`. Without it, a part that ends
+    with `terminated` repeats the state before its last step, which fills the row and is never
     bootstrapped from.
 
     Args:
         trajectory: Its columns, flat or nested. Parts share columns of one value per trajectory;
             those of the roles return and length become the sum of a part's rewards and its number
             of steps.
-        final: Column of T+1 rows -> the state after each step, of which the rows of inner ends are
-            read: [T, *shape], or T objects as gymnasium's `final_obs`; or nested.
+        final: For a column of T+1 rows, the state after each step, of which the rows of inner ends
+            are read: [T, *shape], or T objects like gymnasium's `final_obs`; it may be nested.
         max_length: Steps of the longest part.
     Returns:
-        The parts in order, each as a trajectory; columns of steps in the stored form.
+        The parts in order, each a trajectory; step columns are in the stored form.
     Raises:
-        DataError: The rows do not fit the schema, a part is too long, or a part ends inside with
-            `truncated` alone, and `final` does not have its last state: its value would be
-            bootstrapped from.
+        DataError: The rows do not fit the schema; a part is too long; or a part ends inside with
+            `truncated` alone and `final` lacks its last state, which would be bootstrapped from.
     """
     given = flatten(f"{name}: trajectory", trajectory, frozenset(schema.names))
     if not schema.end_columns:
-        rule = "must have a column of the role terminated or truncated to be split by its flags"
-        raise DataError(name, rule)
+        raise DataError(
+            name, "must have a column of the role terminated or truncated to be split by its flags"
+        )
     arrays, num_steps = check_trajectory(name, schema, given, may_end_inside=True)
     check_finite(name, schema, arrays)
     flags = {column.role: arrays[column.name] != 0 for column in schema.end_columns}
@@ -283,9 +297,7 @@ def _finals(
     last: np.ndarray,
     terminated: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Return the states after the last steps of the parts that end inside. Column -> [len(last),
-    *shape].
-    """
+    """Return the states after the last steps of inner parts, by column. [len(last), *shape]."""
     known = [column.name for column in states]
     given = flatten(name, final, frozenset(known))
     for odd in sorted(given.keys() - set(known)):
@@ -297,8 +309,9 @@ def _finals(
         if column.name in given:
             rows = given[column.name]
             if len(rows) != len(terminated):
-                rule = f"must have a row after each of the {len(terminated)} steps"
-                raise DataError(where, rule, len(rows))
+                raise DataError(
+                    where, f"must have a row after each of the {len(terminated)} steps", len(rows)
+                )
             ended = (
                 rows[last]
                 if isinstance(rows, torch.Tensor)
@@ -306,13 +319,12 @@ def _finals(
             )
             finals[column.name] = as_stored(ended, column, name, len(last))
         elif len(truncated):
-            rule = (
-                f"must have the state after step {truncated[0]}, where an episode is "
-                f"truncated inside"
+            raise DataError(
+                where,
+                f"must have the state after step {truncated[0]}, where an episode is truncated "
+                "inside",
+                None,
+                f"give final={{{column.name!r}: states after each step}}; those at ends are read",
             )
-            remedy = (
-                f"give final={{{column.name!r}: states after each step}}; those at ends are read"
-            )
-            raise DataError(where, rule, None, remedy)
     check_finite(name, states, finals, lambda row: f"step {last[row]}")
     return finals

@@ -1,6 +1,4 @@
-"""Columns that a program adds to a table on a device: checks of shapes and dtypes, and filters of
-values.
-"""
+"""Columns that a program adds to a table on a device: checks, and filters of trajectories."""
 
 from __future__ import annotations
 
@@ -47,16 +45,19 @@ def _check_values(
 def check_trajectories(
     table: RingTable, columns: Columns, lengths: Tensor | None
 ) -> tuple[int, int]:
-    """Raise if trajectories cannot be added, from shapes and dtypes alone; return their number and
-    steps.
+    """Check trajectories to be added, from shapes and dtypes alone.
+
+    Returns:
+        Number of trajectories, and of steps of the longest one.
+    Raises:
+        SchemaError, DataError, ShapeError: They cannot be added.
     """
     schema = table.schema
     device = table.state.device
     _check_names("columns", columns, schema.names, schema.names)
-    # Of the first column that has them: those of all.
-    count = next(
-        (values.shape[0] for name in schema.names if (values := columns[name]).dim() > 0), -1
-    )
+    # The first column that has the dimension decides: the others must agree with it.
+    counts = (columns[name].shape[0] for name in schema.names if columns[name].dim() > 0)
+    count = next(counts, -1)
     stepped = (c for c in schema.step_columns if columns[c.name].dim() > 1)
     known = (columns[c.name].shape[1] - int(c.rows == "T+1") for c in stepped)
     steps = next(known, table.most_steps)
@@ -67,22 +68,23 @@ def check_trajectories(
         raise ShapeError(
             "steps", f"must be in [1, {table.most_steps}], the table's max_length", steps
         )
-    most = min(
-        table.num_slots, table.num_rows // (table.most_steps + int(schema.has_final_row)) - 1
-    )
+    # Rows are a ring in which no trajectory wraps: at its end up to one extent may stay unused.
+    most_rows = table.most_steps + int(schema.has_final_row)
+    most = min(table.num_slots, table.num_rows // most_rows - 1)
     if not 1 <= count <= most:
         raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
     if lengths is not None:
         arguments.dense("lengths", lengths)
         if lengths.shape != (count,) or lengths.dtype != torch.int64:
             form = f"{list(lengths.shape)}, {lengths.dtype}"
-            raise ShapeError("lengths", f"must be [{count}], int64", form)
+            raise ShapeError("lengths", f"must have shape [{count}], int64", form)
     return count, steps
 
 
 def without_inner_ends(table: RingTable, columns: Columns, lengths: Tensor, steps: int) -> Tensor:
-    """Return checked lengths, -1 (in host memory: DataError) where an end flag precedes the last
-    step.
+    """Return checked lengths of trajectories: -1 where an end flag precedes the last step.
+
+    In host memory, outside of traces, such a flag is a DataError.
     """
     flags = [columns[column.name][:, :-1].bool() for column in table.schema.end_columns]
     if not flags or steps == 1:
@@ -108,10 +110,9 @@ def as_trajectories(table: RingTable, columns: Columns, following: Columns) -> d
         rows = table.schema[name].rows if name in table.columns else "1"
         if rows == "T+1" and name in following:
             if following[name].shape != values.shape:
+                rule = f"must have shape {list(values.shape)}"
                 given = list(following[name].shape)
-                raise ShapeError(
-                    f"following: column {name}", f"must be {list(values.shape)}", given
-                )
+                raise ShapeError(f"following: column {name}", rule, given)
             named[name] = torch.stack([values, following[name]], 1)
         else:
             named[name] = values if rows == "1" else values.unsqueeze(1)
@@ -145,12 +146,13 @@ def check_step(
 
 
 def check_mask(table: RingTable, mask: object) -> None:
-    of_step = table.state.device, [table.num_envs], _PER_ENVIRONMENT
+    """Raise unless a mask has one bool per environment, on the table's device."""
+    of_step = (table.state.device, [table.num_envs], _PER_ENVIRONMENT)
     _check_values("mask", arguments.dense("mask", mask), Column("mask", "bool"), *of_step)
 
 
 def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
-    """Raise if late columns do not fit, or others follow from them."""
+    """Raise if late columns do not fit, or if other columns are derived from one of them."""
     _check_names("columns", columns, table.schema.names, ())
     for name, values in columns.items():
         column = table.schema[name]
@@ -161,9 +163,10 @@ def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
 
 
 class AddFilter:
-    """Which trajectories may be drawn, by all conditions of the sampler; the others are not stored.
-    Waits for nothing. Columns are of a value per trajectory, and not late: it would not be there
-    yet.
+    """The sampler's conditions, applied when a trajectory is added: others are not stored.
+
+    It reads columns with one value per trajectory. They must not be late, as there is no value yet.
+    No call waits for the device.
     """
 
     def __init__(
@@ -171,8 +174,7 @@ class AddFilter:
     ) -> None:
         #: The columns that are read.
         self.columns = frozenset(condition.column for condition in conditions)
-        # Of each condition its column, least and largest value, and the values that pass; None:
-        # any.
+        # Column, least and largest value, and passing values of each condition; None: no limit.
         self._tests: list[tuple[str, float | None, float | None, Tensor | None]] = []
         limits = torch.iinfo(torch.int64)
         for condition in conditions:

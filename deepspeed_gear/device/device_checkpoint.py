@@ -1,6 +1,4 @@
-"""Checkpoints of a DeviceReplay: its position and content, in memory and in a
-checkpoint's folder.
-"""
+"""Checkpoints of a DeviceReplay: its position, and its content in a folder."""
 
 from __future__ import annotations
 
@@ -28,18 +26,20 @@ Tables = Mapping[str, RingTable]
 Content = Mapping[str, Tensor]
 _DRAWABLE = RingState.COUNTS + UpdateCount.DRAWABLE
 _HIGHEST = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
-_COUNTED = [RingState.REFUSED, RingState.EMPTY, RingState.DROPPED]
-_COUNTED += [
-    RingState.COUNTS + at for at in (UpdateCount.APPLIED, UpdateCount.STALE, UpdateCount.CLAMPED)
+_COUNTED = [
+    RingState.REFUSED,
+    RingState.EMPTY,
+    RingState.DROPPED,
+    RingState.COUNTS + UpdateCount.APPLIED,
+    RingState.COUNTS + UpdateCount.STALE,
+    RingState.COUNTS + UpdateCount.CLAMPED,
 ]
 
 
 def position_of(
     plan: Resolved, tables: Tables, save: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the position, as of a Replay: `batches` and `samples` of each table. Waits for the
-    device.
-    """
+    """Return the position, with `batches` and `samples` of each table. Waits for the device."""
     train = position.start(list(tables))
     for name, table in tables.items():
         state = table.state.tolist()
@@ -48,9 +48,7 @@ def position_of(
 
 
 def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
-    """Continue at a position; where it is of another format, config or data set,
-    nothing changes.
-    """
+    """Continue at a position. One with another format, config or data set changes nothing."""
     position.check(state, plan)
     for name, words in position.of(state, tables).items():
         of = tables[name].state
@@ -59,16 +57,14 @@ def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
 
 
 def saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
-    """Return the names of the tensors that are saved: all but the columns of a data set."""
+    """Return the names of the tensors to save: all except the columns of a data set."""
     return [
         key for key in table.content if not (name in plan.datasets and key.startswith("column/"))
     ]
 
 
 def restore(plan: Resolved, tables: Tables, content: Any) -> None:
-    """Copy the saved tensors (`saved_names`) of each table into its tensors; if one does not fit,
-    nothing.
-    """
+    """Copy saved tensors (`saved_names`) into the tables; if one does not fit, copy none."""
     for name, table in tables.items():
         saved = save_folders.entry(content, name, dict, "the saved content")
         _check_content(table, saved, f"table {name}", saved_names(plan, name, table))
@@ -86,9 +82,12 @@ def restore(plan: Resolved, tables: Tables, content: Any) -> None:
 def save(
     plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State | None
 ) -> dict[str, Any]:
-    """Write each replica's tables into a folder; return the position, which names the save.
-    Collective. `kept` is the state of the save that this replay has loaded or made last there, None
-    if none.
+    """Write each replica's tables into a folder. Collective.
+
+    Args:
+        kept: State of the save that this replay has loaded or made last in the folder; None: none.
+    Returns:
+        The position, which names the save.
     """
 
     def write(save_id: str) -> dict[str, dict[str, str]]:
@@ -111,11 +110,14 @@ def save(
 
 
 def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
-    """Continue where `save` was called, on any number of replicas; return that save's state.
-    Collective.
+    """Continue where `save` was called, on any number of replicas. Collective.
 
-    On another number the trajectories are dealt anew (`deal`; rank 0 logs what does not fit); of a
-    data set's priorities, replica r gets those of saved replica r modulo their number.
+    On another number of replicas the trajectories are dealt anew (`deal`); rank 0 logs how many do
+    not fit. Of a data set's priorities, replica r gets those of saved replica r modulo their
+    number.
+
+    Returns:
+        The state of that save.
     """
     control_plane = plan.control_plane
     what = "loading the table on the device"
@@ -147,12 +149,10 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     every = control_plane.all_gather(left_out if _leads(plan) else {})
     for name in tables if plan.topology.rank == 0 else ():
         if count := sum(of_rank.get(name, 0) for of_rank in every):
-            what = (
-                f"{count} of the oldest trajectories of {folder} do not fit into {replicas} "
-                f"replicas"
+            LOG.warning(
+                f"gear.tables.{name}: {count} of the oldest trajectories of {folder} do not fit "
+                f"into {replicas} replicas and were left out; raise capacity_steps to keep them"
             )
-            remedy = "raise capacity_steps to keep them"
-            LOG.warning(f"gear.tables.{name}: {what} and were left out; {remedy}")
     control_plane.attempt(what, lambda: restore(plan, tables, content))
     return dict(state)
 
@@ -175,14 +175,17 @@ def _leads(plan: Resolved) -> bool:
 def deal(
     table: RingTable, saved: Sequence[Content], replica: int, replicas: int
 ) -> tuple[dict[str, Tensor], int]:
-    """Return one replica's content from saved tables of all, by name, in host memory, and how many
-    are left out.
+    """Return one replica's content from the saved tables of all replicas.
 
-    Trajectories are dealt in turn, in the order of the global batch at which they were added, then
-    of their ids, then of the saved replicas; those with environments to the environments. They get
-    other ids, above all earlier ones. Open trajectories end. Where a table is too small, its oldest
-    ones are left out, as if all had been added again. CheckpointError if a saved table has other
-    columns or item states.
+    Trajectories are ordered by the global batch at which they were added, then by id, then by saved
+    replica, and dealt in turn: to replicas, or with environments to the environments of all
+    replicas. They get new ids, above all earlier ones. Open trajectories end. If the table is too
+    small, the oldest ones are left out, as if all had been added again.
+
+    Returns:
+        Tensors by name, in host memory, and the number of trajectories that are left out.
+    Raises:
+        CheckpointError: A saved table has other columns or item states.
     """
     for number, content in enumerate(saved):
         _check_content(table, content, f"shard-{number}", list(table.content))
@@ -192,15 +195,17 @@ def deal(
     shard = np.repeat(np.arange(len(saved)), [len(which) for which in stored])
     places = np.concatenate(stored)
     order = np.lexsort((shard, slots[:, Slot.ID], slots[:, Slot.BORN]))
-    # Of 2 replicas with 3 environments, replica 0 gets the trajectories 0, 1, 2, 6, 7, 8, 12, ...
-    # by age.
+    # With 2 replicas of 3 environments, replica 0 gets the trajectories 0, 1, 2, 6, 7, 8, 12, ...,
+    # the oldest first.
     envs = max(table.num_envs, 1)
     dealt = np.arange(len(order)) % (replicas * envs)
     own = dealt // envs == replica
     kept, first_rows = _placed(table, slots[order[own], Slot.NUM_ROWS], dealt[own] % envs)
-    num_left_out, order = int((~kept).sum()), order[own][kept]
-    shard, places, slots = shard[order], places[order], slots[order]
-
+    num_left_out = int((~kept).sum())
+    order = order[own][kept]
+    shard = shard[order]
+    places = places[order]
+    slots = slots[order]
     new = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in table.content.items()}
     # Ids go on at a multiple of the slots, so that id modulo slots is the number of the slot.
     count = len(slots)
@@ -219,7 +224,7 @@ def deal(
         np.maximum.at(ends, first_rows // part, first_rows % part + records[:, Slot.NUM_ROWS])
         new["opened"][:, OpenTrajectory.NEXT_ROW] = torch.from_numpy(ends)
 
-    # Of what is copied: whether it has an entry of each row, not of each slot.
+    # The tensors to copy: True where they have an entry for each row, False for each slot.
     copied = {
         "sums": table.items.by_row,
         "priorities": table.items.by_row,
@@ -230,8 +235,8 @@ def deal(
         to = np.flatnonzero(shard == number)
         (new_rows, _, owner) = rows_of(records[to])
         (old_rows, _, _) = rows_of(slots[to])
-        of_slots = torch.from_numpy(to), torch.from_numpy(places[to])
-        of_rows = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
+        of_slots = (torch.from_numpy(to), torch.from_numpy(places[to]))
+        of_rows = (torch.from_numpy(new_rows), torch.from_numpy(old_rows))
         for name, by_row in copied.items():
             if len(new[name]):
                 there, here = of_rows if by_row else of_slots
@@ -263,9 +268,8 @@ def _check_content(table: RingTable, content: Content, where: str, wanted: Seque
     """Raise unless a saved table has the columns and the item state of this one."""
     tensors = {name for name, values in content.items() if isinstance(values, Tensor)}
     if differ := sorted({*wanted, *content} - (tensors & {*wanted})):
-        raise CheckpointError(
-            f"the content of {where}", "must be that of a table of this config", differ[0]
-        )
+        rule = "must be that of a table of this config"
+        raise CheckpointError(f"the content of {where}", rule, differ[0])
     for name, values in content.items():
         held = table.content[name]
         if values.dtype != held.dtype or values.shape[1:] != held.shape[1:]:
@@ -286,8 +290,9 @@ def _check_content(table: RingTable, content: Content, where: str, wanted: Seque
 
 
 def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which trajectories fit, the newest ones of each part of the rows, and their first
-    rows.
+    """Return which trajectories fit, and the first rows of these.
+
+    Of each environment's part of the rows, the newest ones are kept.
     """
     part = table.num_rows // max(table.num_envs, 1)
     kept = np.zeros(len(rows), bool)
@@ -295,9 +300,8 @@ def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.nda
     first = np.zeros(len(rows), np.int64)
     for number in range(max(table.num_envs, 1)):
         which = np.flatnonzero(kept & (env == number))
-        newer = np.cumsum(rows[which][::-1])[
-            ::-1
-        ]  # from each one to the newest: of 2, 1, 3 it is 6, 4, 3
+        # Rows from each trajectory to the newest one: for rows [2, 1, 3] newer is [6, 4, 3].
+        newer = np.cumsum(rows[which][::-1])[::-1]
         kept[which[newer > part]] = False
         which = which[newer <= part]
         first[which] = number * part + np.cumsum(rows[which]) - rows[which]

@@ -1,6 +1,4 @@
-"""Batches from a table on a device, of training and of passes, gathered into fixed tensors; their
-reports.
-"""
+"""Batches from a table on a device, gathered into fixed tensors, and their priority updates."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
 def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor], None] | None:
-    """Return the broadcast in place from this replica's reporting rank to its others; None: it is
-    one rank. Collective.
+    """Return an in-place broadcast from this replica's reporting rank to its others. Collective.
 
-    Between GPUs it is NCCL's, queued on the current CUDA stream: the host does not wait, and it can
-    be captured. Ranks that share a GPU, which NCCL refuses, use gloo and host memory.
+    It is None for a replica of one rank. Between GPUs it is NCCL's, queued on the current CUDA
+    stream: the host does not wait, and it can be captured. Ranks that share a GPU, which NCCL
+    refuses, use gloo and host memory.
     """
     topology = plan.topology
     group = plan.group
@@ -66,8 +64,9 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
 
 
 class DeviceLoader:
-    """Fills batches of fixed tensors and takes priority updates, without waiting. Made
-    collectively.
+    """Fills batches of fixed tensors and takes priority updates, without waiting.
+
+    Its constructor is collective.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class DeviceLoader:
     ) -> None:
         self._mixture = mixture
         self._data_rank = plan.topology.place.data_rank
-        #: Of this replica's ranks; None: it is one rank, or nothing is reported.
+        # To this replica's ranks; None: it has one rank, or no priorities are reported.
         self._broadcast = (
             replica_broadcast(plan, mixture.device) if mixture.is_prioritized else None
         )
@@ -83,6 +82,8 @@ class DeviceLoader:
         self._owner = owner
         info = self._info = plan.info
         count = info.micro * info.accumulation
+        # Resolutions and PER weights of this rank's samples of a global batch. Micro batch k has
+        # the samples k, k + accumulation, ...
         self._all = torch.zeros(
             count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device
         )
@@ -100,13 +101,14 @@ class DeviceLoader:
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def new_batch(self) -> DeviceBatch:
+        """Allocate a batch for `fill_`."""
         size = self._info.micro
         mixture = self._mixture
         resolutions = torch.zeros_like(self._all[:size])
         weight = None
         if mixture.is_prioritized:
             weight = torch.ones(size, device=mixture.device)
-        facts = mixture.has_step_items, mixture.totals()[0], self._burn_in
+        facts = (mixture.has_step_items, mixture.totals()[0], self._burn_in)
         of = mixture if len(mixture.tables) > 1 else None
         batch = DeviceBatch(mixture.buffers(size), resolutions, weight, *facts, self._owner, of)
         for tensor in batch.written:
@@ -132,6 +134,7 @@ class DeviceLoader:
             out.place(0, first, info.num_micro_batches, source)
             return
         if index == 0:
+            # All micro batches are gathered now, before an add evicts their rows.
             mixture.select_(self._all, self._all_weights)
             for later, buffers in enumerate(self._later, 1):
                 mixture.fill(buffers, self._all[later :: info.accumulation].contiguous(), later)
@@ -154,20 +157,19 @@ class DeviceLoader:
         return batch
 
     def begin_anew(self) -> None:
-        """Continue from another state of the table: drop pending micro batches and priority
-        updates.
-        """
+        """Continue from another state of the table: drop pending micro batches and updates."""
         self.next_index = 0
         self._waiting.clear()
 
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
-        """Set the priorities of a micro batch; those of a global batch after its last one. [B],
-        float32.
+        """Set the priorities of a micro batch's samples. [B], float32.
+
+        With gradient accumulation they take effect after the last micro batch of the global batch.
         """
         if self._broadcast is not None:
-            values = (
-                values.clone()
-            )  # those of other ranks may differ in the last bits, or be of other steps
+            # Priorities of the replica's other ranks may differ in the last bits, or be those of
+            # other steps: all take those of the reporting rank.
+            values = values.clone()
             self._broadcast(values)
         if self._info.accumulation == 1:
             self._mixture.update_(batch.resolutions, values, [0])
@@ -177,29 +179,27 @@ class DeviceLoader:
             self._apply()
 
     def apply_updates(self) -> None:
+        """Apply pending updates of a global batch of which not all micro batches reported."""
         if self._waiting:
-            refuse_capture(
-                "reports of some micro batches", "must be complete before sampling is captured"
-            )
+            rule = "must be complete before sampling is captured"
+            refuse_capture("reports of some micro batches", rule)
             self._apply()
 
     def _apply(self) -> None:
         parts = sorted(self._waiting)
         waiting = [self._waiting[index] for index in parts]
         self._waiting.clear()
-        resolutions = torch.stack([resolutions for resolutions, _ in waiting], 1).reshape(
-            -1, Resolution.NUM_WORDS
-        )
+        # Interleaved into the order of sample numbers: of the micro batches [0, 2] and [1, 3] the
+        # resolutions are [0, 1, 2, 3].
+        resolutions = torch.stack([resolutions for resolutions, _ in waiting], 1)
+        values = torch.stack([values for _, values in waiting], 1)
         self._mixture.update_(
-            resolutions, torch.stack([values for _, values in waiting], 1).reshape(-1), parts
+            resolutions.reshape(-1, Resolution.NUM_WORDS), values.reshape(-1), parts
         )
 
 
 class DeviceBatch(Batch):
-    """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills. `total` is the
-    total mass of the latest selection; `owner` the replay whose training stream fills it, None for
-    a batch of a pass.
-    """
+    """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills."""
 
     _internal = frozenset(
         "again buffers importance micro_index of_pass owner place resolutions written".split()
@@ -220,7 +220,7 @@ class DeviceBatch(Batch):
         self.micro_index = 0
         self.owner = owner
         self._mixture = mixture
-        #: What the samples resolved to, [B, 8], int64, and their PER weights; None: they are all 1.
+        #: Resolutions of the samples, [B, 8], int64, and their PER weights; None: all are 1.
         self.resolutions = resolutions
         self.importance = weight
         self.written = [*buffers.all, resolutions, *([] if weight is None else [weight])]
@@ -235,14 +235,12 @@ class DeviceBatch(Batch):
     def place(
         self, micro_index: int, first_index: int, index_step: int, source: Tensor | None = None
     ) -> None:
-        """Set the micro batch that it holds, the sample indices in its global batch, and their
-        tables.
-        """
+        """Set the micro batch that the batch holds, and its samples' indices and tables."""
         self.micro_index = micro_index
         self._samples.place(first_index, index_step, source)
 
     def of_pass(self, number: int, size: int) -> None:
-        """Set the number of its pass, and the items of the pass: samples after them are fillers."""
+        """Set the number of its pass. Samples after the first `size` of the pass are fillers."""
         self._valid = self.sample_number < size
         self._samples = replace(self._samples, epoch=torch.full_like(self.epoch, number))
 
@@ -253,8 +251,9 @@ class DeviceBatch(Batch):
         return batch
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """As of every `Batch`; the result keeps its probabilities when the table is drawn from
-        again.
+        """Return a batch with a function applied to every tensor, as `Batch.map`.
+
+        The result keeps its probabilities when the table is drawn from again.
         """
         made = super().map(function)
         made._samples.probability = function(self.probability)
@@ -262,31 +261,32 @@ class DeviceBatch(Batch):
 
     @property
     def valid(self) -> Tensor:
-        """False where the table had no mass to draw from, or a sample only fills up a pass. [B],
-        bool.
+        """Which samples are real. [B], bool.
 
-        In the training stream it is computed from the resolutions at each access, so that `sample_`
-        need not write it.
+        False where the table had no mass to draw from, or the sample only fills up a pass. In the
+        training stream it is computed from the resolutions at each access, so that `sample_` need
+        not write it.
         """
         return self.trajectory_id >= 0 if self._valid is None else self._valid
 
     @property
     def probability(self) -> Tensor:
-        """As of every `Batch`; 0 where the table had no mass to draw from. [B], float64."""
-        found = super().probability
+        """Probability of each sample; 0 where the table had no mass to draw. [B], float64."""
+        probability = super().probability
         if self._mixture is not None:
-            found = self._mixture.probability(
-                self.resolutions[:, Resolution.MASS].double(), self.source
-            )
-        return torch.where(self.trajectory_id >= 0, found, 0.0)
+            masses = self.resolutions[:, Resolution.MASS].double()
+            probability = self._mixture.probability(masses, self.source)
+        return torch.where(self.trajectory_id >= 0, probability, 0.0)
 
 
 _RING = 2  # batches of a pass whose tensors are used in turn
 
 
 class DeviceEvaluation:
-    """The passes of a DeviceReplay, in stored order and the same on all ranks. Resolutions are
-    computed once, on the host, and kept on the device: 64 bytes an item of each split that is used.
+    """Evaluation passes of a DeviceReplay, in stored order and the same on all ranks.
+
+    Resolutions are computed once, on the host, and kept on the device: 64 bytes per item of each
+    split that is used.
     """
 
     def __init__(
@@ -307,8 +307,9 @@ class DeviceEvaluation:
         return len(self._resolved(split)[0]) // self._splits[split].batch
 
     def batches(self, split: str) -> Iterator[DeviceBatch]:
-        """Begin a pass; return its batches. The last one may hold samples that only fill it: not
-        `valid`.
+        """Begin a pass and return its batches.
+
+        The last batch may hold samples that only fill it; they are not `valid`.
         """
         resolutions, size = self._resolved(split)
         number = self._begun.get(split, 0)
@@ -322,7 +323,7 @@ class DeviceEvaluation:
         place = self._plan.topology.place
         gatherer = self._table.gatherer
         total = torch.tensor(size, device=resolutions.device)
-        facts = spec.rule.unit == "step", total, self._burn_in
+        facts = (spec.rule.unit == "step", total, self._burn_in)
         ring = [
             DeviceBatch(
                 gatherer.buffers(per_rank), torch.zeros_like(resolutions[:per_rank]), None, *facts
@@ -332,18 +333,15 @@ class DeviceEvaluation:
         for index in range(len(resolutions) // spec.batch):
             batch = ring[index % _RING]
             first = index * spec.batch
-            batch.resolutions.copy_(
-                resolutions[first : first + spec.batch][place.data_rank :: place.data_world]
-            )
+            own = resolutions[first + place.data_rank : first + spec.batch : place.data_world]
+            batch.resolutions.copy_(own)
             batch.of_pass(number, size)
             batch.place(0, place.data_rank, place.data_world)
             gatherer.fill(batch.buffers, batch.resolutions)
             yield batch
 
     def _resolved(self, split: str) -> tuple[Tensor, int]:
-        """Return the resolutions of a split's items, with fillers of its last batch; and the item
-        count.
-        """
+        """Return the resolutions of a split's items with fillers at the end, and the item count."""
         if split not in self._splits:
             known = ", ".join((TRAIN, *self._splits))
             raise ConfigError(

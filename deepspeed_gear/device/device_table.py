@@ -1,6 +1,4 @@
-"""A table on a device with all that samples it, several of them in one batch, and how they are
-made.
-"""
+"""Tables on a device with the streams that sample from them, and mixtures of them."""
 
 from __future__ import annotations
 
@@ -36,8 +34,9 @@ _PROBED = (0, 1, 1000, 10**9)  # global batches at which a function is checked
 
 
 class WeightExponents:
-    """The schedule of beta, on the device: 8 bytes a global batch while linear, none of
-    a function.
+    """The schedule of beta on the device: 8 bytes per global batch while it is linear.
+
+    A function needs no memory.
     """
 
     def __init__(self, sampler: SamplerOptions, device: torch.device) -> None:
@@ -48,24 +47,18 @@ class WeightExponents:
             for batch in _PROBED:
                 at = torch.tensor(float(batch), dtype=torch.float64, device=device)
                 try:
-                    found = self._function(at)
+                    value = self._function(at)
                 except (TypeError, ValueError, RuntimeError) as error:
-                    found = error
-                if (
-                    not isinstance(found, Tensor)
-                    or found.shape != ()
-                    or found.device.type != device.type
-                ):
+                    value = error
+                is_tensor = isinstance(value, Tensor)
+                if not is_tensor or value.shape != () or value.device.type != device.type:
                     rule = "must take a tensor [], float64, and return one, for a table on devices"
-                    kind = type(found).__name__
-                    shown = list(found.shape) if isinstance(found, Tensor) else f"{kind}: {found}"
-                    raise ConfigError(
-                        _BETA, rule, shown, "use the functions of torch, or a linear schedule"
-                    )
-                if not 0 <= float(found) <= 1:
-                    raise ConfigError(
-                        f"{_BETA} at global batch {batch}", "must be in [0, 1]", float(found)
-                    )
+                    shown = list(value.shape) if is_tensor else f"{type(value).__name__}: {value}"
+                    remedy = "use the functions of torch, or a linear schedule"
+                    raise ConfigError(_BETA, rule, shown, remedy)
+                if not 0 <= float(value) <= 1:
+                    at_batch = f"{_BETA} at global batch {batch}"
+                    raise ConfigError(at_batch, "must be in [0, 1]", float(value))
         elif isinstance(beta, dict):  # until it is constant, as `value_at`
             first, last, steps = beta["linear"]
             parts = np.minimum(np.arange(steps + 1) / steps, 1.0)
@@ -75,9 +68,7 @@ class WeightExponents:
         self._values = torch.from_numpy(values).to(device)
 
     def next_(self, state: Tensor) -> Tensor:
-        """Return exponents for `ring_select_`, [n], Q62; `state` counts values clamped
-        to [0, 1].
-        """
+        """Return the exponents for `ring_select_`, [n], Q62; those outside [0, 1] are counted."""
         if self._function is None:
             return self._values
         value = self._function(state[RingState.BATCH].double()).double()
@@ -88,9 +79,7 @@ class WeightExponents:
 
 
 class DeviceTable:
-    """A table with the stream that samples from it. Its methods mutate fixed tensors and wait for
-    nothing.
-    """
+    """A table with the stream that samples from it; methods mutate fixed tensors and never wait."""
 
     def __init__(
         self,
@@ -110,8 +99,8 @@ class DeviceTable:
         self.random_key = spec.random_key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
-        # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no
-        # guard.
+        # Whether it has ever held a trajectory. A plain attribute: torch.compile puts no guard on
+        # an attribute that the trace itself sets.
         self.is_filled = self.has_data
         #: Which added trajectories are stored.
         self.filter = AddFilter(
@@ -128,28 +117,31 @@ class DeviceTable:
         )
         self.gatherer = Gatherer(gathered, table, depth=0)
         self.has_step_items = spec.rule.unit == "step" and spec.priorities is None
-        self._most = (
-            options.max_times_sampled
-        )  # draws after which a trajectory is removed; 0: never
-        self._takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone
+        # Draws after which a trajectory is removed; 0: never.
+        self._most = options.max_times_sampled
+        # Of the samplers for devices, only top-k takes each item at most once.
+        self._takes_highest = spec.sampler.each_once
         by_slot = table.items.has_priorities and not table.items.by_row
         self._unit = MassUnit.TRAJECTORY if by_slot else table.items.unit
-        normalize = (
-            Normalize.NONE
-            if spec.priorities is None
-            else NORMALIZE_CODES[spec.priorities.normalize]
-        )
+        normalize = Normalize.NONE
+        if spec.priorities is not None:
+            normalize = NORMALIZE_CODES[spec.priorities.normalize]
         # The i-th sample since the beginning has the number i * data_world + data_rank.
-        numbers = plan.info.data_world, plan.topology.place.data_rank
+        numbers = (plan.info.data_world, plan.topology.place.data_rank)
         is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
         self._draw = [spec.seed, spec.random_key, *numbers, int(is_stratified), normalize]
 
     def mark_filled(self, is_filled: bool = True) -> None:
-        """Note that something was added, or whether anything is left."""
+        """Note whether the table holds trajectories."""
         self.is_filled = self.has_data or is_filled
 
     def select_(self, resolutions: Tensor, weights: Tensor) -> None:
-        """Draw a global batch: resolutions [B, 8], int64, PER weights [B], float32, or [0]."""
+        """Draw the next global batch.
+
+        Args:
+            resolutions: Receives the resolutions. [B, 8], int64.
+            weights: Receives the PER weights. [B], float32; [0] without priorities.
+        """
         table = self.table
         ops = self.table.ops
         most = self._most
@@ -172,8 +164,11 @@ class DeviceTable:
             table.remove_(torch.where(times >= most, ids, Resolution.NO_SAMPLE))
 
     def update_(self, resolutions: Tensor, values: Tensor) -> None:
-        """Set the priorities of samples; of equal items the last wins. [B, 8], int64;
-        [B], float32.
+        """Set the priorities of samples; the last one wins for equal items.
+
+        Args:
+            resolutions: Resolutions of the samples. [B, 8], int64.
+            values: Priorities. [B], float32.
         """
         table = self.table
         items = self.table.items
@@ -184,11 +179,14 @@ class DeviceTable:
 
 
 class TableMixture:
-    """The tables that a global batch is drawn from, in turn, in fixed shares (None: there is one
-    table).
+    """The tables that a global batch is drawn from, in fixed shares; often a single one.
 
-    Every method mutates fixed tensors and waits for nothing. Of the `num_samples` that this rank
-    draws for a global batch, every num_parts-th one belongs to the same micro batch.
+    Every method mutates fixed tensors and waits for nothing.
+
+    Args:
+        mixture: The shares; None: there is one table.
+        num_samples: Samples that this rank draws for a global batch.
+        num_parts: Micro batches of a global batch; each has every num_parts-th sample.
     """
 
     def __init__(
@@ -207,9 +205,10 @@ class TableMixture:
                     f"must be a whole number of {num_samples} samples where tables lie on devices"
                 )
                 least = max(count, 1)
-                use = f"use {least / num_samples} ({least} samples), another batch size, "
-                use += "or leave the table out"
-                remedy = f"a captured step has fixed numbers: {use}"
+                remedy = (
+                    f"a captured step has fixed numbers: use {least / num_samples} ({least} "
+                    "samples), another batch size, or leave the table out"
+                )
                 raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
         # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts,
         # micro batch 0 has the samples 0, 2 | 4, 6 and micro batch 1 has 1 | 3, 5, 7.
@@ -229,23 +228,21 @@ class TableMixture:
         ]
 
     def _split(self, values: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the samples of each table; those of one are the tensor itself, also in a trace."""
+        """Return the samples of each table; for a single table the tensor itself."""
         if len(self.tables) == 1:
             return [values]
         return [values[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
     def select_(self, resolutions: Tensor, weights: Tensor) -> None:
         """Draw the next global batch, table by table; arguments as `DeviceTable.select_`."""
-        parts = self._split(resolutions, self._counts), self._split(weights, self._counts)
+        parts = (self._split(resolutions, self._counts), self._split(weights, self._counts))
         for each, of_table, own_weights in zip(self.tables, *parts, strict=True):
             each.select_(of_table, own_weights)
 
     def update_(self, resolutions: Tensor, values: Tensor, parts: Sequence[int]) -> None:
-        """Set the priorities of some micro batches' samples, in the order of their
-        sample numbers.
-        """
+        """Set the priorities of some micro batches' samples, ordered by sample number."""
         sizes = [sum([self.sizes[part][i] for part in parts]) for i in range(len(self.tables))]
-        of_tables = self._split(resolutions, sizes), self._split(values, sizes)
+        of_tables = (self._split(resolutions, sizes), self._split(values, sizes))
         for each, of_table, own in zip(self.tables, *of_tables, strict=True):
             if len(own):
                 each.update_(of_table, own)
@@ -265,9 +262,7 @@ class TableMixture:
         return [each.table.state[RingState.TOTAL] for each in self.tables]
 
     def probability(self, masses: Tensor, source: Tensor) -> Tensor:
-        """Return the probability of each sample's item in one draw, times the share of its table.
-        [B].
-        """
+        """Return each sample's probability in one draw, times its table's share. [B], float64."""
         if self.has_step_items:
             masses = torch.ones_like(masses)
         totals = torch.stack(self.totals()).clamp(min=1).double()[source]
@@ -276,7 +271,7 @@ class TableMixture:
 
 
 def masses_of(plan: Resolved, name: str, spec: StreamSpec) -> np.ndarray:
-    """Return the masses that a stream gives the trajectories of a table's data set. [n], int64."""
+    """Return the masses that a stream assigns to the trajectories of a data set. [n], int64."""
     dataset = plan.datasets[name]
     ids = np.arange(len(dataset)) + dataset.first_id
     return spec.rule.masses(

@@ -1,6 +1,7 @@
-"""A table in the memory of one device, private to the process. Rows and slots are rings
-(common/ring.h): a trajectory never wraps, and the oldest are evicted. Tensors have fixed addresses,
-for CUDA graphs.
+"""A table in the memory of one device, private to the process, with rings of rows and slots.
+
+A trajectory never wraps around the end of the rows (common/ring.h), and the oldest ones are
+evicted. Tensors have fixed addresses, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.batching.gather import SOURCES
+from deepspeed_gear.batching.field_rows import SOURCES
 from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Packing
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
@@ -49,17 +50,16 @@ _ONE = 0x3F800000  # bits of 1.0
 
 @dataclass(frozen=True)
 class ItemRule:
-    """Masses of the items of a RingTable."""
+    """Items of a RingTable: slots or rows, and the rule of their masses."""
 
     by_row: bool  # each row is an item with a priority of its own
     has_priorities: bool
-    has_minima: bool  # the least mass of the table is kept
+    has_minima: bool  # a tree of least masses is kept, to normalise PER weights by the table
     anchors: list[int]  # which steps are anchors, as `AnchorRule.as_list`
-    unit: int  # of a mass (MassUnit)
+    unit: int  # unit of a mass (MassUnit)
     alpha: int = 0  # exponent of the priorities, Q62
-    initial: int = (
-        HIGHEST_SO_FAR  # bits of the first priority, float32; HIGHEST_SO_FAR is 1 at first
-    )
+    # Float32 bits of the first priority; HIGHEST_SO_FAR stands for 1 until a higher one was set.
+    initial: int = HIGHEST_SO_FAR
     most_bits: int = MOST_MASS_BITS  # log2 of the largest mass
 
     @classmethod
@@ -81,28 +81,29 @@ class ItemRule:
 
 @dataclass(frozen=True)
 class RingTableSpec:
-    """Sizes of a RingTable, and the state that it keeps of each item."""
+    """Sizes of a RingTable, and the state that it keeps for each item."""
 
     schema: Schema
     num_rows: int
     num_slots: int
-    most_steps: int  # of the longest trajectory
+    most_steps: int  # steps of the longest trajectory
     items: ItemRule
-    return_to_go: bool  # the derived column is kept
+    return_to_go: bool  # whether the derived column is kept
     # Environments whose steps are added one by one, each with a part of the rows; 0: whole
-    # trajectories are.
+    # trajectories are added.
     num_envs: int = 0
-    rows_on_host: str | None = (
-        None  # name of the table in the config, if its rows lie in host memory
-    )
+    # Name of the table in the config, if its rows lie in host memory.
+    rows_on_host: str | None = None
 
 
 class HostRows:
-    """Columns in host memory, zeros at first, of these shapes and dtypes; registered with CUDA
-    unless on a CPU.
+    """Columns in host memory that a device uses in place: zeros at first.
 
-    ConfigError if the device cannot use all of the memory in place, StoreFullError if there is too
-    little.
+    On a CPU they are not registered with CUDA.
+
+    Raises:
+        ConfigError: The device cannot use all of the memory in place.
+        StoreFullError: There is too little memory.
     """
 
     def __init__(
@@ -129,24 +130,22 @@ class HostRows:
             self._registration = Registration.of(self._memory, self.on_host, used)
             for name, why in self._registration.left_out.items():
                 rule = f'must be "device" here: column {name} cannot be used in place: {why}'
-                raise ConfigError(
-                    f"{at}.rows", rule, "host", "lower capacity_steps until it fits the device"
-                )
+                remedy = "lower capacity_steps until it fits the device"
+                raise ConfigError(f"{at}.rows", rule, "host", remedy)
             if device.type == "cuda":
                 self.columns = {
                     name: as_device_tensor(rows, device) for name, rows in self.on_host.items()
                 }
 
     def wait(self) -> None:
-        """Wait until the device has written what was queued, before the host reads or
-        writes rows.
-        """
+        """Wait until the device has done its queued work, before the host uses rows."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Wait for the device and end its use of the memory; safe to call twice. Host views stay
-        valid.
+        """Wait for the device and end its use of the memory. Safe to call twice.
+
+        Views of the host stay valid.
         """
         if self._registration is not None:
             self.wait()
@@ -156,14 +155,14 @@ class HostRows:
 
 
 class RingTable:
-    """Trajectories in the memory of one device. Not thread-safe; every call runs on the current
-    stream.
+    """Trajectories in the memory of one device. Not thread-safe; calls run on the current stream.
 
-    Cost: `num_bytes`; beside the columns 72 bytes a slot, 8.3 an item for the sums and 0.3 for the
-    minima,
-        4 for a priority, 4 a row where items are rows or environments add steps.
+    Cost: `num_bytes`. Besides the columns that is 72 bytes per slot; per item 8.3 for the sums, 0.3
+    for the minima and 4 for a priority; and 4 per row where items are rows or environments add
+    steps.
+
     Raises:
-        SchemaError: Steps are added one by one, and a column of ends is not of the dtype bool.
+        SchemaError: Steps are added one by one, and a column of ends has another dtype than bool.
     """
 
     def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
@@ -174,18 +173,16 @@ class RingTable:
         self.compressed: dict[str, CompressedRows] = {}  # a data set with such columns is refused
         schema = spec.schema
         items = spec.items
-        num_rows = spec.num_rows
-        num_slots = spec.num_slots
-        self.num_rows = num_rows
-        self.num_slots = num_slots
+        self.num_rows = spec.num_rows
+        self.num_slots = spec.num_slots
         self.num_envs = spec.num_envs
         self.most_steps = spec.most_steps
-        self.shape = [num_rows, num_slots, int(schema.has_final_row), spec.most_steps]
-        self.num_items = num_rows if items.by_row else num_slots
-        masses = items.unit, items.alpha, items.initial, items.most_bits
-        self._item_rule = (items.anchors, self.shape, *masses)  # as ops take it
+        self.shape = [spec.num_rows, spec.num_slots, int(schema.has_final_row), spec.most_steps]
+        self.num_items = spec.num_rows if items.by_row else spec.num_slots
+        masses = (items.unit, items.alpha, items.initial, items.most_bits)
+        self._item_rule = (items.anchors, self.shape, *masses)  # arguments of ops
 
-        # Names of the columns of ends, or of what is given instead of them where steps are added.
+        # Columns of ends, by role; a table of steps without one takes a flag named for the role.
         self._ends = {"terminated": "terminated", "truncated": "truncated"}
         for role in self._ends if self.num_envs else ():
             column = schema.role(role)
@@ -199,10 +196,10 @@ class RingTable:
 
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for column in schema:
-            count = num_slots if column.rows == "1" else num_rows
-            sizes[column.name] = (count, *column.shape), DTYPES[column.dtype]
-        sizes[RETURN_TO_GO] = (num_rows if spec.return_to_go else 0,), torch.float32
-        #: Memory of the rows; None: it is the device's.
+            count = spec.num_slots if column.rows == "1" else spec.num_rows
+            sizes[column.name] = ((count, *column.shape), DTYPES[column.dtype])
+        sizes[RETURN_TO_GO] = ((spec.num_rows if spec.return_to_go else 0,), torch.float32)
+        # Memory of the rows; None: they lie in the device's.
         self.host_rows = (
             None if spec.rows_on_host is None else HostRows(sizes, device, spec.rows_on_host)
         )
@@ -215,28 +212,37 @@ class RingTable:
         reward = schema.role("reward")
         self._rewards = None if reward is None else self.columns[reward.name]
         self.state = zeros(RingState.NUM_WORDS)
-        self.slots = zeros(num_slots, Slot.NUM_WORDS)
-        self.begins = zeros(num_slots)
+        self.slots = zeros(spec.num_slots, Slot.NUM_WORDS)
+        self.begins = zeros(spec.num_slots)
         self.sums = zeros(tree_size(self.num_items))
         self.minima = zeros(minima_size(self.num_items) if items.has_minima else 0)
         self.priorities = zeros(self.num_items if items.has_priorities else 0, dtype=torch.float32)
-        self.row_slots = zeros(num_rows if items.by_row else 0, dtype=torch.int32)
+        self.row_slots = zeros(spec.num_rows if items.by_row else 0, dtype=torch.int32)
         #: Open trajectory of each environment (`OpenTrajectory`), and slot of each row.
         self.opened = zeros(spec.num_envs, OpenTrajectory.NUM_WORDS)
         has_owners = spec.num_envs > 0 and not items.by_row
-        self.owners = zeros(num_rows, dtype=torch.int32) if has_owners else self.row_slots
-        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = self.state[
-            RingState.INITIAL
-        ] = _ONE
+        self.owners = zeros(spec.num_rows, dtype=torch.int32) if has_owners else self.row_slots
+        self.state[RingState.INITIAL] = _ONE
+        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = _ONE
         truncated = schema.role("truncated") if self.num_envs else None
         self._truncations = (
             zeros(0, dtype=torch.bool) if truncated is None else self.columns[truncated.name]
         )
         #: All tensors that change, by name.
         self.content: dict[str, Tensor] = {f"column/{name}": rows for name, rows in held.items()}
-        names = ["state", "slots", "begins", "sums", "minima", "priorities", "row_slots"]
-        names += ["opened"] * (self.num_envs > 0) + ["owners"] * has_owners
-        self.content |= {name: getattr(self, name) for name in names}
+        self.content |= {
+            "state": self.state,
+            "slots": self.slots,
+            "begins": self.begins,
+            "sums": self.sums,
+            "minima": self.minima,
+            "priorities": self.priorities,
+            "row_slots": self.row_slots,
+        }
+        if self.num_envs > 0:
+            self.content["opened"] = self.opened
+        if has_owners:
+            self.content["owners"] = self.owners
         on_host = {} if self.host_rows is None else self.host_rows.on_host
         self._on_host = {f"column/{name}": rows for name, rows in on_host.items()}
         for tensor in self.content.values():
@@ -250,9 +256,7 @@ class RingTable:
         )
 
     def copied(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return copies of some tensors of `content` in host memory, by name. Waits for
-        the device.
-        """
+        """Return copies of some tensors of `content` in host memory. Waits for the device."""
         if self.host_rows is not None:
             self.host_rows.wait()
         return {
@@ -260,9 +264,7 @@ class RingTable:
         }
 
     def overwrite(self, name: str, values: Tensor) -> None:
-        """Copy values of the host into a tensor that changes; with rows on the host wait for the
-        device.
-        """
+        """Copy host values into a tensor of `content`, after the device's work on host rows."""
         if self.host_rows is not None:
             self.host_rows.wait()
         self._on_host.get(name, self.content[name]).copy_(values)
@@ -272,10 +274,13 @@ class RingTable:
         return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
 
     def load_(self, dataset: Dataset, masses: np.ndarray, admitted: np.ndarray | None) -> None:
-        """Copy a data set, or this node's part, to the empty table, which is closed if a file has
-        changed.
+        """Copy a data set, or this node's part of it, into the empty table.
 
-        `masses` are of trajectories; `admitted` is which rows are anchors, where items are rows.
+        If a file of the data set has changed meanwhile, the table is closed and the error raised.
+
+        Args:
+            masses: Masses of the trajectories. [n], int64.
+            admitted: Where items are rows, which rows are anchors. [rows], bool.
         """
         dataset.files.guard(self.ops.native)
         lengths = dataset.lengths
@@ -292,8 +297,8 @@ class RingTable:
             self.overwrite(
                 f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype)
             )
-        with undo_on_error(self.close):  # rows in host memory stay registered otherwise
-            # the copy is of the files that were opened, and of no later state of them
+        with undo_on_error(self.close):  # else rows in host memory would stay registered
+            # After the copy: a file that was changed while it was read is an error.
             dataset.files.check()
         if len(self.returns_to_go) and self._rewards is not None:
             extents = self.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
@@ -321,7 +326,7 @@ class RingTable:
 
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor) -> None:
         """Add trajectories that `added_columns` has checked. Mutates fixed tensors only."""
-        # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
+        # Allocated by each call: a tensor of a trace or a capture cannot be used outside of it.
         placed = torch.empty(
             len(lengths), PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device
         )
@@ -341,17 +346,14 @@ class RingTable:
             self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)
 
     def fill_(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write late columns that `added_columns` has checked; ids of evicted trajectories are left
-        out.
-        """
+        """Write late columns that `added_columns` has checked; skips evicted trajectories."""
         slot, records = self._stored(ids)
         placed = torch.stack([slot, records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS]], 1)
         self._scatter(columns, placed)
 
     def _stored(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots of trajectories, -1 if they are not stored, and their records. [n], [n,
-        8].
-        """
+        """Return slots of trajectories, -1 if not stored, and their records. [n], [n, 8]."""
+        # A trajectory's slot is its id modulo the slots, as ids and slots are assigned in turn.
         slots = torch.remainder(ids, self.num_slots)
         records = self.slots[slots]
         is_stored = (records[:, Slot.ID] == ids) & (records[:, Slot.STATE] == SlotState.COMMITTED)
@@ -365,13 +367,10 @@ class RingTable:
         )
 
     def remove_(self, ids: Tensor) -> None:
-        """Remove the stored ones of trajectories: they are not drawn again; their rows stay until
-        evicted.
-        """
-        removed = torch.empty_like(ids)
+        """Remove trajectories from sampling, where they are stored; rows stay until evicted."""
         unit = MassUnit.STEP if self.items.by_row else MassUnit.TRAJECTORY
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
-        self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
+        self.ops.ring_remove_(*known, torch.empty_like(ids), ids.contiguous(), self.shape, unit)
 
     def add_steps_(
         self,
@@ -380,12 +379,12 @@ class RingTable:
         mask: Tensor | None,
         mode: str,
     ) -> None:
-        """Add a step that `added_columns` has checked to the open trajectory of every
-        environment.
-        """
-        # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
-        sizes = (self.num_envs, PlacedStep.NUM_WORDS), (self.num_envs, 3)
-        placed, begun = (torch.empty(size, dtype=torch.int64, device=self.device) for size in sizes)
+        """Add a step that `added_columns` has checked to every environment's open trajectory."""
+        # Allocated by each call: a tensor of a trace or a capture cannot be used outside of it.
+        placed = torch.empty(
+            self.num_envs, PlacedStep.NUM_WORDS, dtype=torch.int64, device=self.device
+        )
+        begun = torch.empty(self.num_envs, 3, dtype=torch.int64, device=self.device)
         known = (
             self.state,
             self.slots,
@@ -415,9 +414,7 @@ class RingTable:
             self._scatter(once, begun)
 
     def end_steps_(self, mask: Tensor | None = None) -> None:
-        """End open trajectories, of all environments or those of a mask: their last steps are
-        truncated.
-        """
+        """End the open trajectories of all environments or of a mask; last steps are truncated."""
         steps = self.opened[:, OpenTrajectory.NUM_STEPS]
         which = torch.ones_like(steps, dtype=torch.bool) if mask is None else mask
         if len(self._truncations):
@@ -439,7 +436,7 @@ class RingTable:
         """Return sizes, and counts of updates. Waits for the device."""
         state = self.state.tolist()
         counts = state[RingState.COUNTS :]
-        found = {
+        statistics = {
             "steps": state[RingState.STEPS],
             "trajectories": self.num_trajectories(),
             "added": state[RingState.NEXT],
@@ -451,13 +448,13 @@ class RingTable:
             **({} if self.host_rows is None else {"host_bytes": self.host_rows.num_bytes}),
         }
         if self.items.has_priorities:
-            found |= {
+            statistics |= {
                 "priorities_applied": counts[UpdateCount.APPLIED],
                 "priorities_ignored": counts[UpdateCount.STALE],
                 "priorities_clamped": counts[UpdateCount.CLAMPED],
                 "items": counts[UpdateCount.DRAWABLE],
             }
-        return found
+        return statistics
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many priority updates were ever applied, and clamped. Waits for the device."""
@@ -475,4 +472,5 @@ class RingTable:
             if name != "state" and not name.startswith("column/"):
                 tensor.zero_()
         self.state[RingState.TAIL] = self.state[RingState.NEXT]
-        self.state[RingState.STEPS] = self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = 0
+        self.state[RingState.STEPS] = 0
+        self.state[RingState.COUNTS + UpdateCount.DRAWABLE] = 0

@@ -282,6 +282,22 @@ class NodeChannel:
         raise self._broken
 
 
+class LoneChannel:
+    """The channel of a node that selects alone: its own words are those of all."""
+
+    count = 1
+    index = 0
+    last_wait_s = 0.0
+
+    def all_gather(self, words: np.ndarray) -> np.ndarray:
+        """Return the words of the one node. [n] -> [1, n]."""
+        return words[None]
+
+    def all_gather_ragged(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the one node, and its index for each. [n, words], [n]."""
+        return rows, np.zeros(len(rows), np.int64)
+
+
 def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
     """Return a message of `NodeChannel.begin` with these words. [n], [m] -> [1 + n + m], int64."""
     message = np.empty(1 + len(words) + len(more), np.int64)

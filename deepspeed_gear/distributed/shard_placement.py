@@ -13,7 +13,6 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.store.row_allocator import look_up
@@ -135,6 +134,16 @@ def _order(
         orders = {name: list(order) for order, name in known.items()}
         raise DataError("the parts of the tables", rule, orders, remedy)
     return next(iter(known), tuple(holders))
+
+
+def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
+    """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S +
+    1].
+    """
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    wanted = before[-1] * np.arange(1, num_nodes) / num_nodes
+    inner = np.clip(np.searchsorted(before, wanted), 0, len(sizes))
+    return np.concatenate([[0], inner, [len(sizes)]]).astype(np.int64)
 
 
 def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,10 +17,10 @@ import torch
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.options import PipelineConfig
-from deepspeed_gear.distributed.row_exchange.exchange_plan import EXAMPLE
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.frameworks.deepspeed_compat import wrap
 from deepspeed_gear.replay import TRAIN, Replay
+from deepspeed_gear.row_exchange.exchange_plan import EXAMPLE
 
 Part = torch.Tensor | tuple[torch.Tensor, ...] | None
 

@@ -1,3 +1,1 @@
-"""What is known of DeepSpeed, DistributedDataParallel and FSDP: private names, and gradient
-divisors.
-"""
+"""DeepSpeed's private names, and the gradient divisors of DeepSpeed, DDP and FSDP."""

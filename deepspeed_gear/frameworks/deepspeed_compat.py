@@ -1,12 +1,14 @@
-"""All use of DeepSpeed's private names and of what differs between its versions, tested against the
-installed one by tests/unit/frameworks/test_deepspeed_compat.py.
+"""DeepSpeed's private names, and the differences between its versions.
+
+No other module uses private names of DeepSpeed. tests/unit/frameworks/test_deepspeed_compat.py
+checks them against the installed version.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,13 +30,12 @@ REQUIRED = (
     "load_universal_checkpoint destroy"
 ).split()
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
-STEPPING = "_take_model_step"  # of an engine: updates the weights and counts samples, inside `step`
+#: Method of an engine that updates the weights and counts samples, within `step`.
+STEPPING = "_take_model_step"
 
 
 def check_engine(engine: Any) -> None:
-    """Raise a ConfigError unless an object is an engine, and of a kind without a schedule of its
-    own.
-    """
+    """Raise a ConfigError unless an object is an engine without a schedule of its own."""
     name = type(engine).__name__
     missing = [method for method in REQUIRED if not callable(getattr(type(engine), method, None))]
     if missing:
@@ -52,11 +53,13 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def place_of(engine: Any) -> RankCoordinates:
-    """Return the coordinates of this rank of an engine; ConfigError where its own number of
-    replicas differs.
+    """Return the coordinates of this rank of an engine.
 
     An engine without mpu or mesh gets the last one from a module's globals: such an engine is the
     same whole model on all ranks of the other engine's replica.
+
+    Raises:
+        ConfigError: The engine's own number of replicas differs from that of its groups.
     """
     if is_pipeline(engine):
         grid = engine.grid
@@ -86,51 +89,64 @@ def place_of(engine: Any) -> RankCoordinates:
 
 
 def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
-    is_ulysses = hasattr(mpu, "initialize_sequence_parallel")  # it has no data axis
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    sequence_rank = 0
-    sequence_world = 1
+    """Return the coordinates of this rank by an mpu, a mesh, both or none.
+
+    With `inherited` they are those of an engine that has neither: a whole model on each rank,
+    beside the stages of the engine that the mpu belongs to.
+    """
+    place = RankCoordinates(data_rank=dist.get_rank(), data_world=dist.get_world_size())
     if mesh is not None:
         data = mesh.get_group("data_parallel")
         sequence = mesh.get_group("sequence_parallel")
-        rank = dist.get_rank(data)
-        world = dist.get_world_size(data)
-        sequence_rank = dist.get_rank(sequence)
-        sequence_world = dist.get_world_size(sequence)
+        place = RankCoordinates(
+            data_rank=dist.get_rank(data),
+            data_world=dist.get_world_size(data),
+            sequence_rank=dist.get_rank(sequence),
+            sequence_world=dist.get_world_size(sequence),
+        )
     elif hasattr(mpu, "get_sequence_parallel_world_size"):
-        sequence_rank = mpu.get_sequence_parallel_rank()
         sequence_world = mpu.get_sequence_parallel_world_size()
-        rank, world = rank // sequence_world, world // sequence_world
-    tensor_rank = 0
-    tensor_world = 1
+        place = RankCoordinates(
+            data_rank=place.data_rank // sequence_world,
+            data_world=place.data_world // sequence_world,
+            sequence_rank=mpu.get_sequence_parallel_rank(),
+            sequence_world=sequence_world,
+        )
+    is_ulysses = hasattr(mpu, "initialize_sequence_parallel")  # it has no data axis
+    if mpu is None or is_ulysses:
+        return place
+    if mesh is None:
+        place = replace(
+            place,
+            data_rank=mpu.get_data_parallel_rank(),
+            data_world=mpu.get_data_parallel_world_size(),
+        )
+    tensor_rank = bwc_tensor_model_parallel_rank(mpu)
+    tensor_world = bwc_tensor_model_parallel_world_size(mpu)
     pipe_rank = 0
-    pipe_world = 1
-    if mpu is not None and mesh is None and not is_ulysses:
-        rank = mpu.get_data_parallel_rank()
-        world = mpu.get_data_parallel_world_size()
-    if mpu is not None and not is_ulysses:
-        tensor_rank = bwc_tensor_model_parallel_rank(mpu)
-        tensor_world = bwc_tensor_model_parallel_world_size(mpu)
-        pipe_world = bwc_pipeline_parallel_world_size(mpu)
-        for name in ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank"):
-            if pipe_world > 1 and hasattr(mpu, name):
-                pipe_rank = getattr(mpu, name)()
-        if inherited:  # a whole model beside another engine's stages
-            tensor_rank, tensor_world = (
-                pipe_rank * tensor_world + tensor_rank,
-                pipe_world * tensor_world,
-            )
-            pipe_rank = 0
-            pipe_world = 1
-    return RankCoordinates(
-        rank, world, tensor_rank, tensor_world, pipe_rank, pipe_world, sequence_rank, sequence_world
+    pipe_world = bwc_pipeline_parallel_world_size(mpu)
+    for name in ("get_pipe_parallel_rank", "get_pipeline_model_parallel_rank"):
+        if pipe_world > 1 and hasattr(mpu, name):
+            pipe_rank = getattr(mpu, name)()
+    if inherited:  # the stages of the other engine count as tensor ranks
+        return replace(
+            place,
+            tensor_rank=pipe_rank * tensor_world + tensor_rank,
+            tensor_world=pipe_world * tensor_world,
+        )
+    return replace(
+        place,
+        tensor_rank=tensor_rank,
+        tensor_world=tensor_world,
+        pipe_rank=pipe_rank,
+        pipe_world=pipe_world,
     )
 
 
 def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method of one engine by `around(original, *args)`; DeepSpeed tests its class, which
-    stays.
+    """Replace a method of one engine by `around(original, *args)`.
+
+    The engine keeps its class, which DeepSpeed tests.
     """
     original = getattr(engine, name)
 
@@ -142,8 +158,9 @@ def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
-    """Return which batches collectives follow: all, the last of a global batch, or a pipeline's
-    schedule.
+    """Return which batches collectives follow.
+
+    Each micro batch, the last one of a global batch, or those of a pipeline's schedule.
     """
     if is_pipeline(engine):
         return "schedule"
@@ -153,8 +170,10 @@ def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
 
 
 def accumulation_of(engine: Any) -> int:
-    """Return a rank's micro batches per global batch; raise on a broken number (a parallelism left
-    out).
+    """Return a rank's micro batches per global batch.
+
+    Raises:
+        ConfigError: It is not a whole number, as where a parallelism was left out.
     """
     steps = engine.gradient_accumulation_steps()
     if steps != int(steps) or steps < 1:
@@ -170,56 +189,52 @@ def compute_dtype(engine: Any) -> torch.dtype:
 
 
 def is_under_way(engine: Any) -> bool:
-    """Return whether an engine has trained or has loaded a position, not only the weights of a
-    module.
-    """
+    """Return whether an engine has trained or loaded a position, rather than weights alone."""
     return engine.global_steps > 0 or engine.loaded_checkpoint_mp_world_size is not None
 
 
-COMMITTING = (
-    "_commit_decoupled_checkpoint"  # of an engine: waits for the files of its latest checkpoint
-)
+#: Method of an engine that waits for the files of its latest checkpoint.
+COMMITTING = "_commit_decoupled_checkpoint"
 
 
 def writes_in_background(engine: Any) -> bool:
-    """Return whether the files of a checkpoint are complete after `COMMITTING`, not
-    after the save.
-    """
+    """Return whether a checkpoint's files are complete only after `COMMITTING`."""
     writer = getattr(engine, "checkpoint_engine", None)
     return hasattr(type(engine), COMMITTING) and writer is not None and bool(writer.is_decoupled())
 
 
 def own_files(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> list[Path]:
-    """Return the files of a checkpoint that this rank reads, if it is of as many replicas as the
-    engine; [] where it is not, or where that is not known.
+    """Return the files of a checkpoint that this rank reads.
+
+    [] if the checkpoint has another number of replicas than the engine, or if that is not known.
     """
     files = model_states(load_dir / tag)
     if not files:
         return []
     try:
-        # Weights stay in the file; it is trusted, as by DeepSpeed.
-        saved = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)[
-            "dp_world_size"
-        ]
-    except Exception:  # of a torn file, which DeepSpeed raises when it reads it
+        # Mapped, so that weights are not read; and trusted, as DeepSpeed trusts it.
+        saved = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
+        num_replicas = saved["dp_world_size"]
+    except Exception:  # a torn file: DeepSpeed raises when it reads it
         return []
-    if saved != engine.seq_dp_world_size:
+    if num_replicas != engine.seq_dp_world_size:
         return []
-    found = [engine._get_ckpt_name(str(load_dir), tag)]
+    paths = [engine._get_ckpt_name(str(load_dir), tag)]
     if engine.zero_optimization() and not only_weights and not engine.zero_nvme_offload_optimizer():
-        found.append(engine._get_zero_ckpt_name(str(load_dir), tag))
-    return [Path(path) for path in found]
+        paths.append(engine._get_zero_ckpt_name(str(load_dir), tag))
+    return [Path(path) for path in paths]
 
 
 def model_states(folder: Path) -> list[Path]:
     """List the files in the folder of a checkpoint's tag that hold client states."""
-    patterns = "mp_rank_*_model_states.pt", "zero_pp_rank_*_mp_rank_*_model_states.pt"
+    patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_mp_rank_*_model_states.pt")
     return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
 def check_elasticity(config: Mapping[str, Any]) -> None:
-    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself and which newer
-    versions lack.
+    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself.
+
+    Newer versions do not have it.
     """
     section = config.get("elasticity")
     if section is not None and (not isinstance(section, Mapping) or section.get("enabled", True)):
@@ -230,22 +245,20 @@ def check_elasticity(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """What an engine does with the gradients of the losses that `backward` gets."""
+    """Settings of an engine that decide what it does with the gradients of losses."""
 
     optimizer: str  # class name of the engine's optimizer, or "zenflow"
     stage: int
     losses: int  # ranks with a loss of their own: replicas times sequence ranks
     sequence: int  # sequence ranks of a replica
-    group_sizes: tuple[
-        int, ...
-    ]  # ranks over which gradients are reduced; ZeRO-3 may have several groups
+    group_sizes: tuple[int, ...]  # ranks of the groups that reduce gradients; ZeRO-3 has several
     averages: bool = True  # whether `gradient_allreduce_op` is the mean
     postscales: bool = True  # whether `prescale_gradients` is off
     predivide: float = 1.0  # `gradient_predivide_factor`
     reduce_scatter: bool = True
     contiguous: bool = True  # `contiguous_gradients`
     fits_bucket: bool = True  # whether every parameter fits into `reduce_bucket_size`
-    accumulation: int = 1  # what `backward` divides a loss by
+    accumulation: int = 1  # divisor of a loss in `backward`
     is_managed: bool = False  # `managed_gradient_accumulation`
     is_pipeline: bool = False
     has_experts: bool = False
@@ -266,11 +279,12 @@ def is_engine(model: Any) -> bool:
 
 
 def gradient_settings(engine: Any) -> GradientSettings:
+    """Read the settings of an engine that decide about gradients."""
     place = place_of(engine)
     config = engine.config
     weights, sums = engine.get_data_types()
     options = {**config, **(config.get("data_types") or {})}
-    names = "grad_accum_dtype", "communication_data_type", "gradient_clipping"
+    names = ("grad_accum_dtype", "communication_data_type", "gradient_clipping")
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     largest = max((getattr(one, "ds_numel", one.numel()) for one in trained), default=0)
     return GradientSettings(
@@ -324,7 +338,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def pending_backwards(engine: Any) -> int:
-    """Return how often `backward` was called since the last `step`, without managed
-    accumulation.
-    """
+    """Return the calls of `backward` since the last `step`, without managed accumulation."""
     return int(engine._unmanaged_backward_count)

@@ -1,4 +1,4 @@
-"""Gradient divisor: by what a framework divides the sum of all ranks' gradients.
+"""Gradient divisor: the number that a framework divides the sum of all ranks' gradients by.
 
 Losses l_1 .. l_n are those of the ranks that have one of their own: replicas times sequence ranks
 (the tensor ranks of a replica share one). The weights are updated by the gradient of (l_1 + ... +
@@ -28,16 +28,13 @@ from deepspeed_gear.errors import ConfigError
 if TYPE_CHECKING:
     from deepspeed_gear.frameworks.deepspeed_compat import GradientSettings
 
-ZERO_OPTIMIZERS = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"
-AVERAGING_HOOKS = (
-    "allreduce_hook",
-    "fp16_compress_hook",
-    "bf16_compress_hook",
-)  # of torch's default_hooks
+ZERO_OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+# Names of torch's default_hooks that average as DistributedDataParallel does without a hook.
+AVERAGING_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
 
 def gradient_divisor(model: Any) -> float:
-    """Return by what the framework of a model divides the sum of all ranks' gradients.
+    """Return the number that a model's framework divides the sum of all ranks' gradients by.
 
     Not collective. It holds as long as groups, hooks and divide factors stay as they are. The
     gradients of a plain module are summed by the program (`all_reduce` with SUM), so its divisor is
@@ -49,7 +46,7 @@ def gradient_divisor(model: Any) -> float:
     Raises:
         ConfigError: There is no one divisor for all parameters, or it is not known.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     if "deepspeed" in sys.modules:
         from deepspeed_gear.frameworks import deepspeed_compat
 
@@ -64,27 +61,24 @@ def gradient_divisor(model: Any) -> float:
 
 
 def engine_divisor(settings: GradientSettings) -> float:
-    """Return an engine's divisor; a ConfigError says that it has several, or none that is fixed."""
+    """Return an engine's divisor; ConfigError if it has several, or none that is fixed."""
     _check_exact(settings)
-    found = {_divisor_in(settings, size) * settings.losses / size for size in settings.group_sizes}
+    sizes = settings.group_sizes
+    divisors = {_divisor_in(settings, size) * settings.losses / size for size in sizes}
     if settings.stage == 3 and not settings.fits_bucket:
-        found |= {
-            _scattered(settings, size) * settings.losses / size for size in settings.group_sizes
-        }
-    if len(found) > 1:
+        divisors |= {_scattered(settings, size) * settings.losses / size for size in sizes}
+    if len(divisors) > 1:
         rule = (
-            "must divide the gradients of all parameters by one number: parameters beyond "
-            "it "
-            "are averaged"
+            "must divide the gradients of all parameters by one number: parameters beyond it are "
+            "averaged over sequence ranks, others are not"
         )
-        rule += " over sequence ranks, others are not"
         remedy = 'leave "reduce_scatter" true, or raise it above the largest parameter'
-        raise ConfigError("zero_optimization.reduce_bucket_size", rule, sorted(found), remedy)
-    return found.pop() * settings.accumulation
+        raise ConfigError("zero_optimization.reduce_bucket_size", rule, sorted(divisors), remedy)
+    return divisors.pop() * settings.accumulation
 
 
 def _divisor_in(settings: GradientSettings, size: int) -> float:
-    """Return what the sum over a process group of `size` ranks is divided by."""
+    """Return the divisor of the sum over a process group of `size` ranks."""
     by_replicas = size / settings.sequence
     predivide = settings.predivide
     if not settings.averages:
@@ -95,12 +89,12 @@ def _divisor_in(settings: GradientSettings, size: int) -> float:
         return by_replicas * (predivide if settings.postscales and predivide == size else 1.0)
     by_zero = settings.stage > 0 and settings.optimizer != "BF16_Optimizer"
     if by_zero and not settings.reduce_scatter and settings.postscales and predivide == size:
-        return predivide  # it is not multiplied again
+        return predivide  # DeepSpeed does not multiply the gradients by it again
     return by_replicas
 
 
 def _scattered(settings: GradientSettings, size: int) -> float:
-    """ZeRO-3's reduce-scatter divides by the group, so it averages over sequence ranks too."""
+    """Return the divisor of ZeRO-3's reduce-scatter: the group, with its sequence ranks."""
     return size * (
         settings.predivide if settings.postscales and settings.predivide == size else 1.0
     )
@@ -130,41 +124,33 @@ def _check_exact(settings: GradientSettings) -> None:
         raise ConfigError("zero_optimization.zero_quantized_gradients", rule, True, "leave it out")
     if settings.is_fp16 and settings.stage == 0:
         rule = (
-            "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the "
-            "loss scale"
+            "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the loss "
+            "scale and does not multiply the loss by it"
         )
-        rule += " and does not multiply the loss by it"
         raise ConfigError("zero_optimization.stage", rule, 0, "set it to 1")
-    if (
-        settings.has_sparse
-        and settings.stage == 0
-        and settings.postscales
-        and settings.predivide != 1.0
-    ):
+    is_predivided = settings.postscales and settings.predivide != 1.0
+    if settings.has_sparse and settings.stage == 0 and is_predivided:
         rule = "must be 1 with sparse embeddings, whose gradients it multiplies"
         raise ConfigError("gradient_predivide_factor", rule, settings.predivide, "leave it out")
     if settings.sequence > 1 and settings.has_experts:
         rule = (
-            "must not have experts with sequence parallelism, whose ranks DeepSpeed takes "
-            "for tensor ranks"
+            "must not have experts with sequence parallelism, whose ranks DeepSpeed takes for "
+            "tensor ranks"
         )
         raise ConfigError("model", rule, "MoE layers", "use one of both")
     if settings.sequence > 1 and settings.optimizer == "BF16_Optimizer":
         rule = (
-            "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: "
-            "DeepSpeed's gradient"
+            "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: DeepSpeed's "
+            "gradient norm fails"
         )
-        raise ConfigError(
-            "zero_optimization.stage", f"{rule} norm fails", settings.stage, "set it to 2"
-        )
+        raise ConfigError("zero_optimization.stage", rule, settings.stage, "set it to 2")
     if settings.sequence > 1 and settings.stage < 3 and max(settings.group_sizes) < settings.losses:
         rule = (
             "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over "
             "sequence ranks"
         )
-        raise ConfigError(
-            "mesh_param", rule, f"stage {settings.stage}", "give mpu=parallel_state_sp instead"
-        )
+        remedy = "give mpu=parallel_state_sp instead"
+        raise ConfigError("mesh_param", rule, f"stage {settings.stage}", remedy)
     if any(size % settings.losses for size in settings.group_sizes):
         rule = f"must be reduced over the {settings.losses} ranks that have losses of their own"
         remedy = "give initialize the mpu that the model was built for"
@@ -172,11 +158,14 @@ def _check_exact(settings: GradientSettings) -> None:
 
 
 def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
-    """Check the settings for steps of variable numbers of micro batches; `pad` is
-    `gear.pack.pad.to`.
+    """Check the settings for steps with a variable number of micro batches.
 
-    Returns defaults of DeepSpeed that change the result, for the log; raises ConfigError where a
-    setting would change the loss or lose gradients.
+    Args:
+        pad: `gear.pack.pad.to`.
+    Returns:
+        Defaults of DeepSpeed that change the result, for the log.
+    Raises:
+        ConfigError: A setting would change the loss or lose gradients.
     """
     if settings.is_managed:
         rule = "must be false with gear.pack: the number of micro batches differs from step to step"
@@ -223,8 +212,11 @@ def _module_divisor(module: nn.Module) -> float:
     replicated = sys.modules.get("torch.distributed._composable.replicate")
     kinds = [(fsdp, "FullyShardedDataParallel"), (fsdp, "FSDPModule"), (replicated, "DDP")]
     known = tuple(getattr(source, name) for source, name in kinds if hasattr(source, name))
-    parts = module.named_modules()
-    wrapped = [name for name, part in parts if isinstance(part, (DistributedDataParallel, *known))]
+    wrapped = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, (DistributedDataParallel, *known))
+    ]
     if wrapped:
         remedy = "wrap the whole module, or give the part that is trained"
         raise ConfigError(
@@ -234,7 +226,7 @@ def _module_divisor(module: nn.Module) -> float:
 
 
 def _ddp_divisor(module: DistributedDataParallel) -> float:
-    """Its reducer divides by the ranks of its group; so do torch's averaging hooks."""
+    """Return DDP's divisor: the ranks of its group, also with torch's averaging hooks."""
     for hook, _ in getattr(module, "_comm_hooks", ()):
         is_torchs = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks")
         if not is_torchs or hook.__name__ not in AVERAGING_HOOKS:
@@ -245,30 +237,28 @@ def _ddp_divisor(module: DistributedDataParallel) -> float:
 
 
 def _fsdp_divisor(module: Any, parts: list[Any]) -> float:
-    """FSDP 1 divides before and after its reduction, by two factors."""
-    found = set()
+    """Return FSDP 1's divisor: the product of its factors before and after the reduction."""
+    divisors = set()
     for part in parts:
         if part._comm_hook is not None:
             _refuse_hook("FSDP", getattr(part._comm_hook, "__name__", repr(part._comm_hook)))
-        found.add(part._gradient_predivide_factor * part._gradient_postdivide_factor)
+        divisors.add(part._gradient_predivide_factor * part._gradient_postdivide_factor)
     ignored = {id(parameter) for parameter in module._ignored_params}
     _check_reduced(module, lambda _, parameter: id(parameter) not in ignored)
-    return _only(found)
+    return _only(divisors)
 
 
 def _fully_shard_divisor(module: nn.Module) -> float:
-    """FSDP 2 divides by `set_gradient_divide_factor`, or the ranks of its mesh."""
+    """Return FSDP 2's divisor: its `set_gradient_divide_factor`, else the ranks of its mesh."""
     from torch.distributed.tensor import DTensor
 
-    found: set[float] = set()
+    divisors: set[float] = set()
     for part in module.modules():
         state_of: Any = getattr(part, "_get_fsdp_state", lambda: None)
         state = state_of()
-        # Older versions have one.
-        groups = getattr(state, "_fsdp_param_groups", None) or [
-            getattr(state, "_fsdp_param_group", None)
-        ]
-        for group in filter(None, groups):
+        # Older versions of torch have a single group.
+        single = getattr(state, "_fsdp_param_group", None)
+        for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [single]):
             if not hasattr(group, "gradient_divide_factor"):
                 rule = "must have set_gradient_divide_factor for FSDP 2"
                 raise ConfigError("torch", rule, torch.__version__, "update it")
@@ -277,9 +267,9 @@ def _fully_shard_divisor(module: nn.Module) -> float:
             factor = group.gradient_divide_factor
             mesh = group.mesh_info
             ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
-            found.add(float(ranks if factor is None else factor))
+            divisors.add(float(ranks if factor is None else factor))
     _check_reduced(module, lambda _, parameter: isinstance(parameter, DTensor))
-    return _only(found)
+    return _only(divisors)
 
 
 def _refuse_hook(framework: str, name: str) -> None:
@@ -299,10 +289,9 @@ def _check_reduced(module: Any, is_reduced: Callable[[str, nn.Parameter], bool])
         )
 
 
-def _only(found: set[float]) -> float:
-    if len(found) != 1:
+def _only(divisors: set[float]) -> float:
+    if len(divisors) != 1:
         rule = "must be divided by one number in all parts of the model"
-        raise ConfigError(
-            "gradients", rule, sorted(found), "wrap all parts with the same mesh and factor"
-        )
-    return float(found.pop())
+        remedy = "wrap all parts with the same mesh and factor"
+        raise ConfigError("gradients", rule, sorted(divisors), remedy)
+    return float(divisors.pop())

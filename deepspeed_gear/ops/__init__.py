@@ -1,6 +1,4 @@
-"""The ops: their definition in PyTorch (`reference`), and the backends that run them
-(`backends`).
-"""
+"""The ops: their definition in PyTorch (`reference`), and the backends that run them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Raw ops of a backend: in place, positional, checked only against accesses outside of their
-tensors. And how the native ops are loaded into this process.
+"""Ops of a backend, and how the native ops are loaded into this process.
+
+Ops write in place and take positional arguments. They are checked only against accesses outside of
+their tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from deepspeed_gear.ops import jit, native_op
 from ..errors import BuildError, ConfigError
 
 Op = Callable[..., None]
-#: Builds the kernels in a process of its own: two builds in one would share torch's and DeepSpeed's
-#: globals.
+#: Command of a process that builds the kernels: two builds in one process would share the globals
+#: of torch and DeepSpeed.
 _BUILD_KERNELS = [sys.executable, "-c", f"from {__name__} import build_kernels; build_kernels()"]
 _building: list[subprocess.Popen[bytes]] = []  # kept, so that they are reaped
 
@@ -80,8 +82,7 @@ class Ops:
     is_direct: bool = False  # plain functions for host memory, which `torch.compile` cannot trace
 
     def on_host(self) -> Ops:
-        """Return the same ops for host memory as plain functions, which `torch.compile` cannot
-        trace.
+        """Return the ops for host memory as plain functions, which `torch.compile` cannot trace.
 
         A call takes 0.3 us; through torch's dispatcher 1.5, and more after a batch that has emptied
         the caches.
@@ -104,11 +105,9 @@ def load_backend(name: str = "auto") -> Ops:
     where there is none.
     """
     if name in ("auto", "cpu"):
-        # Where there is a GPU, "auto" loads the kernels too, once it is known that batches go
-        # there.
-        return _native_ops(
-            "cpu", load_native(with_kernels=name == "auto" and torch.cuda.is_available())
-        )
+        # With a GPU, "auto" has the kernels built now, and loads them once batches are to go there.
+        with_kernels = name == "auto" and torch.cuda.is_available()
+        return _native_ops("cpu", load_native(with_kernels=with_kernels))
     if name == "cuda":
         if native_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
             load_native_cuda()
@@ -119,19 +118,14 @@ def load_backend(name: str = "auto") -> Ops:
 
 
 def load_library(library: str) -> Ops:
-    """Load the native module's file that another process of the node has built; it imports no
-    DeepSpeed.
-    """
+    """Load a native module's file that another process of the node built, without DeepSpeed."""
     path = Path(library)
-    return _native_ops(
-        "cpu", jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path))
-    )
+    module = jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path))
+    return _native_ops("cpu", module)
 
 
 def _native_ops(name: str, native: ModuleType) -> Ops:
-    """Return the ops of the loaded module; registers once what `torch.compile` traces in place of
-    each.
-    """
+    """Return the ops of the loaded module; registers their fakes for `torch.compile` once."""
     with _fakes_lock:
         for op in sorted({*OP_NAMES} - _fakes):
             # Every op writes into tensors of its caller: no shape, dtype or device changes.
@@ -156,8 +150,9 @@ def load_native(timeout_s: float = jit.BUILD_TIMEOUT_S, with_kernels: bool = Fal
 
 
 def start_kernels() -> None:
-    """Start a process that builds the kernels; `load_native_cuda` waits for it, and names its
-    errors.
+    """Start a process that builds the kernels.
+
+    `load_native_cuda` waits for it, and reports its errors.
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     null = subprocess.DEVNULL
@@ -168,9 +163,7 @@ def start_kernels() -> None:
 
 
 def build_kernels() -> None:
-    """Build the kernels where they can be built, and are not; what goes wrong is left to who loads
-    them.
-    """
+    """Build the kernels if they can be built; errors are left to the process that loads them."""
     builder = _builder("GearCudaBuilder")
     if not builder.missing():
         with suppress(BuildError):
@@ -178,8 +171,9 @@ def build_kernels() -> None:
 
 
 def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
-    """Load the CUDA kernels, after the CPU op whose schemas they implement; as `load_native`. Those
-    of a wheel are loaded also where there is no driver; DeepSpeed is imported only for others.
+    """Load the CUDA kernels, after the CPU op whose schemas they implement; see `load_native`.
+
+    Kernels of a wheel are also loaded without a driver. DeepSpeed is imported only to compile.
     """
     op = native_op.CudaOp()
     is_prebuilt = op.fitting()[0] is not None
@@ -192,14 +186,15 @@ def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
 
 
 def _builder(name: str) -> Any:
-    """Import DeepSpeed without its warning that it has found no GPU, which is irrelevant to a
-    replay.
+    """Import DeepSpeed and return a builder.
+
+    DeepSpeed's warning that it found no GPU is filtered: it does not matter to a replay.
     """
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("Setting accelerator to CPU")
 
-    logger = logging.getLogger("DeepSpeed")  # which DeepSpeed uses as it is
+    logger = logging.getLogger("DeepSpeed")
     logger.addFilter(is_other)
     try:
         from . import builder

@@ -32,15 +32,16 @@ from .native_op import CXX_FLAGS, CpuOp, CudaOp, NativeOp
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 #: Flags of DeepSpeed that begin so are left out: fast-math, and switches of half types.
 _DROPPED_FLAGS = ("--use_fast_math", "-D__CUDA_NO", "-U__CUDA_NO")
-PORTABLE_FLAGS = [*CXX_FLAGS, "-mtune=generic"]  # of a wheel
+PORTABLE_FLAGS = [*CXX_FLAGS, "-mtune=generic"]  # for a wheel
 _NVCC_FLAGS = ["--fmad=false", "-lineinfo"]
 #: What nvcc and the choice of architectures read from the environment.
 _NVCC_VARIABLES = ("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
 class _DeepSpeedOp(NativeOp):
-    """Base of both builders. Mixed into a DeepSpeed `OpBuilder`, whose `load` and `jit_load` it
-    wraps.
+    """Base of both builders, mixed into a DeepSpeed `OpBuilder`.
+
+    It wraps the `load` and `jit_load` of that class.
     """
 
     name: str
@@ -50,16 +51,19 @@ class _DeepSpeedOp(NativeOp):
         super().__init__(name=name or self.NAME)
 
     def include_paths(self) -> list[str]:
-        """Headers resolve as "common/x.h", "gather/gather.h"."""
+        """Return the folder in which headers such as "common/x.h" and "gather/gather.h" lie."""
         return [str(self.csrc)]
 
     def extra_ldflags(self) -> list[str]:
-        """Name the shared C++ runtime, as torch does: with one of its own in the op, an exception
-        that torch catches ends the process; some compilers link that without being asked.
+        """Return linker flags with the shared C++ runtime, the one that torch uses.
+
+        With a runtime of its own in the op, an exception that torch catches would end the process;
+        some compilers link such a one without being asked.
         """
         flags: list[str] = super().extra_ldflags()  # type: ignore[misc]
-        found = toolchain.output([*toolchain.compiler(), "-print-file-name=libstdc++.so.6"])[:1]
-        return [*flags, *filter(os.path.isabs, found)]  # its name alone: the compiler has none
+        # The compiler prints a path, or the bare name if it has no such file.
+        paths = toolchain.output([*toolchain.compiler(), "-print-file-name=libstdc++.so.6"])[:1]
+        return [*flags, *filter(os.path.isabs, paths)]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         missing = self.missing()
@@ -68,9 +72,7 @@ class _DeepSpeedOp(NativeOp):
         return not missing
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
-        """Compile and import through DeepSpeed, under the name that holds the key; BuildError
-        otherwise.
-        """
+        """Compile and import through DeepSpeed, under the name with the key; else BuildError."""
         what = f"the native op {self.NAME}"
         folder = jit.build_folder(self.jit_name())
         self.name = folder.name
@@ -91,8 +93,9 @@ class _DeepSpeedOp(NativeOp):
         return module
 
     def cxx_args(self) -> list[str]:
-        """Flags for this machine in a JIT build, portable ones in a wheel; DeepSpeed's would add
-        -g.
+        """Return flags for this machine in a JIT build, portable ones in a wheel.
+
+        DeepSpeed's own flags would add -g.
         """
         return self.jit_flags() if self.jit_mode else [*PORTABLE_FLAGS]
 
@@ -107,8 +110,10 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
     BUILD_VAR = "DS_BUILD_GEAR_CUDA"
 
     def missing(self) -> dict[str, str]:
-        """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major
-        version: minor ones are compatible; torch's own check only warns of them.
+        """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit that fits torch.
+
+        A toolkit fits if its major version is that of torch: minor versions are compatible, and
+        torch's own check only warns of them.
         """
         missing = super().missing()
         cuda = torch.version.cuda
@@ -133,9 +138,7 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         return super().finished() if torch.cuda.is_available() else None
 
     def key_parts(self) -> dict[str, Any]:
-        """Return the CPU op's parts of the key, and the CUDA compiler, its flags and
-        the devices.
-        """
+        """Return the CPU op's parts of the key, and CUDA compiler, flags and devices."""
         home = toolchain.cuda_home()
         nvcc = toolchain.nvcc_version(home)
         devices = sorted(
@@ -153,17 +156,17 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         }
 
     def nvcc_args(self) -> list[str]:
-        """Return DeepSpeed's flags without fast-math and switches of half types; no fused
-        multiply-add.
-        """
+        """Return DeepSpeed's flags without fast-math, half switches and fused multiply-add."""
         kept = [
             flag for flag in super().nvcc_args() if flag and not flag.startswith(_DROPPED_FLAGS)
         ]
         return [*kept, *_NVCC_FLAGS]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """Return flags of architectures that CUDA 13 still builds; DeepSpeed's defaults begin at
-        6.0, and it reads no "9.0a" or "10.0f", of whose instructions no kernel here has any.
+        """Return flags for the architectures of TORCH_CUDA_ARCH_LIST, or for all supported ones.
+
+        DeepSpeed's defaults begin at 6.0, which CUDA 13 cannot build; and it cannot read "9.0a" or
+        "10.0f", whose additional instructions no kernel here uses.
         """
         given = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").strip(";")
         if not given:
@@ -180,9 +183,10 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         return args
 
     def builder(self) -> Any:
-        """Describe the bindings to setuptools; the kernels, which only nvcc compiles, are linked
-        with them. torch may have no CUDA, so they use its host headers alone. The runtime is
-        static, with hidden names, so that it is not mixed with torch's.
+        """Describe the bindings to setuptools, linked with the kernels, which nvcc compiles.
+
+        torch may have no CUDA, so the bindings use only its host headers. The CUDA runtime is
+        static with hidden names, so that it is not mixed with torch's.
         """
         from torch.utils.cpp_extension import CppExtension
 
@@ -204,9 +208,10 @@ BUILDERS = {builder.__name__: builder for builder in (GearBuilder, GearCudaBuild
 
 
 def register() -> None:
-    """Register the builders with the live accelerator, `deepspeed.ops.op_builder` and `ALL_OPS`.
-    Idempotent; call it again after `set_accelerator`. DeepSpeed has no entry point for external
-    ops: two lookups are wrapped.
+    """Register the builders with DeepSpeed: accelerator, `deepspeed.ops.op_builder`, `ALL_OPS`.
+
+    DeepSpeed has no entry point for external ops, so two lookups of the accelerator are wrapped.
+    Idempotent; call it again after `set_accelerator`.
     """
     import deepspeed.ops.op_builder as op_builder
     from deepspeed.accelerator import get_accelerator
@@ -239,9 +244,7 @@ def _known_first(lookup: Callable[[str], Any], give: Callable[[Any], Any]) -> Ca
 
 
 def require_nvcc() -> Path:
-    """Find the CUDA toolkit, and make torch and DeepSpeed use it; BuildError where
-    there is none.
-    """
+    """Find the CUDA toolkit and make torch and DeepSpeed use it; BuildError without one."""
     home = toolchain.hook_cuda_home()
     if home is None:
         remedy = "install a CUDA toolkit of torch's major version, and set CUDA_HOME to it"
@@ -251,9 +254,7 @@ def require_nvcc() -> Path:
 
 
 def nvcc_flags() -> list[str]:
-    """Return flags for TORCH_CUDA_ARCH_LIST's architectures; unset, it is set to all that are
-    supported.
-    """
+    """Return nvcc's flags, for TORCH_CUDA_ARCH_LIST or, if unset, all supported architectures."""
     require_nvcc()
     builder = GearCudaBuilder()
     flags = [flag for flag in builder.nvcc_args() if not flag.startswith("--threads")]
@@ -261,9 +262,7 @@ def nvcc_flags() -> list[str]:
 
 
 def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
-    """Compile every kernel into a folder of this version, unless it is there; return
-    the objects.
-    """
+    """Compile the kernels that are not in a folder yet; return all object files."""
     nvcc = require_nvcc() / "bin" / "nvcc"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -283,12 +282,10 @@ def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
 
 
 def static_runtime() -> Path:
-    """Find the static CUDA runtime of the toolkit, which needs no library where the kernels are
-    loaded.
-    """
+    """Find the toolkit's static CUDA runtime, with which kernels need no library at run time."""
     home = require_nvcc()
     for pattern in ("lib64", "lib", "targets/*/lib"):
-        for found in sorted(home.glob(f"{pattern}/libcudart_static.a")):
-            return found
+        for library in sorted(home.glob(f"{pattern}/libcudart_static.a")):
+            return library
     remedy = "install the toolkit's runtime (cudart)"
     raise BuildError(str(home), "must have libcudart_static.a", remedy=remedy)

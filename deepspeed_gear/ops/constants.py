@@ -1,12 +1,10 @@
-"""Constants that Python and C++ share: layouts of records, specs, trees. A test compares them."""
+"""Constants that Python and C++ share: layouts of records, specs, trees; a test compares them."""
 
 from __future__ import annotations
 
 # draws/draws.h: messages between nodes.
 SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
-ANY_SLOT = (
-    1 << SHARD_BITS
-) - 1  # in place of the slot in a report by id: only its shard can look it up
+ANY_SLOT = (1 << SHARD_BITS) - 1  # slot of a report by id: only its shard can look that up
 UNKNOWN = -1  # id of a sample whose resolution a node has not received
 
 # common/power.h: masses are Q24, exponents Q62.
@@ -18,15 +16,16 @@ MOST_TOTAL_BITS = 62  # the sum of all masses is below 2 to this
 
 
 def most_mass_bits(num_items: int) -> int:
-    """Return log2 of the largest mass of an item, so that a table's masses sum to less than 2^62: N
-    items at most, all nodes together, below 2^b, are 2N as N is rounded up on each node, of mass
-    2^(61 - b).
+    """Return log2 of the largest mass of an item, so that a table's masses sum to less than 2^62.
+
+    N < 2^b items on all nodes together may be 2 N, since each node rounds its part up: of masses up
+    to 2^(61 - b) they sum to less than 2^62.
     """
     return max(1, min(MOST_MASS_BITS, MOST_TOTAL_BITS - 1 - num_items.bit_length()))
 
 
 # common/slot.h
-MOST_STEPS = 1 << 40  # of trajectories, offsets and lengths
+MOST_STEPS = 1 << 40  # bound of lengths and offsets
 
 # pack/plan.h
 MOST_PACK_TOKENS = (1 << 31) - 1  # cu_seqlens are int32
@@ -37,9 +36,11 @@ FAN_OUT = 32
 
 
 def tree_levels(num_items: int) -> list[tuple[int, int]]:
-    """Return offset and width, in words, of every level of the tree of `num_items` masses: level 0
-    the masses, then sums of groups of `FAN_OUT` nodes, to one group. Levels are padded with zeros
-    to whole groups.
+    """Return offset and width, in words, of every level of the tree of `num_items` masses.
+
+    Level 0 has the masses; the next ones sums of groups of `FAN_OUT` nodes, up to a level of one
+    group. Levels are padded with zeros to whole groups: 33 masses have the levels (0, 64) and (64,
+    32).
     """
     levels: list[tuple[int, int]] = []
     nodes = max(num_items, 1)
@@ -49,23 +50,24 @@ def tree_levels(num_items: int) -> list[tuple[int, int]]:
         levels.append((offset, width))
         if width <= FAN_OUT:
             return levels
-        nodes, offset = width // FAN_OUT, offset + width
+        nodes = width // FAN_OUT
+        offset += width
 
 
 def tree_size(num_items: int) -> int:
+    """Return the words of the tree of `num_items` masses."""
     offset, width = tree_levels(num_items)[-1]
     return offset + width
 
 
 def minima_levels(num_items: int) -> list[tuple[int, int]]:
-    """Return offset and width of the levels of the tree of minima, in words: those >= 1 of the
-    sums.
-    """
+    """Return offset and width, in words, of the levels of minima: those of the sums from 1 on."""
     (_, leaves), *levels = tree_levels(num_items)
     return [(offset - leaves, width) for offset, width in levels]
 
 
 def minima_size(num_items: int) -> int:
+    """Return the words of the tree of minima of `num_items` masses."""
     return sum(width for _, width in minima_levels(num_items))
 
 

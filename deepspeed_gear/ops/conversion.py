@@ -1,6 +1,7 @@
-"""Conversion of elements while they are gathered: (x - shift) * gain in float64, one rounding an
-operation. A copied value keeps its bits; a NaN of a conversion is the one quiet NaN of its type,
-because processors differ in its payload.
+"""Conversion of elements while they are gathered: (x - shift) * gain in float64.
+
+Each operation rounds once. A copied value keeps its bits; a NaN that is converted becomes the one
+quiet NaN of its type, because processors differ in its payload.
 """
 
 from __future__ import annotations
@@ -20,16 +21,12 @@ _WIDENING = {
 
 
 def arithmetic_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """Choose the type by way of which a dtype changes: float64 where float32 would lose bits of
-    either.
-    """
+    """Return the type through which a dtype is converted: float64 if float32 would lose bits."""
     return torch.float64 if source in _WIDE or target in _WIDE else torch.float32
 
 
 def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -> bool:
-    """Return whether a conversion exists: to any floating type, to a wider integer, or
-    none at all.
-    """
+    """Return whether a conversion exists: to any floating type, a wider integer, or the same."""
     if target in _FLOATING:
         return True
     return not scaled and (source == target or source in _WIDENING.get(target, ()))
@@ -38,8 +35,12 @@ def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -
 def convert(
     x: Tensor, target: torch.dtype, shift: Tensor | None = None, gain: Tensor | None = None
 ) -> Tensor:
-    """Convert elements, [..., elements], to a dtype that `is_allowed` admits; shift and gain, or
-    neither.
+    """Convert elements to a dtype that `is_allowed` admits, with shift and gain or neither.
+
+    Args:
+        x: [..., elements].
+        target: The dtype.
+        shift, gain: [elements], float64, or both None.
     """
     if not is_allowed(x.dtype, target, gain is not None):
         raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)
@@ -51,7 +52,7 @@ def convert(
 
 
 def widen(x: Tensor, target: torch.dtype) -> Tensor:
-    """Load into float32 or float64; exact but for int64 beyond 2^53. A bool counts as its byte."""
+    """Convert to float32 or float64: exact, except for int64 beyond 2^53. A bool is its byte."""
     return (x.view(torch.uint8) if x.dtype == torch.bool else x).to(target)
 
 

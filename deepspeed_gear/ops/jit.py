@@ -38,8 +38,9 @@ _threads = threading.RLock()
 
 
 def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the process's one copy of a native op; a second aborts. Thread safe; keeps
-    no failure.
+    """Return the process's one copy of a native op. Thread safe; a failure is not kept.
+
+    A second copy in a process would abort it.
     """
     with _threads:
         if name not in _loaded:
@@ -53,15 +54,18 @@ def loaded(name: str) -> ModuleType | None:
 
 @contextmanager
 def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of a build in a shared folder; the kernel releases it when this process ends in
-    any way. BuildError where another process still builds after `timeout_s`, or the file (it holds
-    the name of the last holder) cannot be locked.
+    """Hold the lock of a build in a shared folder; the kernel releases it if the process dies.
+
+    The file holds the name of the last holder.
+
+    Raises:
+        BuildError: Another process still builds after `timeout_s`, or the file cannot be locked.
     """
 
     def try_lock() -> bool:
         try:
-            # lockf, not flock: a forked child (a data loader of the holder) must not keep the lock
-            # alive.
+            # lockf, not flock: a child that the holder forks, such as a data loader, does not
+            # inherit the lock and cannot keep it.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
@@ -97,9 +101,7 @@ def build_folder(name: str) -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Return whether a finished build of this name lies in the extensions folder; its size is
-    checked.
-    """
+    """Return whether a finished build of this name, of the recorded size, is in its folder."""
     folder = build_folder(name)
     try:
         num_bytes: int = json.loads((folder / _FINISHED).read_text())["bytes"]
@@ -109,10 +111,10 @@ def is_built(name: str) -> bool:
 
 
 def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
-    """Import a finished build, or `build` it in torch's folder of that name; others of the node
-    wait.
+    """Import a finished build, or `build` it in torch's folder of that name.
 
-    `name` must hold a hash of everything that the build depends on.
+    Other processes of the node wait for the build. `name` must hold a hash of everything that the
+    build depends on.
     """
     folder = build_folder(name)
     failure = build_folder(name).with_suffix(".failed")
@@ -169,13 +171,10 @@ def _say(text: str) -> None:
 
 
 def check_library(path: Path) -> None:
-    """Check owners and modes before loading: of the package's library, or of a build and its
-    folders.
-    """
+    """Check owners and modes of a library and its folders, before it is loaded."""
     if path.resolve().parent == _PACKAGE:
-        check_owner(
-            path, {os.stat(__file__).st_uid}
-        )  # the owner of the package could have put code there
+        # The owner of the package may write it: this user runs the package's code already.
+        check_owner(path, {os.stat(__file__).st_uid})
         return
     check_owner(path)
     check_folders(path.parent)
@@ -189,12 +188,12 @@ def check_folders(folder: Path) -> None:
 
 
 def check_owner(path: Path, owners: Collection[int] = ()) -> None:
-    """Raise BuildError where another user than root, this one and `owners` may write a file or
-    folder.
+    """Raise BuildError if another user may write a file or folder.
 
-    A folder with the sticky bit, as /tmp, may be writable by all: nothing of this user can be
-    replaced there. So may be what the user's private group can write (its name is the user's, and
-    it has no other members), which is what a umask of 0002 is for.
+    Root, this user and `owners` may. A folder with the sticky bit, such as /tmp, may be writable by
+    all: nothing of this user can be replaced there. So may be what the user's private group can
+    write (its name is the user's, and it has no other members), which is what a umask of 0002 is
+    for.
     """
     with BuildError.on(str(path), "must be readable", OSError, remedy="remove it, and build again"):
         status = os.stat(path)
@@ -209,19 +208,16 @@ def check_owner(path: Path, owners: Collection[int] = ()) -> None:
         writers = 0
     if writers:
         rule = "must not be writable by group or others: its code would run in this process"
-        raise BuildError(
-            str(path), rule, oct(stat.S_IMODE(status.st_mode)), f"chmod go-w {path}, or {mine}"
-        )
+        mode = oct(stat.S_IMODE(status.st_mode))
+        raise BuildError(str(path), rule, mode, f"chmod go-w {path}, or {mine}")
 
 
 def _is_private(group: int, user: int) -> bool:
+    """Return whether a group has a user's name and no other members."""
     try:
         owner = pwd.getpwuid(user)
-        found = grp.getgrgid(group)
+        members = grp.getgrgid(group)
     except KeyError:
         return False
-    return (
-        owner.pw_gid == group
-        and found.gr_name == owner.pw_name
-        and set(found.gr_mem) <= {owner.pw_name}
-    )
+    is_named = owner.pw_gid == group and members.gr_name == owner.pw_name
+    return is_named and set(members.gr_mem) <= {owner.pw_name}

@@ -1,5 +1,7 @@
-"""The native ops without DeepSpeed, which `builder` needs to compile them and which warns without a
-GPU: dependencies of a build, the build that fits this process, its import.
+"""The native ops: their sources, dependencies and keys, and the build that fits this process.
+
+It works without DeepSpeed, which `builder` needs to compile them, and whose import warns without a
+GPU.
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ class NativeOp(ABC):
     """A native op: its sources, the key of its builds, and the builds that fit this process."""
 
     NAME: ClassVar[str]
-    INSTEAD: ClassVar[str] = "install a wheel that has the op"  # of building it
-    OTHER_HEADERS: ClassVar[
-        tuple[str, ...]
-    ] = ()  # ends of stems: a change of these makes no other build
+    INSTEAD: ClassVar[str] = "install a wheel that has the op"  # remedy other than building it
+    # Ends of the stems of headers that the op does not include: their changes need no new build.
+    OTHER_HEADERS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)  # of a DeepSpeed op builder, where it is one
+        super().__init__(**options)  # `builder` mixes this class into DeepSpeed's op builders
         self.csrc = toolchain.csrc_root()
 
     def absolute_name(self) -> str:
@@ -49,13 +50,11 @@ class NativeOp(ABC):
         """List the files to compile. Their stems must differ: torch names objects by them."""
 
     def missing(self) -> dict[str, str]:
-        """List the missing requirements of a build: what is missing -> how to get it."""
+        """List the missing requirements of a build, each with its remedy."""
         return toolchain.missing_tools()
 
     def source_digest(self) -> str:
-        """Hash names and bytes of the files that the compiler reads from `csrc`, wherever that
-        lies.
-        """
+        """Hash the names and bytes of the files that the compiler reads from `csrc`."""
         headers = (h for h in self.csrc.rglob("*.h") if not h.stem.endswith(self.OTHER_HEADERS))
         digest = hashlib.sha256()
         for file in sorted({*map(Path, self.sources()), *headers}):
@@ -65,6 +64,7 @@ class NativeOp(ABC):
         return digest.hexdigest()
 
     def key_parts(self) -> dict[str, Any]:
+        """Return everything that a JIT build depends on, for the hash in its name."""
         return {
             **toolchain.abi(),
             "sources": self.source_digest(),
@@ -75,15 +75,12 @@ class NativeOp(ABC):
         }
 
     def jit_flags(self) -> list[str]:
-        return [
-            *CXX_FLAGS,
-            *(["-march=native"] if platform.machine() in ("x86_64", "aarch64") else []),
-        ]
+        """Return the compiler's flags for a build on the machine that runs it."""
+        has_native = platform.machine() in ("x86_64", "aarch64")
+        return [*CXX_FLAGS, *(["-march=native"] if has_native else [])]
 
     def jit_name(self) -> str:
-        """Return the name of the JIT build; it differs for every version of anything it
-        depends on.
-        """
+        """Return the name of the JIT build, with a hash of everything that it depends on."""
         return f"{self.NAME}_{toolchain.short_key(self.key_parts())}"
 
     def load(
@@ -93,8 +90,7 @@ class NativeOp(ABC):
         beside: Callable[[], None] | None = None,
         builder: Callable[[], Any] | None = None,
     ) -> ModuleType:
-        """Load the op: the process's own copy, else the prebuilt one, else one that `builder`
-        makes.
+        """Load the op: the process's own copy, else the prebuilt one, else one by `builder`.
 
         `beside` is called in the one process that builds it, before it compiles.
         """
@@ -129,6 +125,7 @@ class NativeOp(ABC):
         return name if jit.is_built(name) else None
 
     def require_tools(self) -> None:
+        """Raise BuildError if the op cannot be built here, with all that is missing."""
         missing = self.missing()
         if missing:
             remedy = f"{' and '.join(missing.values())}, or {self.INSTEAD}"
@@ -136,26 +133,28 @@ class NativeOp(ABC):
             raise BuildError(f"the native op {self.NAME}", rule, remedy=remedy)
 
     def prebuilt(self) -> tuple[Path | None, str]:
-        """Return the file of the op that was built with the wheel, or None; and why it does not fit
-        here.
-        """
+        """Return the op file that was built with the wheel; None and why if it does not fit."""
         folder = Path(__file__).resolve().parent
         stem = f"{self.NAME}_op"
         files = (folder / f"{stem}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-        found = next((file for file in files if file.is_file()), None)
-        if found is None:
+        library = next((file for file in files if file.is_file()), None)
+        if library is None:
             return None, "not prebuilt"
         try:
             facts = json.loads((folder / f"{stem}.json").read_text())
         except (OSError, ValueError):
             return None, f"prebuilt, but {stem}.json beside it cannot be read"
-        expected = self.prebuilt_facts()
-        odd = [key for key, value in expected.items() if facts.get(key) != value]
-        differing = [f"{key} {facts.get(key)} instead of {expected[key]}" for key in odd]
-        return (None, f"prebuilt for {', '.join(differing)}") if differing else (found, "prebuilt")
+        differing = [
+            f"{key} {facts.get(key)} instead of {value}"
+            for key, value in self.prebuilt_facts().items()
+            if facts.get(key) != value
+        ]
+        if differing:
+            return None, f"prebuilt for {', '.join(differing)}"
+        return library, "prebuilt"
 
     def fitting(self) -> tuple[Path | None, str]:
-        """Find the op that was built with the wheel, if it fits the devices here; as `prebuilt`."""
+        """Return the prebuilt op as `prebuilt` does, if it also fits the devices here."""
         return self.prebuilt()
 
     def prebuilt_facts(self) -> dict[str, str]:
@@ -177,16 +176,13 @@ class CpuOp(NativeOp):
         return existing([folder / "library.cpp", folder / "module.cpp", *rest])
 
     def load_finished(self) -> ModuleType | None:
-        """Import it, unless another copy of the package has registered its ops: torch
-        would abort.
-        """
-        op = next(
-            (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None
-        )
-        if op is not None:
+        """Import the op; BuildError if another copy of the package has registered its ops."""
+        # torch would abort the process when the ops are registered again.
+        ops = [op for op in torch._C._dispatch_get_all_op_names() if op.startswith("gear::")]
+        if ops:
             rule = "is registered already by another copy of deepspeed_gear in this process"
             remedy = "start a new process, and import deepspeed_gear from one place only"
-            raise BuildError("torch.ops.gear", rule, op, remedy)
+            raise BuildError("torch.ops.gear", rule, ops[0], remedy)
         return super().load_finished()
 
 
@@ -208,29 +204,24 @@ class CudaOp(NativeOp):
         return existing(sorted(self.csrc.glob("*/*.cu")))
 
     def fitting(self) -> tuple[Path | None, str]:
-        """Find the kernels that were built with the wheel, if they are compiled for the devices
-        here. It initialises CUDA, after which a process must not fork; `register` asks only for
+        """Find prebuilt kernels that are compiled for the devices here.
+
+        It initialises CUDA, after which a process must not fork; so `register` calls only
         `prebuilt`.
         """
-        found, why = self.prebuilt()
-        if found is None:
+        library, why = self.prebuilt()
+        if library is None:
             return None, why
-        architectures = json.loads(found.with_name(f"{self.NAME}_op.json").read_text())[
-            "architectures"
-        ]
+        record = json.loads(library.with_name(f"{self.NAME}_op.json").read_text())
+        built_for = record["architectures"]
         devices = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         for major, minor in sorted(devices):
-            if not covers(architectures, (major, minor)):
-                return (
-                    None,
-                    f"prebuilt for the architectures {architectures}, not for {major}.{minor}",
-                )
-        return found, why
+            if not covers(built_for, (major, minor)):
+                return None, f"prebuilt for the architectures {built_for}, not for {major}.{minor}"
+        return library, why
 
     def load_finished(self) -> ModuleType | None:
-        """Import the prebuilt kernels, which need no driver, else a finished build; None without
-        either.
-        """
+        """Import prebuilt kernels, which need no driver, else a finished build; None without."""
         # Functions resolve at their first call: a torch without CUDA lacks its CUDA stream.
         before = sys.getdlopenflags()
         sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
@@ -241,7 +232,7 @@ class CudaOp(NativeOp):
 
 
 def existing(files: Iterable[Path]) -> list[str]:
-    """Return the paths of sources; BuildError where one is missing: the installation is damaged."""
+    """Return the paths of sources; BuildError if one is missing from the installation."""
     listed = [*files]
     for file in listed:
         if not file.is_file():
@@ -250,47 +241,42 @@ def existing(files: Iterable[Path]) -> list[str]:
 
 
 def covers(architectures: str, device: tuple[int, int]) -> bool:
-    """Return whether kernels for `architectures` ("8.0;9.0+PTX") run on a device: major, minor
-    capability.
+    """Return whether kernels for `architectures` ("8.0;9.0+PTX") run on a device.
+
+    Args:
+        device: Major and minor compute capability.
     """
     for architecture in architectures.split(";"):
         number, _, ptx = architecture.partition("+")
         major, minor = (int(part) for part in number.split("."))
-        # Machine code runs on later devices of its major version, PTX is compiled for all later
-        # ones.
+        # Machine code runs on later devices of its major version: 8.0 on 8.6, not on 9.0. PTX is
+        # compiled for all later devices.
         if (major == device[0] and minor <= device[1]) or (ptx and (major, minor) <= device):
             return True
     return False
 
 
 def require_device() -> None:
-    """Raise BuildError where there is no driver, no CUDA in torch, or no device for kernels to run
-    on.
-    """
-    missing = {}  # what is missing -> how to get it
+    """Raise BuildError without a driver, a CUDA build of torch, or a device for kernels."""
+    missing = {}  # missing requirement -> remedy
     try:
         ctypes.CDLL(DRIVER)
     except OSError as error:
-        remedy = (
-            "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)"
-        )
+        remedy = "install NVIDIA's driver, or give the container its GPUs (docker run --gpus all)"
         missing[f"there is no driver ({error})"] = remedy
     if torch.version.cuda is None:
-        missing[f"torch {torch.__version__} is built without CUDA"] = (
-            "install a CUDA build of torch"
-        )
+        lack = f"torch {torch.__version__} is built without CUDA"
+        missing[lack] = "install a CUDA build of torch"
     if not missing and not torch.cuda.is_available():
         missing["torch sees no CUDA device"] = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if missing:
         module = jit.loaded(CudaOp.NAME)
-        kernels = (
-            "no kernels are loaded" if module is None else f"kernels loaded from {module.__file__}"
-        )
-        rule = (
-            f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}"
-        )
-        found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}"
+        kernels = "no kernels are loaded"
+        if module is not None:
+            kernels = f"kernels loaded from {module.__file__}"
+        needs = "a driver, a CUDA build of torch and a GPU"
+        rule = f"is cuda, which needs {needs}: {', '.join(missing)}"
+        value = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}"
         host = 'set gear.backend to "cpu": the store, selection and gather run in host memory'
-        raise BuildError(
-            "gear.backend", rule, found, f"{' and '.join(missing.values())}, or {host}"
-        )
+        remedy = f"{' and '.join(missing.values())}, or {host}"
+        raise BuildError("gear.backend", rule, value, remedy)

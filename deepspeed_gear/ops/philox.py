@@ -1,6 +1,4 @@
-"""Philox random words in NumPy: their definition, for ops and for the few draws that are not worth
-one.
-"""
+"""Philox random words in NumPy: the definition for ops, and for the few draws without one."""
 
 from __future__ import annotations
 
@@ -13,19 +11,23 @@ from torch import Tensor
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64).reshape(2, 1, 1)
-Words = tuple[
-    np.ndarray, ...
-]  # four quarters of random words, the highest first. [..., n] each, uint64
+#: Four quarters of random words, the highest first. [..., n] each, uint64.
+Words = tuple[np.ndarray, ...]
 
 
 def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
     """Make a random word of 128 bits for each number and purpose.
 
-    `numbers` are [n], uint64, `purposes` [p, 1]; the words' quarters, the highest first, [p, n]
-    each.
+    Args:
+        numbers: [n], uint64.
+        purposes: [p, 1], uint64.
+    Returns:
+        Quarters of the words, the highest first. [p, n] each.
     """
     shape = np.broadcast_shapes(numbers.shape, purposes.shape)
-    # words 0 and 2, 1 and 3
+    # The words 0 and 2 of the counter, and its words 1 and 3, of 32 bits each. A round multiplies
+    # the even words; the lower halves become the odd words, crosswise, and the upper halves, with
+    # the odd words and the key, the even ones.
     even = np.empty((2, *shape), np.uint64)
     odd = np.empty((2, *shape), np.uint64)
     even[0] = numbers & _LOW
@@ -41,10 +43,11 @@ def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) ->
 
 
 def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tensor, Tensor]:
-    """Make the upper and the lower 64 bits of a random word for each sample number, [...]:
-    Philox4x32-10.
+    """Make the upper and lower 64 bits of a random word per sample number (Philox4x32-10).
 
     The counter is the number, 32 bits of `stream` and 32 of `purpose`; the key is `seed`.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
     """
@@ -56,20 +59,19 @@ def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple
 
 @lru_cache(maxsize=8)
 def _round_keys(seed: int) -> list[np.ndarray]:
-    low = seed & 0xFFFFFFFF
-    high = (seed >> 32) & 0xFFFFFFFF
-    rounds = [
-        ((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF)
-        for i in range(10)
-    ]
-    return [np.array(keys, np.uint64).reshape(2, 1, 1) for keys in rounds]
+    """Return the two key words of each of the 10 rounds. [2, 1, 1] each, uint64."""
+    steps = np.array([0x9E3779B9, 0xBB67AE85], np.uint64).reshape(2, 1, 1)
+    first = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint64).reshape(2, 1, 1)
+    return [(first + np.uint64(i) * steps) & _LOW for i in range(10)]
 
 
 def below(words: Words, totals: np.ndarray) -> np.ndarray:
-    """Return floor(word * total / 2^128), [n], int64: uniform below totals < 2^32 up to 2^-96
-    relative.
+    """Return floor(word * total / 2^128), [n], int64, for totals below 2^32.
+
+    It is uniform up to 2^-96 relative.
     """
     total = totals.astype(np.uint64)
+    # Long multiplication from the lowest quarter up: only the carry out of the highest is kept.
     carry = np.zeros(len(totals), np.uint64)
     for quarter in reversed(words):
         carry = (quarter * total + carry) >> _SHIFT

@@ -1,6 +1,7 @@
-"""Records and codes that Python and C++ share, a class of words each; a test compares them with the
-headers. A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a
-row.
+"""Records and codes that Python and C++ share, a class of words each.
+
+A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a row. A
+test compares the classes with the headers.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ class SlotState:
 
 
 class Resolution:
-    """The record of a sample: the slot, extent, anchor and mass of a draw. Header:
-    common/slot.h.
-    """
+    """Record of a sample: slot, extent, anchor and mass of a draw. Header: common/slot.h."""
 
     ID: Final = 0
     SLOT: Final = 1
@@ -60,7 +59,7 @@ class MassUnit:
 
     TRAJECTORY: Final = 0
     STEP: Final = 1
-    LENGTH: Final = 2  # of masses only: a trajectory by its number of steps
+    LENGTH: Final = 2  # a trajectory with its number of steps as mass
 
 
 class PriorityUpdate:
@@ -146,29 +145,27 @@ class Pad:
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """Specification of a field of a gather: the words of `struct Field` (gather/gather.h), in their
-    order.
-    """
+    """Specification of a gathered field: the words of `struct Field` (gather/gather.h)."""
 
-    source: int  # of `Source`
-    offset: int = 0  # of the window's first step, relative to the anchor
-    length: int = 1  # of the window, in steps
+    source: int  # `Source` of the rows
+    offset: int = 0  # first step of the window, relative to the anchor
+    length: int = 1  # steps of the window
     align: int = Align.IN_PLACE
     follows: int = Follows.ANCHOR
     pad: int = Pad.VALUE
-    elements: int = 1  # of a row
+    elements: int = 1  # elements of a row
     mask: int = -1  # index of the mask that it writes; -1: another field writes it, or none
     part_first: int = 0  # the rows of the window that are gathered
     part_count: int = 1
 
 
 def lower(specs: Iterable[GatherSpec]) -> list[int]:
-    """Return the integers of the op's `spec`: a word for each attribute of each field."""
+    """Return the integers of an op's `spec`: one word for each attribute of each field."""
     return [int(word) for spec in specs for word in astuple(spec)]
 
 
 def raised(words: Sequence[int]) -> list[GatherSpec]:
-    """Return the fields that lowered integers describe."""
+    """Return the field specifications of lowered integers."""
     size = len(fields(GatherSpec))
     return [GatherSpec(*words[at : at + size]) for at in range(0, len(words), size)]
 
@@ -258,7 +255,7 @@ class PlacedTrajectory:
 
 
 class Normalize:
-    """Normalisation of PER weights: what divides them. Header: common/power.h."""
+    """Divisor of PER weights: the largest of batch or table. Header: common/power.h."""
 
     NONE: Final = 0
     BATCH: Final = 1

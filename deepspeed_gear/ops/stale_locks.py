@@ -21,24 +21,17 @@ from .toolchain import output
 
 _GUARD_TIMEOUT_S = 60.0
 _SECOND_LOOK_S = 0.5  # between closing its lock and removing it, a holder needs some microseconds
-_LEAST_AGE_S = 2.0  # of a lock that is removed
+_LEAST_AGE_S = 2.0  # a younger lock is not removed
 _LONG_BUILD_S = 180.0  # older locks whose holders cannot be seen are worth a warning
-_LOCAL = {
-    "btrfs",
-    "ext2/ext3",
-    "f2fs",
-    "overlayfs",
-    "ramfs",
-    "tmpfs",
-    "xfs",
-    "zfs",
-}  # ext4 is an "ext2/ext3"
+# File systems that no other machine writes, as `stat` names them: ext4 is "ext2/ext3".
+_LOCAL = {"btrfs", "ext2/ext3", "f2fs", "overlayfs", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
 def remove() -> list[BuildError]:
-    """Remove locks whose holders are dead; return the errors of old ones whose holders may be. Log
-    both. One process of a machine looks at a time, in half a second for each stale lock; others may
-    build.
+    """Remove locks whose holders are dead; return the errors of old ones that may be held.
+
+    Both are logged. One process of a machine looks at a time, for half a second per stale lock;
+    other processes may build meanwhile.
     """
     try:
         root = build_folder("any").parent
@@ -49,7 +42,7 @@ def remove() -> list[BuildError]:
     try:
         with build_lock(root / "gear_stale_locks.lock", _GUARD_TIMEOUT_S):
             errors = [error for lock in sorted(root.glob("*/lock")) if (error := _remove(lock))]
-    except BuildError as failure:  # this run may not need what a lock keeps from being built
+    except BuildError as failure:  # not raised: this run may not need the extensions behind it
         errors = [failure]
     for error in errors:
         LOG.warning("gear: %s", error)
@@ -57,7 +50,7 @@ def remove() -> list[BuildError]:
 
 
 def _remove(lock: Path) -> BuildError | None:
-    """Remove a lock that is stale; return the error of an old one of which this cannot be known."""
+    """Remove a stale lock; return an error for an old one whose holder cannot be seen."""
     age_s = 0.0
     try:
         made = lock.stat()
@@ -70,7 +63,8 @@ def _remove(lock: Path) -> BuildError | None:
         time.sleep(_SECOND_LOOK_S)
         if is_open(lock) or lock.stat().st_ctime_ns != made.st_ctime_ns:
             return None
-        # no process creates it while it exists, and only its dead holder would remove it
+        # No race: no process creates the file while it exists, and only its holder, which is dead,
+        # would remove it.
         lock.unlink()
         LOG.warning("gear: removed %s, made %.0f s ago by a build that has died", lock, age_s)
     except OSError as error:  # among them that it has just gone

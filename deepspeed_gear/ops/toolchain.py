@@ -24,20 +24,18 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def csrc_root() -> Path:
-    """Find the C++ and CUDA sources: inside an installed wheel, or beside the package in a
-    checkout.
-    """
+    """Return the folder of the C++ and CUDA sources, in a wheel or beside a checkout's package."""
     installed = _PACKAGE / "csrc"
     return installed if installed.is_dir() else _PACKAGE.parents[1] / "ops" / "csrc"
 
 
 def compiler() -> list[str]:
-    """Return the C++ compiler's command, the one that torch uses too ($CXX, else c++)."""
+    """Return the command of the C++ compiler, which torch uses too ($CXX, else c++)."""
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
 def missing_tools() -> dict[str, str]:
-    """List the missing requirements of a build of the CPU op: what is missing -> how to get it."""
+    """List the missing requirements of a build of the CPU op, each with its remedy."""
     missing = {}
     if shutil.which(compiler()[0]) is None:
         missing[f"no C++ compiler ({compiler()[0]})"] = "install g++"
@@ -49,14 +47,10 @@ def missing_tools() -> dict[str, str]:
 
 
 def _ninja_folder() -> str | None:
-    """Find ninja on the PATH or beside this interpreter (a venv that is used without being
-    activated).
-    """
-    beside = os.pathsep.join(
-        (sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user"))
-    )
-    found = shutil.which("ninja") or shutil.which("ninja", path=beside)
-    return os.path.dirname(found) if found else None
+    """Find ninja on the PATH, or beside this interpreter (a venv that is not activated)."""
+    scripts = (sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user"))
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=os.pathsep.join(scripts))
+    return os.path.dirname(ninja) if ninja else None
 
 
 @contextmanager
@@ -86,9 +80,7 @@ def compiler_version() -> str:
 
 
 def installed_version(package: str) -> str:
-    """Return the version of an installed package without importing it, or "" where
-    there is none.
-    """
+    """Return the version of an installed package without an import; "" if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -103,9 +95,7 @@ def nvcc_version(home: Path | None) -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """Return the CPU features that `-march=native` may use, so that unlike machines can share a
-    cache.
-    """
+    """Return the CPU features that `-march=native` may use: unlike machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -117,8 +107,7 @@ def cpu_features() -> str:
 
 
 def cuda_home() -> Path | None:
-    """Find the CUDA toolkit: CUDA_HOME, else the path that nvcc itself prints, else where torch
-    finds one.
+    """Find the CUDA toolkit: CUDA_HOME, else the path that nvcc prints, else torch's guess.
 
     torch guesses from the place of the nvcc on the PATH, which is wrong where that is a wrapper
     script.
@@ -129,16 +118,15 @@ def cuda_home() -> Path | None:
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
         command = [nvcc, "-v", "--dryrun", "-x", "cu", "-c", os.devnull]
-        lines = subprocess.run(
-            command, capture_output=True, text=True, check=False
-        ).stderr.splitlines()
-        top = next((line.partition("TOP=")[2] for line in lines if " TOP=" in line), "")
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        tops = (line.partition("TOP=")[2] for line in run.stderr.splitlines() if " TOP=" in line)
+        top = next(tops, "")
         if top:
             return Path(top).resolve()
     import torch.utils.cpp_extension as extension
 
-    found = extension.CUDA_HOME
-    return Path(found) if found and Path(found, "bin", "nvcc").is_file() else None
+    home = extension.CUDA_HOME
+    return Path(home) if home and Path(home, "bin", "nvcc").is_file() else None
 
 
 def hook_cuda_home() -> Path | None:
@@ -157,9 +145,10 @@ def abi() -> dict[str, str]:
 
 
 def release(version: str) -> str:
-    """Return the release of torch that a version is a build of: "2.13.0+cpu" and "2.13.0+cu130"
-    have one source and one compiler, so an op that fits one fits the other. Other labels say
-    nothing of the kind, and stay.
+    """Return the release of torch that a version is a build of.
+
+    "2.13.0+cpu" and "2.13.0+cu130" have one source and one compiler, so an op that fits one fits
+    the other. Other labels may mean anything, and stay.
     """
     return re.sub(r"^([\d.]+)\+(cpu|cu\d+)$", r"\1", version)
 

@@ -1,6 +1,4 @@
-"""Which rows a window reads: windows clipped to their trajectories, and the row at every place of
-one.
-"""
+"""Windows: the rows that each one covers in its trajectory, and the row at every place."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from deepspeed_gear.ops.records import Align, GatherSpec, Resolution, Source
 
 
 def is_no_sample(resolutions: Tensor) -> Tensor:
-    """Return which records are no samples, as a draw from a table without masses gives.
-    [B], bool.
-    """
+    """Return which records are no samples: draws from a table without masses. [B], bool."""
     is_named = (resolutions[:, [Resolution.ID, Resolution.SLOT]] == Resolution.NO_SAMPLE).all(dim=1)
     return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(
         dim=1
@@ -33,20 +29,20 @@ class Span(NamedTuple):
 
 
 def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: Tensor) -> Span:
-    """Clip windows to their trajectories: rows [max(0, anchor + offset), min(rows, anchor + offset
-    + length)).
+    """Clip windows of `length` rows at anchor + offset to their trajectories.
 
-    `place` is the first real row's place in the window; `before` and `after` are the rows that an
-    "edge" pads it with on both sides, 0 of a trajectory without rows.
+    The rows are [max(0, anchor + offset), min(rows, anchor + offset + length)). `place` is the
+    first real row's place in the window; `before` and `after` are the rows that an "edge" pads it
+    with on both sides, 0 of a trajectory without rows. For anchor 1, offset -3, length 4 and 5
+    rows, begin is 0, end 2 and in place the first real row has place 2.
     """
     first = anchor + offset
     zero = torch.zeros_like(rows)
-    rows_1 = (rows - 1).clamp(min=0)
-    begin = torch.minimum(torch.maximum(first, zero), rows)
-    end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
+    begin = torch.minimum(first.clamp(min=0), rows)
+    end = torch.maximum(begin, torch.minimum((first + length).clamp(min=0), rows))
     count = end - begin
     place = {Align.IN_PLACE: begin - first, Align.LEFT: zero, Align.RIGHT: length - count}[align]
-    nearest = torch.minimum(torch.maximum(first, zero), rows_1)
+    nearest = torch.minimum(first.clamp(min=0), (rows - 1).clamp(min=0))
     empty = count == 0
     before = torch.where(empty, nearest, begin)
     after = torch.where(empty, nearest, end - 1)
@@ -56,8 +52,9 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
 def rows_of(
     field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the row at every place of the part (if it is not real, the nearest edge's), and which
-    are.
+    """Return the row at every place of the window's part, and which of them are real.
+
+    Places that are not real have the nearest edge's row. [B, part_count] each.
     """
     is_sample = ~is_no_sample(resolutions)
     if field.source == Source.TRAJECTORY:

@@ -1,1 +1,1 @@
-"""The plan of a replay: config, schemas, data and topology, resolved, the same on all ranks."""
+"""The plan of a replay: everything that follows from its config, data and topology."""

@@ -1,6 +1,4 @@
-"""The plan of a replay: what follows from config, data and topology, read, compared and resolved
-once.
-"""
+"""The plan of a replay, resolved once from config, data and topology on all ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +27,6 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.row_exchange.exchange_plan import (
-    ExchangePlan,
-    ReadNeeds,
-    needs_of,
-    routes_of,
-)
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
@@ -54,6 +46,12 @@ from deepspeed_gear.plan.table_resolution import (
     with_arrivals,
     writing_of,
 )
+from deepspeed_gear.row_exchange.exchange_plan import (
+    ExchangePlan,
+    ReadNeeds,
+    needs_of,
+    routes_of,
+)
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -69,11 +67,9 @@ class ResolvedTable:
     schema: Schema
     dataset: Dataset | None  # this node's part of its data set; None: it has a capacity
     streams: Mapping[str, StreamSpec]  # by name; empty: it is not sampled
-    store: TableSpec | None = None  # of this node; None: the table lies on devices
-    exchange_plan: ExchangePlan | None = (
-        None  # which node needs which of its rows; None: none moves
-    )
-    #: Of each stream, where the rows of other nodes arrive in this node's store.
+    store: TableSpec | None = None  # this node's store; None: the table lies on devices
+    exchange_plan: ExchangePlan | None = None  # rows between nodes; None: none moves
+    #: By stream: where rows of other nodes arrive in this node's store.
     rooms: Mapping[str, ArrivalRoom] = field(default_factory=dict)
     #: What processes that only write read of the config; empty for a data set.
     writing: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +86,7 @@ class Resolved:
     info: BatchInfo
     datasets: Mapping[str, Dataset]  # this node's, by table
     schemas: Mapping[str, Schema]
-    fields: Sequence[ResolvedField]  # of a whole batch
+    fields: Sequence[ResolvedField]  # fields of a whole batch
     needs: ReadNeeds  # fields that this rank reads of a batch
     placement: ShardPlacement
     mixture: Mixture | None  # numbers of samples from each sampled table; None: there is one
@@ -117,9 +113,7 @@ class Resolved:
         return self.leads_shard and self.topology.node == self.placement.order[0]
 
     def statistics(self, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
-        """Return the statistics of the training split that fields are normalised with, where they
-        are.
-        """
+        """Return the training split's statistics by column; {} if no field is normalised."""
         return self._statistics if any(field.normalize for field in fields) else {}
 
     @cached_property
@@ -133,7 +127,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class TableResolver:
-    """Resolves the tables of a config one by one, from what all ranks have read and compared."""
+    """Resolves the tables of a config one by one, from values that all ranks have compared."""
 
     config: GearConfig
     topology: Topology
@@ -160,12 +154,12 @@ class TableResolver:
 
     def tables(self, streams: Mapping[str, Mapping[str, StreamSpec]]) -> dict[str, ResolvedTable]:
         """Return all tables, of these streams; those on hosts with their stores."""
-        found = {}
+        tables = {}
         for name, options in self.config.resolved_tables.items():
             dataset = self.datasets.get(name)
             table = ResolvedTable(options, self.schemas[name], dataset, streams.get(name, {}))
-            found[name] = table if self.on_device else self._with_store(name, table)
-        return found
+            tables[name] = table if self.on_device else self._with_store(name, table)
+        return tables
 
     def _with_store(self, name: str, table: ResolvedTable) -> ResolvedTable:
         """Return a table with its store on this node, and its exchange of rows with other nodes."""
@@ -260,19 +254,21 @@ def resolve_plan(
 
 
 def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
-    """Parse the config on every rank and compare; return it, and batch sizes of the ds_config
-    around it.
+    """Parse the config on every rank and compare.
+
+    Returns:
+        The config, and the batch sizes of the ds_config around it.
     """
     section, sizes = control_plane.attempt("reading the config", lambda: ds_config.read(given))
     config = control_plane.attempt("the gear section", lambda: parse(section))
     others = control_plane.all_gather((shared_options(config), sizes))
     first, first_sizes = others[0]
     for rank, (other, other_sizes) in enumerate(others):
-        found = difference(first, other) if other != first else []
+        differences = difference(first, other) if other != first else []
         if other_sizes != first_sizes:
-            found.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
-        if found:
-            given = f"rank 0 and rank {rank}: {'; '.join(found)}"
+            differences.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
+        if differences:
+            given = f"rank 0 and rank {rank}: {'; '.join(differences)}"
             raise ConfigError("the gear section", "must be the same on all ranks", given)
     return config, sizes
 
@@ -288,8 +284,9 @@ def _check_placement(config: GearConfig, on_device: bool) -> None:
 
 
 def _compare_node(control_plane: ControlPlane, topology: Topology, config: GearConfig) -> None:
-    """Check that the ranks of a node have the same backend and `load` for their common store.
-    Collective.
+    """Check that the ranks of a node have the same backend and `load`. Collective.
+
+    They share a store.
     """
     tables = config.resolved_tables.items()
     mine: dict[str, str] = {"gear.backend": "cpu" if config.backend == "auto" else config.backend}
@@ -304,8 +301,12 @@ def _compare_node(control_plane: ControlPlane, topology: Topology, config: GearC
 
 
 def open_data(control_plane: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
-    """Open and compare the data sets on every rank; nodes may have parts of one whole. Collective.
-    DataError: one is missing, broken, or not of the same whole on all ranks.
+    """Open and compare the data sets on every rank. Collective.
+
+    Nodes may have parts of one whole.
+
+    Raises:
+        DataError: A data set is missing or broken, or not of the same whole on all ranks.
     """
     tables = config.resolved_tables.items()
     data = control_plane.attempt(
@@ -334,9 +335,7 @@ def _sum_weights(
     fields: Sequence[ResolvedField],
     datasets: Mapping[str, Dataset],
 ) -> dict[str, float]:
-    """Sum the item weights of each sampled data set; of one in parts, those of all nodes.
-    Collective.
-    """
+    """Sum the item weights of each sampled data set over its parts on all nodes. Collective."""
     sampled = [name for name in config.sampled_tables if name in datasets]
     own = control_plane.attempt(
         "the weights",
@@ -381,17 +380,16 @@ def fields_of(
 
 
 def _statistics_table(config: GearConfig, data: Mapping[str, Dataset]) -> str | None:
-    """Return the table whose data set's statistics normalise fields: the first sampled one with
-    one.
-    """
+    """Return the first sampled table with a data set, whose statistics normalise fields."""
     return next((table for table in config.sampled_tables if table in data), None)
 
 
 def statistics_of(
     config: GearConfig, data: Mapping[str, Dataset]
 ) -> Mapping[str, ColumnStatistics]:
-    """Return the training split's statistics, none without data. Another split than the data's: one
-    pass.
+    """Return the statistics of the training split, {} without data.
+
+    If the config has another split than the data set, that takes a pass over it.
     """
     table = _statistics_table(config, data)
     if table is None:
@@ -404,9 +402,7 @@ def statistics_of(
 def batch_info(
     config: GearConfig, topology: Topology, given: BatchInfo | None, sizes: Mapping[str, Any]
 ) -> BatchInfo:
-    """Return the sizes of a batch: those of an engine, a ds_config, the config, or of packed
-    batches.
-    """
+    """Return the sizes of a batch, from an engine, the ds_config, the config, or packing."""
     place = topology.place
     if config.pack is not None:
         worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world

@@ -1,6 +1,4 @@
-"""Resolution of a table: its batch streams, capacity, retention, groups, store, room for rows of
-others.
-"""
+"""Resolution of a table: batch streams, capacity, retention, groups, store, arrival room."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ from deepspeed_gear.config.types import defaults_of, dotted
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.trajectory_checks import as_numbers
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.row_messages import most_rows
 from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import most_mass_bits
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.row_messages import most_rows
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mass_rules import (
     AnchorRule,
@@ -54,7 +52,8 @@ from deepspeed_gear.store.writer_options import options_of, with_schema
 
 SPARE_SELECTIONS = 4  # by which a rank may trail the fastest one of its node
 MIN_LOG_SIZE = 1 << 16  # priority updates that may wait on a rank
-# trajectories of a table whose config gives no number
+# A table whose config gives no number of trajectories has one per so many steps, and at least so
+# many.
 STEPS_PER_SLOT = 16
 LEAST_SLOTS = 1024
 EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
@@ -122,8 +121,8 @@ def streams_of(
         batch=info.global_batch,
         depth=config.prefetch + SPARE_SELECTIONS,
         count=None if mixture is None else partial(mixture.count, index),
-        # Beside prompts, which do not wait for them, groups come from another table as soon as it
-        # has some.
+        # Beside a table with prompts, whose batches do not wait for it, this one gives its share as
+        # soon as it has groups.
         is_optional=table.prompts is None
         and any(t.prompts for t in config.resolved_tables.values()),
         count_draws=config.count_draws,
@@ -155,14 +154,14 @@ def admission(
     fields: Sequence[ResolvedField],
     dataset: Dataset | None,
 ) -> MassRule:
-    """Return which trajectories and anchors of a table the config admits, each with mass 1."""
+    """Return the rule for the trajectories and anchors that a table's config admits."""
     options = config.sampler_of(table)
     conditions = []
     for name, bounds in options.where.items():
-        low, high = (
-            None if end is None else schema[name].nearest(end) for end in (bounds.min, bounds.max)
-        )
-        among = None if bounds.in_ is None else tuple(map(schema[name].nearest, bounds.in_))
+        nearest = schema[name].nearest
+        low = None if bounds.min is None else nearest(bounds.min)
+        high = None if bounds.max is None else nearest(bounds.max)
+        among = None if bounds.in_ is None else tuple(map(nearest, bounds.in_))
         conditions.append(Condition(name, low, high, among))
     return MassRule(
         unit=options.unit,
@@ -177,9 +176,7 @@ def admission(
 def read_columns(
     options: SamplerOptions, fields: Sequence[ResolvedField], group: GroupConfig | None
 ) -> tuple[str, ...]:
-    """Return the columns that batches read, or that groups need: late columns among them must be
-    filled.
-    """
+    """Return the columns that batches read or groups need: late ones must be filled first."""
     columns = (
         column for field in read_fields(fields) for column in (field.column, field.hindsight)
     )
@@ -193,8 +190,10 @@ def read_columns(
 def weight_total(
     config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset
 ) -> float:
-    """Return the sum of item weights of a data set, or 0; DataError: one is negative or
-    not finite.
+    """Return the sum of a data set's item weights; 0 if the sampler has no weights.
+
+    Raises:
+        DataError: A weight is negative or not finite.
     """
     column = config.sampler_of(table).columns.get("weight")
     if column is None:
@@ -210,29 +209,26 @@ def weight_total(
 def check_compressed(
     config: GearConfig, datasets: Mapping[str, Dataset], spread: Iterable[str]
 ) -> None:
-    """Raise ConfigError where rows of compressed columns would be read other than by windows on a
-    host.
-    """
+    """Raise ConfigError unless compressed columns are read only by windows on a host."""
     remedy = (
-        "make the data set without --compress; on several nodes replicate it, or divide "
-        "it "
-        "by gear split"
+        "make the data set without --compress; on several nodes replicate it, or divide it by "
+        "gear split"
     )
-    for name in (name for name, dataset in datasets.items() if dataset.compressed):
+    for name, dataset in datasets.items():
+        if not dataset.compressed:
+            continue
         at = dotted("gear", "tables", name)
-        held = list(datasets[name].compressed)
-        wrong = [
-            (
-                f"{at}.placement",
-                'must be "host"',
-                config.resolved_tables[name].placement == "device",
-            ),
+        on_device = config.resolved_tables[name].placement == "device"
+        checks = [
+            (f"{at}.placement", 'must be "host"', on_device),
             (f"{at}.data.replicate", "must be true on several nodes", name in spread),
             ("gear.pack", "must not be given", config.pack is not None),
             ("gear.hindsight", "must not be given", config.hindsight is not None),
         ]
-        for option, must in ((option, must) for option, must, is_wrong in wrong if is_wrong):
-            raise ConfigError(option, f"{must} for compressed columns", held, remedy)
+        for option, must, is_wrong in checks:
+            if is_wrong:
+                columns = list(dataset.compressed)
+                raise ConfigError(option, f"{must} for compressed columns", columns, remedy)
 
 
 def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRule:
@@ -258,9 +254,12 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
 
 
 def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
-    """Return the steps and trajectories that fit into one of `count` equal shards of a table with a
-    capacity. ConfigError: the longest trajectory or a group does not fit, or the bytes hold no
-    step.
+    """Return the steps and trajectories that fit into one of `count` equal shards of a table.
+
+    The table has a capacity.
+
+    Raises:
+        ConfigError: The longest trajectory or a group does not fit, or the bytes hold no step.
     """
     whole = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
     if whole < 1:
@@ -269,10 +268,8 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
     steps = -(-whole // count)
     if table.max_length is not None and table.max_length > steps:
-        rule = (
-            f"must be at most {steps}, what each of {count} shards holds of capacity_steps "
-            f"({whole})"
-        )
+        holds = f"what each of {count} shards holds of capacity_steps ({whole})"
+        rule = f"must be at most {steps}, {holds}"
         remedy = "raise capacity_steps, or use fewer shards"
         raise ConfigError(f"gear.tables.{name}.max_length", rule, table.max_length, remedy)
     slots_each = -(-slots // count)
@@ -286,7 +283,7 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
 
 
 def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[int, int]:
-    """Return rows and slots of each environment of a table to which steps are added one by one.
+    """Return rows and slots per environment of a table to which steps are added one by one.
 
     They do not depend on the replicas. One slot is spare, so that no call frees a slot and uses it.
     ConfigError: the bytes do not hold two longest trajectories of each environment.
@@ -301,11 +298,10 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
         rule = f"must hold {2 * envs * longest} steps, two longest trajectories per environment"
         raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
     own_slots = max(-(-slots // envs), longest + 1)
-    rows = (
-        -(-steps // envs) + own_slots * final + longest + final
-    )  # a wrap may skip a longest trajectory
-    # While a trajectory is open, its environment moves on by less: it is never the one that is
-    # evicted.
+    # A wrap around the environment's rows may skip as many as a longest trajectory has.
+    rows = -(-steps // envs) + own_slots * final + longest + final
+    # While a trajectory is open, its environment moves on by fewer rows than these, so that the
+    # open trajectory is never evicted.
     least = longest + final + (1 + final) * (longest + 1)
     return max(rows, least), own_slots + 1
 
@@ -313,42 +309,33 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
 def check_holds_batch(
     config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int
 ) -> None:
-    """Raise if a table in `count` stores can never hold the items of a global batch: none would be
-    drawn.
-    """
+    """Raise ConfigError if a table in `count` stores can never hold a global batch's items."""
     table = config.resolved_tables[name]
     sampler = stream.sampler
     samples = stream.num_samples(0)
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     if not (sampler.each_once or sampler.drops_tail):
-        samples = (
-            -(-samples // table.max_times_sampled) if table.max_times_sampled and not queue else 0
-        )
+        # The same item may be drawn again: without a limit, one item is enough for a batch.
+        times = 0 if queue else table.max_times_sampled
+        samples = -(-samples // times) if times else 0
     steps, slots = capacity_of(name, table, schema, count)
-    if stream.rule.unit == "step":
-        option = "capacity_steps"
-        held = steps * count
-        needed = samples
-        what = "steps"
-    else:
+    held = {"capacity_steps": steps * count}  # by option; a trajectory has at least one step
+    what = "steps"
+    needed = samples
+    if stream.rule.unit != "step":
         least = 1 if table.group is None else table.group.min_size or table.group.size
-        held = slots // least * least * count
-        needed = samples * least
+        held["capacity_trajectories"] = slots // least * least * count
         what = "trajectories"
-        option = "capacity_trajectories"
-        if steps * count < needed:  # of one step each
-            option = "capacity_steps"
-            held = steps * count
-    if held < needed:
-        rule = f"must be at least the {what} of a batch ({needed})"
-        remedy = "raise it, or lower the size of the batch: no batch would ever be complete"
-        raise ConfigError(f"gear.tables.{name}.{option}", rule, held, remedy)
+        needed = samples * least
+    for option, most in held.items():
+        if most < needed:
+            rule = f"must be at least the {what} of a batch ({needed})"
+            remedy = "raise it, or lower the size of the batch: no batch would ever be complete"
+            raise ConfigError(f"gear.tables.{name}.{option}", rule, most, remedy)
 
 
 def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
-    """Return an upper bound on the items that a table ever holds; the same for any
-    number of nodes.
-    """
+    """Return a bound of the items that a table ever holds, for any number of nodes."""
     by_step = config.item_sampler.unit == "step"
     if dataset is not None:
         whole = dataset.num_steps if dataset.part is None else dataset.part.steps
@@ -366,10 +353,13 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
 def group_spec_of(
     group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0
 ) -> GroupSpec:
-    """Return the specification of a table's groups; `read` are the columns that batches and sampler
-    read.
+    """Return the specification of a table's groups.
 
-    `num_slots` are those of the store; 0: it is a data set, which no group leaves.
+    Args:
+        group: The section `group` of the table.
+        schema: Columns of the table.
+        read: Columns that batches and the sampler read.
+        num_slots: Slots of the store; 0 for a data set, which no group leaves.
     """
     conditions = []
     for column, condition in group.where.items():
@@ -400,7 +390,7 @@ def group_spec_of(
 def prompt_spec_of(
     config: GearConfig, name: str, group: GroupSpec, schema: Schema, slots: int, shard: Shard | None
 ) -> PromptSpec:
-    """Return the prompts of a table whose store holds so many trajectories; opens their data set.
+    """Return the prompts of a table with `slots` trajectories per store; opens their data set.
 
     Raises:
         ConfigError: The column of numbers is not int64, or the table is too small.
@@ -411,7 +401,7 @@ def prompt_spec_of(
     at = f"gear.tables.{name}"
     assert prompts is not None
     assert size is not None
-    groups = round((config.share_of(name) or 0) * size.size)  # whole, as the config's checks demand
+    groups = round((config.share_of(name) or 0) * size.size)  # config checks ensure a whole number
     from deepspeed_gear.data.ingest import ingested
 
     dataset = ingested(prompts.data)
@@ -423,19 +413,16 @@ def prompt_spec_of(
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
         raise ConfigError(f"{at}.schema.columns.{group.column}", rule, schema[group.column].dtype)
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
-    # A store alone may have the groups of a batch: where the other ones drop all of theirs.
-    least = (
-        count * max(-(-(prompts.max_lag + 2) * groups // count), groups) * group.max_trajectories
-    )
+    # One store may have to hold all groups of a batch: those of the others may all be dropped.
+    each = max(-(-(prompts.max_lag + 2) * groups // count), groups)
+    least = count * each * group.max_trajectories
     if slots * count < least:
         rule = (
             f"must be at least {least}, the groups of max_lag + 1 batches and of the one in "
-            f"training"
+            f"training{'' if count == 1 else f', and for each of {count} nodes those of a batch'}"
         )
-        rule += "" if count == 1 else f", and for each of {count} nodes those of a batch"
-        raise ConfigError(
-            f"{at}.capacity_trajectories", rule, slots * count, "raise it, or lower max_lag"
-        )
+        remedy = "raise it, or lower max_lag"
+        raise ConfigError(f"{at}.capacity_trajectories", rule, slots * count, remedy)
     return PromptSpec(
         data=str(dataset.path.resolve()),
         fingerprint=dataset.fingerprint,
@@ -453,8 +440,9 @@ def prompt_spec_of(
 
 
 def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableSpec) -> bool:
-    """Return whether the prompt of a group may be stored once: no field of the steps before its
-    responses depends on which trajectory it is of.
+    """Return whether the prompt of a group may be stored once.
+
+    It may if no field of the steps before the responses depends on the trajectory.
     """
     late = [column.role for column in schema.late_columns]
     if schema.role("loss_mask") is None or "loss_mask" in late or "token" in late:
@@ -465,8 +453,10 @@ def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableS
 
 
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
-    """Return the media of a table; ConfigError: it has no column of the role media, or no media for
-    it.
+    """Return the media of a table, or None.
+
+    Raises:
+        ConfigError: The table has only one of `media` and a column of the role media.
     """
     media = config.resolved_tables[name].media
     column = schema.role("media")
@@ -491,9 +481,7 @@ def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | 
 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
-    """Return the retention of a table whose stores have a capacity of so many steps and
-    trajectories.
-    """
+    """Return the retention of a table, with (steps, trajectories) as its stores' capacity."""
     table = config.resolved_tables[name]
     at = f"gear.tables.{name}"
     if ":" in table.remove:
@@ -501,9 +489,9 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     times = table.max_times_sampled or int(queue)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
-    rate = (
-        None if table.rate_limiter is None else _rate(config, table, table.rate_limiter, batch, at)
-    )
+    rate = None
+    if table.rate_limiter is not None:
+        rate = _rate(config, table, table.rate_limiter, batch, at)
     retention = Retention(
         table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age
     )
@@ -526,8 +514,8 @@ def _rate(
     if rate.samples_per_insert is None:
         return RateLimiter.least_size(unit, rate.min_size)
     longest = (table.max_length or 1) if unit == "step" else 1
-    # The longest addition must be admitted while a batch waits, and while one item is missing at
-    # first.
+    # The longest addition must be admitted while a batch waits, and, at the start, while one item
+    # is missing for the first batch.
     least = (batch + rate.samples_per_insert * longest) / 2
     least = max(least, rate.samples_per_insert * (longest - 1))
     buffer = rate.error_buffer
@@ -535,13 +523,11 @@ def _rate(
         buffer = max(least, rate.samples_per_insert * rate.min_size)
     if buffer < least:
         remedy = (
-            f"half of a global batch ({batch}) and of what the longest addition brings, "
-            f"and what it "
+            f"half of a global batch ({batch}) and of what the longest addition brings, and what "
+            "it brings without one item, or both sides wait"
         )
-        remedy += "brings without one item, or both sides wait"
-        raise ConfigError(
-            f"{at}.rate_limiter.error_buffer", f"must be at least {least:g}", buffer, remedy
-        )
+        rule = f"must be at least {least:g}"
+        raise ConfigError(f"{at}.rate_limiter.error_buffer", rule, buffer, remedy)
     return RateLimiter.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)
 
 
@@ -555,9 +541,13 @@ def store_of(
     shard: Shard | None = None,
     batch: int = 0,
 ) -> TableSpec:
-    """Return the sizes of this node's store of a table, without rows for arrivals. `batch`: its
-    most samples in a global batch. DataError: the shard is not in what the node has of the data
-    set.
+    """Return the sizes of this node's store of a table, without rows for arrivals.
+
+    Args:
+        shard: The node's shard; None: the whole table.
+        batch: Most samples of the table in a global batch.
+    Raises:
+        DataError: The node's part of the data set does not contain the shard.
     """
     table = config.resolved_tables[name]
     is_sampled = name in config.sampled_tables
@@ -566,23 +556,22 @@ def store_of(
     spec = partial(TableSpec, name, schema, return_to_go=returns, num_peers=num_peers, shard=shard)
     if dataset is not None:
         assert table.data is not None
-        own = dataset.first_id, dataset.first_id + len(dataset)
-        first, end = (
-            (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
-        )
-        if not (own[0] <= first <= end <= own[1]):
+        first_id = dataset.first_id
+        first = 0 if shard is None else shard.first
+        end = dataset.num_trajectories_of_whole if shard is None else shard.end
+        if not first_id <= first <= end <= first_id + len(dataset):
             rule = f"must hold the trajectories {first} to {end - 1}"
             given = f"{len(dataset)} trajectories"
             remedy = (
-                "give this node the whole data set, or its own part and every other node "
-                "another one"
+                "give this node the whole data set, or its own part and every other node another "
+                "one"
             )
             raise DataError(
                 f"table {name}: {dataset.path}", rule, str(dataset.part or given), remedy
             )
         return spec(
             num_slots=end - first,
-            num_rows=dataset.row_of(end - own[0]) - dataset.row_of(first - own[0]),
+            num_rows=dataset.row_of(end - first_id) - dataset.row_of(first - first_id),
             dataset=dataset,
             in_memory=table.data.load == "memory",
             group=None if table.group is None else group_spec_of(table.group, schema, read),
@@ -596,7 +585,7 @@ def store_of(
         retention, rows, None if longest is None else longest + int(schema.has_final_row)
     )
     group = None if table.group is None else group_spec_of(table.group, schema, read, slots)
-    found = spec(
+    store = spec(
         num_slots=slots,
         num_rows=rows + spare,
         dataset=None,
@@ -616,16 +605,13 @@ def store_of(
         else (),
         media=media_spec_of(config, name, schema),
     )
-    return replace(
-        found, shares_prompts=config.pack is not None and shares_prompts(schema, fields, found)
-    )
+    shares = config.pack is not None and shares_prompts(schema, fields, store)
+    return replace(store, shares_prompts=shares)
 
 
 @dataclass(frozen=True)
 class ArrivalRoom:
-    """Rows and slots of a store for the rows that a stream receives from other nodes, for one
-    selection.
-    """
+    """Rows and slots of a store that receive other nodes' rows, for one selection of a stream."""
 
     first_row: int
     num_rows: int
@@ -636,8 +622,10 @@ class ArrivalRoom:
 def with_arrivals(
     config: GearConfig, store: TableSpec, exchange_plan: ExchangePlan, streams: Sequence[StreamSpec]
 ) -> tuple[TableSpec, dict[str, ArrivalRoom]]:
-    """Return a store with rows and slots for arrivals from other nodes, and those of each stream.
-    ConfigError: trajectories may have any length, and goals are drawn from all of their steps.
+    """Return a store with rows and slots for arrivals, and the room of each stream.
+
+    Raises:
+        ConfigError: Trajectories may have any length, and goals are drawn from all of their steps.
     """
     dataset = store.dataset
     table = config.resolved_tables[store.name]
@@ -669,12 +657,13 @@ def with_arrivals(
     for spec in streams:
         wanted = exchange_plan.most_wanted(spec.batch)
         rooms[spec.name] = ArrivalRoom(row, wanted * most, slot, wanted)
-        row, slot = row + spec.depth * wanted * most, slot + spec.depth * wanted
+        row += spec.depth * wanted * most
+        slot += spec.depth * wanted
     return replace(store, arrival_rows=row + most + EDGE, arrival_slots=slot), rooms
 
 
 def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
-    """Return what processes that only write read of the config; empty for a data set."""
+    """Return the options that processes which only write need; empty for a data set."""
     if spec.dataset is not None:
         return {}
     table = config.resolved_tables[spec.name]

@@ -1,3 +1,1 @@
-"""Writing from machines without a store: a gateway beside the store, and writers that
-send to it.
-"""
+"""Writing from machines without a store: a gateway beside the store, and remote writers."""

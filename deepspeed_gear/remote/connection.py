@@ -1,5 +1,6 @@
-"""Connection to a gateway: calls with a deadline, each answered or lost as a whole; reconnects if
-lost.
+"""Connection to a gateway: calls with a deadline, made again after a loss.
+
+A call is answered or lost as a whole.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.remote import gateway_messages
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
-# longest time of a call without its bytes; least rate of the bytes
-_ANSWER_S = 10.0
-_BYTES_A_S = 100_000
-# gRPC would share connections, and their pauses after failures, with earlier ones; and it would use
-# the http_proxy of the environment, which is for the web. Answers have any length: they hold every
-# refusal.
+_ANSWER_S = 10.0  # longest time of a call, besides that for its bytes
+_BYTES_A_S = 100_000  # least rate of the bytes
+# Without these gRPC shares connections, and their pauses after failures, with earlier channels, and
+# uses the environment's http_proxy, which is for the web. Answers may have any length, as they hold
+# every refusal.
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -42,7 +42,7 @@ _MACHINE_ROOTS = (
 
 
 def longest_call_s(num_bytes: int) -> float:
-    """Return after how many seconds a call with a message of so many bytes is given up."""
+    """Return the time after which a call with a message of `num_bytes` is given up."""
     return _ANSWER_S + num_bytes / _BYTES_A_S
 
 
@@ -51,9 +51,7 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """Calls to a gateway over a connection that is made again after a loss. One thread
-    at a time.
-    """
+    """Calls to a gateway, over a connection that is made again after a loss. Not thread-safe."""
 
     def __init__(self, url: str, token: Any, ca: Any = None, insecure: bool = False) -> None:
         self.url = arguments.one_of("url", url, str, "a string")
@@ -61,10 +59,10 @@ class Connection:
         arguments.one_of("ca", ca, (str, Path, type(None)), "a path")
         try:
             parts = urlsplit(url)
-            known = parts.scheme in ("grpc", "grpc+tls") and parts.hostname and parts.port
-        except ValueError:
-            known = None
-        if not known or parts.path or parts.query or parts.username:
+            is_known = parts.scheme in ("grpc", "grpc+tls") and parts.hostname and parts.port
+        except ValueError:  # such as a port that is no number
+            is_known = None
+        if not is_known or parts.path or parts.query or parts.username:
             raise ConfigError("url", "must be grpc://HOST:PORT or grpc+tls://HOST:PORT", url)
         has_tls = parts.scheme == "grpc+tls"
         if not has_tls:
@@ -79,10 +77,15 @@ class Connection:
     def call(
         self, action: str, header: Mapping[str, Any], most_s: float, batch: Any = None
     ) -> dict[str, Any]:
-        """Call an action of the gateway; return its answer: `error` is one of the gateway,
-        `content` prompts.
+        """Call an action of the gateway and return its answer.
 
-        It takes at most `most_s`, for any size of the request. `batch` is of `encode`, or bytes.
+        Args:
+            action: Name of the action.
+            header: Its arguments, as JSON.
+            most_s: Longest time of the call, for any size of the request.
+            batch: Record batch of `encode`, or bytes.
+        Returns:
+            The answer; `error` is an error of the gateway, `content` are the bytes of prompts.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, longest_call_s(len(message))))
@@ -92,8 +95,8 @@ class Connection:
             elif self._channel is None:
                 self._channel = grpc.secure_channel(self._target, self._credentials, _OPTIONS)
             call = self._channel.unary_unary(f"/{gateway_messages.SERVICE}/{action}")
-            found = call(message, timeout=timeout_s, metadata=self._metadata)
-            answer, content = gateway_messages.unpack(pa.py_buffer(found), len(found))
+            received = call(message, timeout=timeout_s, metadata=self._metadata)
+            answer, content = gateway_messages.unpack(pa.py_buffer(received), len(received))
         except grpc.RpcError as error:
             self.hang_up()
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
@@ -113,19 +116,16 @@ class Connection:
 
     def hang_up(self) -> None:
         """End the connection; the next call makes another."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 def _read_roots(path: str | Path | None) -> bytes:
     """Read root certificates; None: those of the machine."""
     if path is None:
-        found = (
-            ssl.get_default_verify_paths().cafile,
-            *_MACHINE_ROOTS,
-        )  # the first uses SSL_CERT_FILE
-        path = next((file for file in found if file and os.path.isfile(file)), None)
+        files = (ssl.get_default_verify_paths().cafile, *_MACHINE_ROOTS)  # first: SSL_CERT_FILE
+        path = next((file for file in files if file and os.path.isfile(file)), None)
     if path is None:
         remedy = "give ca, or set SSL_CERT_FILE"
         raise ConfigError(
@@ -156,6 +156,7 @@ def read_token(path: str | Path) -> str:
 
 
 def check_token(name: str, token: str) -> str:
+    """Return a token that may stand in a header of a call; else raise ConfigError."""
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         rule = f"must hold a token of at least {LEAST_TOKEN} printable ASCII characters"
         raise ConfigError(name, rule, None, _MAKE)
@@ -166,7 +167,7 @@ def check_plain(name: str, host: str, insecure: bool, remedy: str) -> None:
     """Refuse a connection without TLS that leaves the machine."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name may be that of any machine
+    except ValueError:  # no address: any other name than localhost may be another machine's
         is_loopback = host == "localhost"
     if not insecure and not is_loopback:
         raise ConfigError(name, "must be a loopback address without TLS", host, remedy)

@@ -1,5 +1,6 @@
-"""The gateway: a gRPC server that adds what remote writers send to this node's store, or leases
-prompts.
+"""The gateway: a gRPC server that adds remote writers' trajectories to this node's store.
+
+In a table with prompts it leases these to remote rollout workers.
 """
 
 from __future__ import annotations
@@ -88,13 +89,12 @@ class Session:
         self.grace_s = grace_s  # the session ends without a call for so long
         # Leases of a worker with their prompts, by the first NUM_LEASE_WORDS words.
         self.leases: dict[tuple[Any, ...], tuple[LeaseRecord, dict[str, Any]]] = {}
-        # of a worker's last call
+        # Number and answer of a worker's last call.
         self.number = -1
         self.answer = dict[str, Any]()
         self.upto = -1  # all trajectories up to this number are committed or refused
-        self.refused: deque[tuple[int, dict[str, Any]]] = (
-            deque()
-        )  # not acknowledged by the writer yet
+        # Refusals that the writer has not acknowledged yet.
+        self.refused: deque[tuple[int, dict[str, Any]]] = deque()
         self.task: Future[Any] | None = None  # adds the last batch, or a worker's group
         self.lock = threading.Lock()  # around what reads and replaces the task; a worker's call
         self.calls = threading.Semaphore(_MOST_OF_SESSION)
@@ -142,17 +142,17 @@ class Sessions:
         self._sessions.setdefault(client, Session(grace_s))
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
-        """End sessions whose writers wait for no batch and have not called for a time; return how
-        many.
+        """End sessions of writers that have not called for a time, and return how many.
+
+        A session whose batch is still being added goes on.
         """
         now = time.monotonic()
-        found = list(self._sessions.items())
-        late = [
-            (client, one)
-            for client, one in found
-            if one.called_at < now - min(after_s, one.grace_s)
+        ended = [
+            client
+            for client, session in list(self._sessions.items())
+            if session.called_at < now - min(after_s, session.grace_s)
+            and not (session.is_busy(0.0) or session.lock.locked())
         ]
-        ended = [client for client, one in late if not (one.is_busy(0.0) or one.lock.locked())]
         for client in ended:
             self.forget(client)
         if ended:
@@ -164,14 +164,15 @@ class Sessions:
         self._sessions.pop(client, None)
 
     def put(self, client: str, known: int, trajectories: Numbered) -> dict[str, Any]:
-        """Add a batch, unless the last one is still waiting; answer when it is added, or after
-        `ANSWER_S`.
+        """Add a batch, unless the last one is still waiting; answer after at most `ANSWER_S`.
 
-        Numbers follow those of the last batch or repeat some; no trajectory only asks for the
-        answer. Refusals up to `known` have arrived, and are not sent again. The answer has `upto`,
-        `busy` (a batch is being added), `refused`, `error` of the end; and `wait_s`, how long the
-        writer must wait before it calls again: where too many requests wait here already, this one
-        does not.
+        Numbers follow those of the last batch or repeat some; a call without trajectories only asks
+        for the answer. Refusals up to `known` have arrived, and are not sent again.
+
+        Returns:
+            `upto`, `busy` (a batch is being added), `refused`, `error` of the end, and `wait_s`:
+            how long the writer must wait before its next call. That is 0 unless too many requests
+            wait here already, so that this one does not.
         """
         session = self._sessions.get(client)
         if session is None:
@@ -187,8 +188,8 @@ class Sessions:
 
     def _put(self, session: Session, known: int, trajectories: Numbered) -> dict[str, Any]:
         with session.lock:
-            # A writer that has not received its refusals sends again; so their number is that of
-            # one batch.
+            # A writer that has not received its refusals sends its batch again, and no other is
+            # taken until then: a session never holds more refusals than a batch has trajectories.
             waits = session.is_busy(0.0) or session.refused_after(known)
             if trajectories and not waits and self.error is None:
                 numbers = [number for number, _ in trajectories]
@@ -207,9 +208,7 @@ class Sessions:
         return answer
 
     def _wait(self, session: Session) -> tuple[bool, float]:
-        """Return whether a session's task goes on, and how long its writer must wait before it asks
-        again.
-        """
+        """Return whether a session's task goes on, and for how long its writer must wait."""
         may_wait = self._waiting.acquire(blocking=False)
         busy = session.is_busy(ANSWER_S if may_wait else 0.0)
         if may_wait:
@@ -220,9 +219,8 @@ class Sessions:
         """Add or refuse each trajectory; wait while the table's rate limiter blocks."""
         try:
             for number, trajectory in trajectories:
-                while (
-                    number > session.upto
-                ):  # else it has arrived already, before a connection was lost
+                # A smaller number was added or refused already, before a connection was lost.
+                while number > session.upto:
                     self.check()
                     try:
                         self._add(trajectory)
@@ -241,7 +239,7 @@ class Sessions:
             )
 
     def check(self) -> None:
-        """Raise what has ended the gateway."""
+        """Raise the error that has ended the gateway."""
         if self.error is not None:
             raise self.error
 
@@ -333,6 +331,8 @@ class LeaseSessions(Sessions):
                 session.answer = session.task.result()
             if self._sessions.get(client) is not session:  # it has ended meanwhile
                 self._release(session)
+            # A repeated number gets the stored answer. A smaller one belongs to a call that the
+            # worker has given up: no thread waits for what it returns.
             if number < session.number or "leases" not in session.answer:
                 return session.answer
             prompts = [session.leases[tuple(key)][1] for *key, _ in session.answer["leases"]]
@@ -340,10 +340,8 @@ class LeaseSessions(Sessions):
             {c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts}
             for prompt in prompts
         ]
-        return {
-            **session.answer,
-            "content": gateway_messages.encode(self._prompts, list(enumerate(rows))),
-        }
+        content = gateway_messages.encode(self._prompts, list(enumerate(rows)))
+        return {**session.answer, "content": content}
 
     def _do(self, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
         """Do a call; return its answer."""
@@ -372,21 +370,19 @@ class LeaseSessions(Sessions):
         given = []
         for lease, prompt in self._ledger.lease(count, wait_s):
             key = lease[:NUM_LEASE_WORDS]
-            session.leases[key] = lease, prompt
+            session.leases[key] = (lease, prompt)
             given.append((*key, base64.b64encode(lease.kept).decode()))
         return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
 
     def _check_other(self, lease: LeaseRecord) -> None:
-        """Raise LeaseExpiredError unless a lease of another session is of this store, which is
-        kept.
-        """
+        """Raise LeaseExpiredError for another session's lease, unless this kept store issued it."""
         spec = self._ledger.spec
         is_known = lease.origin == self._origin and lease.entry < spec.num_entries
         if not (spec.members and is_known and lease.number % spec.num_stores == spec.store):
             self._ledger.refuse(lease)
 
     def _change(self, lease: LeaseRecord, call: Mapping[str, Any], content: Any) -> list[int]:
-        """Change a lease as a call says; return the ids of the group, if it commits one."""
+        """Change a lease by a call; return the ids of the group, if it commits one."""
         does = call["do"]
         if does == "commit":
             late = call["absent"]  # columns, by member
@@ -409,16 +405,15 @@ class LeaseSessions(Sessions):
 
 
 class Gateway:
-    """Server that adds trajectories of remote writers to one table, or leases its prompts, in own
-    threads.
+    """Server that adds trajectories of remote writers to a table, or leases its prompts.
+
+    It has threads of its own, and is the only user of its writer. Port 0 takes a free one;
+    `insecure` admits other addresses than loopback without TLS.
 
     Memory: a worker receives a call's message after the token is checked, and at most
-    `max_message_bytes` and 1 MiB of it, a session one batch or group that is to be added; calls
-    that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed, no value
-    is copied, and the arrays of a call's trajectories count to its bytes.
-
-    The gateway is the only user of its writer. Port 0 takes a free one; `insecure` admits other
-    addresses than loopback without TLS.
+    `max_message_bytes` and 1 MiB of it; a session holds one batch or group that is to be added;
+    calls that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed, no
+    value is copied, and the arrays of a call's trajectories count to its bytes.
     """
 
     def __init__(
@@ -455,11 +450,9 @@ class Gateway:
                     "grpc.max_receive_message_length",
                     max_message_bytes + gateway_messages.SLACK_BYTES,
                 ),
-                (
-                    "grpc.per_message_decompression",
-                    0,
-                ),  # writers send none: a small message stays small
-                ("grpc.so_reuseport", 0),  # two gateways would share a port
+                # Writers compress nothing: so a small message cannot become a large one.
+                ("grpc.per_message_decompression", 0),
+                ("grpc.so_reuseport", 0),  # else two gateways could share a port
             ],
             maximum_concurrent_rpcs=_MOST_CALLS,
         )
@@ -525,9 +518,7 @@ class Gateway:
             log.flush(at_once)
 
     def shutdown(self) -> None:
-        """Accept no more calls, and end those that are not answered within 3 s; safe to
-        call twice.
-        """
+        """Accept no more calls; end those that are not answered in 3 s. Safe to call twice."""
         self._server.stop(_END_S).wait()
         self._workers.shutdown()
         self._flush_logs(at_once=True)
@@ -539,24 +530,20 @@ class Gateway:
             remedy = "install the same deepspeed_gear on both sides"
             raise StoreError("remote writer", rule, header.get("version"), remedy)
         if header.get("schema") is not None:
-            found = gateway_messages.differences(
-                Schema.from_json(header["schema"]), self._writer.schema
-            )
-            if found:
+            own = Schema.from_json(header["schema"])
+            differences = gateway_messages.differences(own, self._writer.schema)
+            if differences:
                 rule = f"must have the schema of table {self._writer.table}"
-                raise SchemaError("remote writer", rule, None, "; ".join(found))
+                raise SchemaError("remote writer", rule, None, "; ".join(differences))
         if ("grace_s" in header) != isinstance(self.sessions, LeaseSessions):
             name = f"gear.tables.{self._writer.table}.prompts"
             rule = "must be given for rollout workers only"
-            remedy = (
-                "connect a RemoteRolloutWorker where there are prompts, and else a RemoteWriter"
-            )
+            remedy = "connect a RemoteRolloutWorker if there are prompts, else a RemoteWriter"
             raise ConfigError(name, rule, None, remedy)
         client = str(header.get("client"))
         if len(client) > _MOST_CLIENT:
-            raise StoreError(
-                "remote writer", f"must have a name of at most {_MOST_CLIENT} characters"
-            )
+            rule = f"must have a name of at most {_MOST_CLIENT} characters"
+            raise StoreError("remote writer", rule, len(client))
         self.sessions.open(client, float(header.get("grace_s", gateway_messages.SESSION_S)))
         media = self._writer.parts[0].spec.media
         return {
@@ -611,10 +598,8 @@ class Gateway:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, call)
             raise AssertionError("abort raises")
         try:
-            message = next(messages, None)
-            return (
-                b"" if message is None else _answer(action, message)
-            )  # None: the caller has ended the call
+            message = next(messages, None)  # None: the caller has ended the call
+            return b"" if message is None else _answer(action, message)
         finally:
             self._calls.end(call)
 
@@ -633,14 +618,15 @@ def _answer(action: Action, message: bytes) -> bytes:
 
 
 class _Calls(grpc.GenericRpcHandler):
-    """Handlers of calls by their actions; a call without the token ends before its message is
-    received.
+    """Handlers of calls by their actions.
+
+    A call without the token ends before its message is received.
     """
 
     def __init__(self, token: str, actions: Mapping[str, Action], gateway: Gateway) -> None:
         self._wanted = f"Bearer {token}".encode()
-        # A handler of unary requests would receive the message first; these read it when they are
-        # ready.
+        # A handler of unary requests would receive the message before it is called. These read it
+        # themselves, after the token and the limits are checked.
         handler = grpc.stream_unary_rpc_method_handler
         self._handlers = {
             name: handler(partial(gateway.answer, action)) for name, action in actions.items()
@@ -650,8 +636,6 @@ class _Calls(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Return the handler of a call: the refusing one unless its metadata have the token."""
         given = dict(details.invocation_metadata).get("authorization", "")
-        if hmac.compare_digest(
-            given.encode(), self._wanted
-        ):  # its time does not depend on the difference
+        if hmac.compare_digest(given.encode(), self._wanted):  # in constant time
             return self._handlers.get(details.method.removeprefix(f"/{gateway_messages.SERVICE}/"))
         return self._refuses

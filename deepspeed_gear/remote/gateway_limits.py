@@ -25,12 +25,10 @@ MOST_CONNECTIONS = 4096
 TOKEN_S = 10.0  # within which a connection must show the token, after its handshake
 MOST_WITHOUT_TOKEN = 256  # connections of an address that have not shown the token yet
 MOST_OF_CONNECTION = 2  # calls at once; a writer makes one, and may have given up another
-_STREAMS = (
-    100  # of a connection; it refuses more without a cause, and counts some that have just ended
-)
-_IDLE_S = (
-    60.0  # after which a connection without calls is closed; a writer connects again by itself
-)
+# Streams of a connection. gRPC refuses more without naming a cause, and counts some that have just
+# ended: so this is far more than MOST_OF_CONNECTION.
+_STREAMS = 100
+_IDLE_S = 60.0  # a connection without calls is closed after it; a writer connects again by itself
 _FILES = 128  # descriptors for everything else
 _FORGET_S = 5.0  # after which a peer without a connection is forgotten
 _SHOWN_ADDRESSES = 3
@@ -65,9 +63,7 @@ def raise_descriptor_limit() -> None:
 
 
 def most_connections() -> int:
-    """Return how many connections a gateway of this process may have, by its limit of
-    open files.
-    """
+    """Return how many connections a gateway may have under this process's open-file limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -75,8 +71,9 @@ def most_connections() -> int:
 
 
 def server_options(connections: int) -> list[tuple[str, int]]:
-    """Return the options of a gRPC server that bound its connections; further ones are closed at
-    once.
+    """Return the options of a gRPC server that bound its connections.
+
+    Connections beyond the bound are closed at once.
     """
     return [
         ("grpc.max_allowed_incoming_connections", connections),
@@ -88,8 +85,7 @@ def server_options(connections: int) -> list[tuple[str, int]]:
 
 
 class CountedLog:
-    """Log of an event that clients may cause at any rate: at most a line a second, with counts by
-    address.
+    """Log of an event that clients can cause at any rate: at most one line per second.
 
     Args:
         text: The line, with the places of the count and of the addresses.
@@ -107,12 +103,14 @@ class CountedLog:
         self.flush()
 
     def flush(self, at_once: bool = False) -> None:
-        """Log what has been noted since the last line, unless that is less than a second ago."""
+        """Log the events since the last line, unless that is less than a second ago."""
         now = time.monotonic()
         with self._lock:
             if not self._counts or (now < self._logged_at + _LOG_S and not at_once):
                 return
-            counts, self._counts, self._logged_at = self._counts, Counter(), now
+            counts = self._counts
+            self._counts = Counter()
+            self._logged_at = now
         shown = [
             f"{address} ({count:,})" for address, count in counts.most_common(_SHOWN_ADDRESSES)
         ]
@@ -149,23 +147,20 @@ class CallLimits:
         )
 
     def begin(self, peer: Peer, cancel: Callable[[], object]) -> Call | str:
-        """Admit a call; or return why it is refused, and what helps."""
+        """Admit a call; or return why it is refused, with the remedy."""
         with self._lock:
             free = self._num_workers - len(self._calls)
             of_address = sum(call.peer.address == peer.address for call in self._calls)
             of_connection = sum(call.peer == peer for call in self._calls)
             reason = None
             if of_connection >= MOST_OF_CONNECTION:
-                reason = (
-                    f"a connection must have at most {MOST_OF_CONNECTION} calls at once; "
-                    f"await answers"
-                )
+                most = MOST_OF_CONNECTION
+                reason = f"a connection must have at most {most} calls at once; await answers"
             elif of_address >= 3 * free:
                 reason = (
                     f"{peer.address} must leave workers of the gateway to other addresses: it has "
-                    f"{of_address} calls of {len(self._calls)}, and {free} workers are free; "
-                    f"start fewer "
-                    "writers there, or another gateway"
+                    f"{of_address} calls of {len(self._calls)}, and {free} workers are free; start "
+                    "fewer writers there, or another gateway"
                 )
             if reason is None:
                 call = Call(peer, cancel, time.monotonic())
@@ -196,15 +191,14 @@ class Connections:
     def __init__(self, port: int, most_without_token: int) -> None:
         self._port = port
         self._most = most_without_token
-        self._known = dict[
-            str, tuple[Peer | None, float]
-        ]()  # by link of the descriptor: None: another's
-        self._shown = dict[Peer, float]()
+        # By link of the descriptor, which tells sockets apart when numbers are used again: the peer
+        # (None: no connection of the port), and when it was first seen.
+        self._known = dict[str, tuple[Peer | None, float]]()
+        self._shown = dict[Peer, float]()  # peers that have shown the token, and when they did last
         self._lock = threading.Lock()
         self.log = CountedLog(
-            "gear serve: connections closed that have not shown the token: %d, of %s; an "
-            "address may have "
-            f"{most_without_token} of them at once, for {TOKEN_S:g} s each"
+            "gear serve: connections closed that have not shown the token: %d, of %s; an address "
+            f"may have {most_without_token} of them at once, for {TOKEN_S:g} s each"
         )
 
     def show_token(self, peer: Peer) -> None:
@@ -213,8 +207,7 @@ class Connections:
             self._shown[peer] = time.monotonic()
 
     def look(self) -> None:
-        """Close connections without the token that are too old, and an address's oldest ones beyond
-        the most.
+        """Close connections that show no token: old ones, and the oldest of an address with many.
 
         Cost: a system call for each descriptor of the process.
         """
@@ -228,9 +221,9 @@ class Connections:
         for name in names:
             link = _link(int(name))
             if link.startswith("socket:"):
-                found = self._known.get(link)
-                known[link] = (self._peer(int(name), link), now) if found is None else found
-                numbers[link] = int(name)
+                number = int(name)
+                known[link] = self._known.get(link) or (self._peer(number, link), now)
+                numbers[link] = number
         self._known = known
         peers = {peer for peer, _ in known.values()}
         with self._lock:
@@ -267,15 +260,17 @@ class Connections:
 
 
 def _link(number: int) -> str:
-    """Return what a descriptor of this process is, "" if it was closed meanwhile."""
+    """Return the link of a descriptor of this process, "" if it was closed meanwhile."""
     with suppress(OSError):
         return os.readlink(f"/proc/self/fd/{number}")
     return ""
 
 
 def _same_socket(number: int, link: str) -> socket.socket:
-    """Return a socket of gRPC by its descriptor; OSError: it was closed, and the number may be
-    another's.
+    """Return gRPC's socket of a descriptor.
+
+    Raises:
+        OSError: It was closed, and its number may be another's.
     """
     copy = os.dup(number)
     if _link(copy) != link:
@@ -285,7 +280,7 @@ def _same_socket(number: int, link: str) -> socket.socket:
 
 
 def _shut_down(number: int, link: str) -> bool:
-    """End a connection, as if its peer had: gRPC closes it."""
+    """End a connection as if its peer had ended it, so that gRPC closes it."""
     with suppress(OSError), _same_socket(number, link) as one:
         one.shutdown(socket.SHUT_RDWR)
         return True

@@ -25,33 +25,30 @@ from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.leases import LeaseRecord
 
-VERSION = (
-    7  # 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited for commits
-)
+# Of the protocol: 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited
+# for commits.
+VERSION = 7
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
-# gRPC's own lengths end at 2 GiB
+# Bounds of that limit; gRPC's own lengths end at 2 GiB.
 LEAST_MAX_MESSAGE_BYTES = 1 << 20
 MOST_MAX_MESSAGE_BYTES = 1 << 30
-SLACK_BYTES = (
-    1 << 20
-)  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
+# For header, Arrow schema and padding: less than 512 bytes for each column, and its name.
+SLACK_BYTES = 1 << 20
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
-SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, bye, and put or work
-NUM_LEASE_WORDS = 5  # first words of a LeaseRecord, entry to attempt, which tell it from all others
+SERVICE = "deepspeed_gear.Gateway"  # the gRPC service, with the methods hello, put and bye
+NUM_LEASE_WORDS = 5  # the first words of a LeaseRecord, entry to attempt, identify it
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
 # Of each value and number: its offset in the message, and the array that the gateway makes of it.
-# Without it, millions of short trajectories in a message would take many times its length.
+# If these did not count, millions of short trajectories would take many times a message's length.
 _VALUE_BYTES = 8 + 248
 Arrays = Mapping[str, np.ndarray]
 
 
 def trajectory_bytes(arrays: Arrays) -> int:
-    """Return the bytes that a trajectory takes in a gateway: its values and number, and an array
-    for each.
-    """
+    """Return the bytes that a trajectory takes in a gateway: its values, and an array for each."""
     return sum(array.nbytes for array in arrays.values()) + _VALUE_BYTES * (len(arrays) + 1)
 
 
@@ -125,7 +122,7 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
 
 
 def lease_words(lease: LeaseRecord) -> tuple[Any, ...]:
-    """Return the words of a lease in a call; the gateway does not need what was kept."""
+    """Return the words of a lease in a call, without what the worker has kept."""
     return (*lease[:NUM_LEASE_WORDS], None, lease.origin)
 
 
@@ -139,8 +136,9 @@ def lease_of(words: Any) -> LeaseRecord:
 
 
 def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:
-    """Return a message: the header's length, the header as JSON, and bytes or a batch as an IPC
-    stream.
+    """Return a message: length of the header, the header as JSON, and the content.
+
+    `batch` is content in bytes, or a batch that is written as an IPC stream.
     """
     sink = pa.BufferOutputStream()
     head = json.dumps(header).encode()
@@ -171,11 +169,9 @@ def unpack(
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:
-    """Describe the differences of two schemas: columns that only one has, and attributes that
-    differ.
-    """
-    found = [f"column {name} is not in the table" for name in own.names if name not in wanted]
-    found += [f"column {name} is missing" for name in wanted.names if name not in own]
+    """Describe the differences of two schemas: missing columns, and attributes that differ."""
+    texts = [f"column {name} is not in the table" for name in own.names if name not in wanted]
+    texts += [f"column {name} is missing" for name in wanted.names if name not in own]
     for column in (c for c in wanted if c.name in own):
         other = own[column.name]
         size = "max_bytes" if column.is_opaque else "shape"
@@ -183,7 +179,7 @@ def differences(own: Schema, wanted: Schema) -> list[str]:
             here = getattr(other, what)
             there = getattr(column, what)
             if here != there:
-                found.append(f"column {column.name} has {what} {here}, the table {there}")
-    if not found and own != wanted:
-        found.append(f"the columns are in the order {', '.join(own.names)}")
-    return found
+                texts.append(f"column {column.name} has {what} {here}, the table {there}")
+    if not texts and own != wanted:
+        texts.append(f"the columns are in the order {', '.join(own.names)}")
+    return texts

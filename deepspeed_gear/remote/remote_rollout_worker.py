@@ -39,7 +39,7 @@ class RemoteLedger(LeaseLedger):
     def __init__(self, line: Connection, timeout_s: float) -> None:
         self._line = line
         self._timeout_s = timeout_s
-        self._number = 0  # of the last call, so that the gateway does it once
+        self._number = 0  # number of the last call: the gateway does each number once
         self._grace_s = min(max(timeout_s, 1.0), gateway_messages.SESSION_S)
         self._begin()
         self._lock = threading.Lock()  # around a call
@@ -47,7 +47,7 @@ class RemoteLedger(LeaseLedger):
         threading.Thread(target=self._keep_session, name="gear-keep", daemon=True).start()
 
     def _begin(self) -> None:
-        """Begin a session; the gateway's run, and what it has, may be another one than before."""
+        """Begin a session; run, schema and prompts of the gateway may have changed."""
         self._hello = begin_session(self._line, self._timeout_s, grace_s=self._grace_s)
         self._schema = Schema.from_json(self._hello["schema"])
         self._prompts = Schema.from_json(self._hello["prompts"])
@@ -125,9 +125,7 @@ class RemoteLedger(LeaseLedger):
         return members
 
     def _call(self, batch: Any = None, **call: Any) -> dict[str, Any]:
-        """Make a call until the gateway answers it, in this session or another; raises
-        its error.
-        """
+        """Make a call until the gateway answers, in this session or another; raises its error."""
         with self._lock:
             self._number += 1
             sent = batch
@@ -141,9 +139,8 @@ class RemoteLedger(LeaseLedger):
                 elif "busy" not in answer:
                     return answer
                 self._stopped.wait(answer.get("wait_s", 0.0))
-                sent = (
-                    None if answer.get("busy") == self._number else batch
-                )  # of a commit that was given up
+                # The gateway has the batch of a commit that is still being done.
+                sent = None if answer.get("busy") == self._number else batch
         raise StoreError("the rollout worker", "must be open", None, "it was closed")
 
     def _keep_session(self) -> None:
@@ -162,8 +159,7 @@ class RemoteLedger(LeaseLedger):
 
 
 class RemoteRolloutWorker(LeaseWorker):
-    """Leases prompts of a table of another machine, through the gateway that `gear serve` runs
-    there.
+    """Leases prompts of a table on another machine, through the gateway of `gear serve`.
 
     As RolloutWorker, with the same leases. Each call is done once, also if connections are lost.
     The leases come back when the worker closes, or its session ends: with the gateway, or
@@ -176,8 +172,6 @@ class RemoteRolloutWorker(LeaseWorker):
 
     @classmethod
     def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
-        """Connect to a gateway; timeout_s, token, ca, insecure and errors: as of
-        `RemoteWriter.connect`.
-        """
+        """Connect to a gateway; arguments and errors are those of `RemoteWriter.connect`."""
         line = Connection(url, **options)
         return cls(RemoteLedger(line, check_timeout("timeout_s", timeout_s)))

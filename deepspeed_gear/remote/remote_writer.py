@@ -47,7 +47,7 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class SendOptions:
-    """Options of sending trajectories.
+    """When a remote writer sends a batch, and how much it buffers.
 
     Args:
         batch_bytes: A batch is sent when it has so many bytes.
@@ -61,9 +61,7 @@ class SendOptions:
 
 
 class RetryPolicy:
-    """Retries of a lost call: with ever longer pauses, until there was no answer for
-    `timeout_s`.
-    """
+    """Retries of lost calls, with growing pauses, until none is answered for `timeout_s`."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
@@ -72,22 +70,22 @@ class RetryPolicy:
         self._until: float | None = None  # begins with the first loss
 
     def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
+        """Pause before the next try, or raise LostNodeError if the time is over."""
         now = time.monotonic()
         self._until = now + self._timeout_s if self._until is None else self._until
         if now > self._until:
             rule = f"must answer within {self._timeout_s:g} s"
             remedy = f"does it run, is the url right, and does its log name a limit? {error}"
             raise LostNodeError(f"gateway {self._url}", rule, None, remedy)
-        stopped.wait(
-            self._pause_s * random.uniform(0.5, 1.0)
-        )  # so that many writers do not retry at once
+        # Random, so that many writers do not retry at the same time.
+        stopped.wait(self._pause_s * random.uniform(0.5, 1.0))
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
 
 def call_again(
     line: Connection, action: str, header: Any, timeout_s: float, batch: Any = None
 ) -> Any:
-    """Call until there is an answer, and return it; raises the error in it."""
+    """Call until there is an answer, and return it; raises the error that it contains."""
     retries = RetryPolicy(line.url, timeout_s)
     answer = None
     while answer is None:
@@ -121,15 +119,15 @@ class QueuedTrajectory(NamedTuple):
     number: int  # from 0
     arrays: Mapping[str, np.ndarray]
     num_bytes: int
-    since: float  # as time.monotonic
+    since: float  # when it was queued, by time.monotonic
 
 
 class Sender:
-    """Queue of unacknowledged trajectories, in bounded memory, and the thread that sends them in
-    order.
+    """Queue of unacknowledged trajectories in bounded memory, and the thread that sends them.
 
-    One batch is under way at a time: the next is sent when the gateway has added or refused it. So
-    a table that blocks fills the queue, and a resumed connection sends at most one batch again.
+    They are sent in order, and one batch is under way at a time: the next is sent when the gateway
+    has added or refused it. So a table that blocks fills the queue, and a resumed connection sends
+    at most one batch again.
 
     Thread safety: any thread puts and flushes. One trajectory fits into batch and buffer in any
     case.
@@ -149,18 +147,18 @@ class Sender:
         self._who = who  # gateway and client, in the header of every call
         self._timeout_s = timeout_s  # without any answer, and of a wait while the gateway blocks
         self._retries = RetryPolicy(line.url, timeout_s)
-        self._asks = (
-            False  # the last batch is pending, or its state unknown: ask before the next is sent
-        )
-        self._upto = -1
+        # Whether the last batch is pending, or its state unknown: ask before the next is sent.
+        self._asks = False
+        self._upto = -1  # all trajectories up to this number are stored or refused
         self.refused: list[tuple[int, GearError]] = []
         self.num_lost = 0  # calls
-        self.waited_s = 0.0  # of `put` and `flush`
+        self.waited_s = 0.0  # waits of `put` and `flush`
         self._items: deque[QueuedTrajectory] = deque()
-        self._num_bytes = self._next = 0
+        self._num_bytes = 0  # bytes in the queue
+        self._next = 0  # number of the next trajectory
         self._changed = threading.Condition()  # around the queue
         self._blocked_since: float | None = None  # since when the gateway answers, but adds nothing
-        self._flushes = False
+        self._flushes = False  # whether a thread waits in `flush`: batches are sent at once
         self._error: GearError | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gear-send", daemon=True)
@@ -184,9 +182,7 @@ class Sender:
             return item.number
 
     def flush(self) -> None:
-        """Wait until the queue is empty; raises as `put`, but no error that comes after the last
-        answer.
-        """
+        """Wait until the queue is empty. Raises as `put`, but no error after the last answer."""
         with self._changed:
             self._flushes = True
             self._changed.notify_all()
@@ -196,15 +192,13 @@ class Sender:
                 self._flushes = False
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait, with `_changed` held; NotReadyError if the gateway blocks for `timeout_s`."""
         begin = time.monotonic()
         while not is_done():
             if self._error is not None:
                 raise self._error
-            now = time.monotonic()
-            if (
-                self._blocked_since is not None
-                and now - max(begin, self._blocked_since) > self._timeout_s
-            ):
+            blocked = self._blocked_since
+            if blocked is not None and time.monotonic() - max(begin, blocked) > self._timeout_s:
                 rule = f"must take trajectories within {self._timeout_s:g} s"
                 remedy = "the table is full or its rate limiter blocks: sample, or raise timeout_s"
                 raise NotReadyError("the gateway", rule, None, remedy)
@@ -218,7 +212,7 @@ class Sender:
             return range(self._next - len(self._items), self._next)
 
     def stop(self) -> None:
-        """Send nothing any more; safe to call twice."""
+        """Stop sending. Safe to call twice."""
         with self._changed:
             self._stopped.set()
             self._changed.notify_all()
@@ -237,10 +231,8 @@ class Sender:
             left = self.unacknowledged
             remedy = error.remedy
             if left:
-                text = (
-                    f"trajectories {left.start} to {left.stop - 1} of this writer are not "
-                    f"acknowledged"
-                )
+                numbers = f"{left.start} to {left.stop - 1}"
+                text = f"trajectories {numbers} of this writer are not acknowledged"
                 remedy = f"{remedy}; {text}" if remedy else text
             self._fail(type(error)(error.name, error.rule, error.value, remedy))
         except Exception as error:
@@ -281,9 +273,9 @@ class Sender:
         return None
 
     def _send(self, items: list[QueuedTrajectory]) -> None:
-        """Send a batch; without one, or while the state of the last one is not known, ask for that.
+        """Send a batch, or ask for the state of the last one if it is not known.
 
-        So an idle writer's session does not expire.
+        Without a batch the call keeps an idle writer's session.
         """
         header = {**self._who, "known": self._upto}
         batch = None
@@ -292,7 +284,7 @@ class Sender:
         try:
             answer = self._line.call("put", header, self._timeout_s, batch)
         except ConnectionLost as lost:
-            if items:  # else the next batch retries
+            if items:  # without items the next batch will retry
                 self._asks = True
                 self.num_lost += 1
                 self._settle(-1, is_busy=False)
@@ -310,9 +302,7 @@ class Sender:
         self._stopped.wait(answer["wait_s"])
 
     def _settle(self, upto: int, is_busy: bool) -> None:
-        """Remove the trajectories up to a number; note whether the gateway blocks the following
-        ones.
-        """
+        """Remove trajectories up to a number; note since when the gateway blocks the next ones."""
         with self._changed:
             has_advanced = False
             while self._items and self._items[0].number <= upto:
@@ -326,18 +316,17 @@ class Sender:
 
 
 class RemoteWriter(WriterBase):
-    """Adds trajectories to a table of another machine, through the gateway that `gear serve` runs
-    there.
+    """Adds trajectories to a table on another machine, through the gateway of `gear serve`.
 
     Differences from TrajectoryWriter: `add` returns before the trajectory is stored, so its error
-    is raised by a later call; and it returns this writer's own number of the trajectory, from 0, in
-    place of the id.
+    is raised by a later call; and it returns this writer's own number of the trajectory, from 0,
+    instead of the id.
 
     Every trajectory is stored exactly once while the gateway lives, also if connections are lost.
-    If the gateway dies, unacknowledged trajectories may be stored or not; none is stored twice or
+    If the gateway dies, an unacknowledged trajectory may be stored or not; none is stored twice or
     in part.
 
-    Thread safety: one thread at a time; a thread of its own sends. After a fork, connect anew.
+    Thread safety: one thread at a time; a thread of its own sends. After a fork, connect again.
     """
 
     def __init__(
@@ -376,7 +365,7 @@ class RemoteWriter(WriterBase):
             timeout_s: Longest time without an answer, and longest wait while the gateway blocks.
             insecure: Admits other addresses than loopback without TLS: the token is sent
                 unencrypted.
-            sending: How large batches are, and how long they wait; None: the defaults.
+            sending: Size and delay of batches; None: the defaults.
         Raises:
             ConfigError: An argument is wrong, or the gateway takes no batches of this size.
             StoreError: The token is wrong.
@@ -460,11 +449,11 @@ class RemoteWriter(WriterBase):
 
     def _raise_refused(self) -> None:
         """Raise the first refusal that was not raised yet; later ones count as raised with it."""
-        found = self.refused[self._num_raised :]
-        if found:
-            self._num_raised += len(found)
-            number, error = found[0]
-            more = f"{len(found) - 1} more were refused: see refused" if len(found) > 1 else ""
+        new = self.refused[self._num_raised :]
+        if new:
+            self._num_raised += len(new)
+            number, error = new[0]
+            more = f"{len(new) - 1} more were refused: see refused" if len(new) > 1 else ""
             remedy = "; ".join(filter(None, (error.remedy, more)))
             raise type(error)(f"trajectory {number}: {error.name}", error.rule, error.value, remedy)
 

@@ -11,7 +11,8 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Gatherer, GatherOptions, read_opaque
+from deepspeed_gear.batching.field_rows import read_opaque
+from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer

@@ -17,7 +17,6 @@ from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
-from deepspeed_gear.distributed.sharded_selection import JointSelector, set_quotas
 from deepspeed_gear.errors import LostNodeError, PeerError, undo_on_error
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
@@ -26,6 +25,8 @@ from deepspeed_gear.replay.node_stores import open_stores
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.rate_rounds import RateRounds
+from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
@@ -60,6 +61,7 @@ class ReplayParts:
             plan.config.prefetch * plan.info.accumulation
         )  # of micro batches
         self.links = NodeLinks(plan, device)
+        self.rates = RateRounds(plan.control_plane, plan.leads_shard)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
         #: Of each sampled table, by name.
@@ -106,7 +108,7 @@ class ReplayParts:
 
     def _make_streams(
         self,
-        selectors: Mapping[StreamState, JointSelector],
+        selectors: Mapping[StreamState, Selector],
         num_items: Mapping[StreamState, int],
     ) -> None:
         """Make the batch streams of all tables.
@@ -132,7 +134,7 @@ class ReplayParts:
         plan = self.plan
         keeps = plan.config.shared_memory.keep
         streams = [stream for stream in self.all_streams if not (keeps and stream.table.ledger)]
-        set_quotas(plan.control_plane, plan.leads_shard, streams)
+        self.rates.set_quotas(streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
 from deepspeed_gear.context import WaitLog
-from deepspeed_gear.distributed.sharded_selection import may_select, share_progress
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -23,10 +21,10 @@ class Readiness:
 
     def __init__(self, parts: ReplayParts) -> None:
         self._parts = parts
+        self._rates = parts.rates
         self._timeout_s = parts.plan.config.rollout_timeout_s
-        barrier = parts.barrier
         # Raises if a rank is lost.
-        self._check = parts.context.check if barrier is None else barrier.check
+        self._check = parts.context.check if parts.barrier is None else parts.barrier.check
         self._streams = parts.train
         self._table = parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
@@ -35,30 +33,20 @@ class Readiness:
 
     def ask(self, number: int) -> bool:
         """Return whether a global batch could be selected at the first rank's call. Collective."""
-        plan = self._parts.plan
         turn = int(self._asked[self._peer])
-        control_plane = plan.control_plane
-        streams = [s for s in self._streams if not s.spec.is_optional]
+        streams = [stream for stream in self._streams if not stream.spec.is_optional]
         self._wait_for_slowest(turn)
-        if plan.topology.num_nodes == 1:
+        if self._parts.plan.topology.num_nodes == 1:
             answer = bool(self._first(turn, lambda: all(s.can_select(number) for s in streams)))
             self._asked[self._peer] = turn + 1
             return answer
         self._asked[self._peer] = turn + 1
-        if plan.leads_shard:  # no rank of this node writes while nodes divide quotas
+        if self._rates.leads:  # no rank of this node writes while nodes divide quotas
             self._wait_for_slowest(turn + len(self._answers))
-        found = True
-        for stream in streams:
-            if stream.state.joint_limiter is not None:
-                prepares = self._parts.prefetcher.is_alive
-                may = may_select(control_plane, plan.leads_shard, stream, number, prepares)
-            else:
-                answers = control_plane.all_results(
-                    "looking at its node's items", partial(stream.can_select, number)
-                )
-                may = any(answers) if stream.spec.num_shards > 1 else all(answers)
-            found = found and may
-        return found
+        may_be_selecting = self._parts.prefetcher.is_alive
+        # Every rank takes part for each stream, also after one that cannot be selected from.
+        answers = [self._rates.may_select(stream, number, may_be_selecting) for stream in streams]
+        return all(answers)
 
     def missing(self, stream: BatchStream, number: int) -> int:
         """Return this rank's share of the items to add for a global batch. Collective.
@@ -72,14 +60,7 @@ class Readiness:
         self._asked[self._peer] = turn + 1
         self._wait_for_slowest(turn + len(self._answers))
         if stream.spec.num_shards > 1:
-            control_plane = self._parts.plan.control_plane
-            leads = self._parts.plan.leads_shard
-            share_progress(control_plane, leads, stream)
-            held = control_plane.all_results(
-                "counting the items of its node",
-                lambda: [stream.held_items(number)] if leads else [],
-            )
-            missing = stream.missing_items(number, [one for of_rank in held for one in of_rank])
+            missing = self._rates.missing_items(stream, number)
         else:
             here = stream.missing_items(number, [stream.held_items(number)])
             missing = self._first(turn, lambda: here)

@@ -10,23 +10,20 @@ import torch
 
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
-from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
+from deepspeed_gear.plan.resolved_plan import Resolved
+from deepspeed_gear.plan.table_resolution import ArrivalRoom
+from deepspeed_gear.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.resolution_exchange import (
     Goals,
     ResolutionExchange,
     ResolutionSender,
 )
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
-from deepspeed_gear.distributed.row_exchange.trajectory_exchange import TrajectoryExchange
-from deepspeed_gear.distributed.sharded_selection import (
-    JointSelector,
-    ReplicatedSelector,
-    ShardedSelector,
-)
-from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.plan.table_resolution import ArrivalRoom
+from deepspeed_gear.row_exchange.row_messages import RowExchange
+from deepspeed_gear.row_exchange.trajectory_exchange import TrajectoryExchange
 from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds
+from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 
 States = Mapping[str, Mapping[str, StreamState]]  # by table and stream
@@ -49,7 +46,7 @@ class NodeLinks:
         self._device = device
         self._channels: dict[bool, NodeChannel] = {}  # key: whether for training streams
         self._transports: dict[bool, DeviceTransport] = {}
-        self._training: list[JointSelector] = []  # selectors of the training streams
+        self._training: list[Selector] = []  # selectors of the training streams
         self._taken: np.ndarray | float = 0.0  # sums at the last `take_metrics`
         self._found = dict[str, float]()  # what it has returned
         #: Of the tables of packed batches that several nodes hold, by name.
@@ -57,7 +54,7 @@ class NodeLinks:
 
     def selectors(
         self, states: States, goals: Goals, detector: FailureDetector | None
-    ) -> dict[StreamState, JointSelector]:
+    ) -> dict[StreamState, Selector]:
         """Open the channels and return the selectors of streams that nodes select together.
 
         Collective. The selectors are on the leaders of nodes that hold such tables. `goals` draws
@@ -88,24 +85,22 @@ class NodeLinks:
                 self.trajectories[state.table.spec.name] = spread
         if not self._channels:
             return {}
-        found: dict[StreamState, JointSelector] = {}
+        found: dict[StreamState, Selector] = {}
         for state in sorted(every, key=lambda state: routes_of[state] is not None):
             routes = routes_of[state]
-            trains = state.spec.name == TRAIN
-            if routes is not None:
-                channel = self._channels[trains]
-                records: ResolutionSender | ResolutionExchange
-                if packs:
-                    records = ResolutionSender(state, channel)
-                else:
-                    records = ResolutionExchange(
-                        state, routes, self._rows(state, routes, trains), goals
-                    )
-                found[state] = ShardedSelector(state, channel, routes, records, config.verify_every)
-            elif state.spec.together and state.spec.num_shards == 1:  # of a replicated table
-                found[state] = ReplicatedSelector(state, self._channels[True])
-                trains = True
-            if state in found and trains:
+            if not state.spec.together:
+                continue
+            # Nodes select together from a replicated table for its priorities only: for training.
+            trains = state.spec.name == TRAIN or routes is None
+            channel = self._channels[trains]
+            draws: ResolutionSender | ResolutionExchange | None = None
+            if routes is not None and packs:
+                draws = ResolutionSender(state, channel)
+            elif routes is not None:
+                rows = self._rows(state, routes, trains)
+                draws = ResolutionExchange(state, routes, rows, goals, config.verify_every)
+            found[state] = Selector(state, SelectionRounds(state, channel), draws)
+            if trains:
                 self._training.append(found[state])
         return found
 
@@ -130,8 +125,8 @@ class NodeLinks:
         if not self._training:
             return {}
         channel = self._channels[True]
-        late = np.sum([selector.late_s for selector in self._training], axis=0)
-        selections = sum(selector.num_selections for selector in self._training)
+        late = np.sum([selector.rounds.late_s for selector in self._training], axis=0)
+        selections = sum(selector.rounds.num_selections for selector in self._training)
         now = np.array([*late, selections, channel.bytes_sent, channel.bytes_received], np.float64)
         *waits, made, sent, received = (now - self._taken).tolist()
         if self._found and not made:
@@ -153,4 +148,4 @@ class NodeLinks:
         Its prefetch thread has stopped.
         """
         if self._training and self._plan.config.prefetch > 0:
-            self._training[0].leave()
+            self._training[0].rounds.leave()

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.gather import N_STEP_DTYPES, affine
+from deepspeed_gear.batching.field_rows import affine
+from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.config import GearConfig, ResolvedField, ds_config, parse
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.gather import read_opaque
+from deepspeed_gear.batching.field_rows import read_opaque
 from deepspeed_gear.batching.loss_weights import StepLoss, loss_weights
 from deepspeed_gear.batching.micro_batch import (
     ForwardPass,
@@ -24,11 +24,11 @@ from deepspeed_gear.batching.micro_batch import (
 from deepspeed_gear.batching.pack_media import MediaReader
 from deepspeed_gear.batching.packing_plan import PlannedPacks
 from deepspeed_gear.config.options import PackConfig
-from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
 from deepspeed_gear.replay.rollout_context import MASK, TARGETS
+from deepspeed_gear.row_exchange.trajectory_places import Moves
 
 _STEPS = lower([GatherSpec(Source.STEPS)])
 

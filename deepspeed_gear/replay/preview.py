@@ -22,13 +22,14 @@ from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.ingest.source_checks import check_no_pointer
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.row_exchange import exchange_plan
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
+from deepspeed_gear.distributed.shard_placement import shards_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.plan.table_resolution import capacity_of
 from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.row_exchange import exchange_plan
+from deepspeed_gear.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
 FIRST_IDS = 4
@@ -172,7 +173,7 @@ def _traffic(
     for index, table in enumerate(replay.config.sampled_tables):
         dataset = replay.datasets[table]
         mine = source == index
-        bounds = exchange_plan.shards_of(dataset.lengths * dataset.schema.row_bytes, len(consuming))
+        bounds = shards_of(dataset.lengths * dataset.schema.row_bytes, len(consuming))
         held[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
     held = np.array(consuming)[np.minimum(held, len(consuming) - 1)]
     sent = np.zeros((num_nodes, num_nodes), np.int64)

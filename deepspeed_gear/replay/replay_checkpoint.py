@@ -14,7 +14,6 @@ from deepspeed_gear.checkpoint import position, rollout_file, save_folders, tabl
 from deepspeed_gear.checkpoint.save_folders import State
 from deepspeed_gear.checkpoint.segment_links import SegmentLinks, Written
 from deepspeed_gear.checkpoint.table_loader import TableLoader
-from deepspeed_gear.distributed.sharded_selection import set_quotas
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
@@ -176,7 +175,7 @@ class ReplayCheckpoint:
                     stream.state.seek(*words, fresh=loading is not None)
         control_plane.barrier()
         if loading is None:  # else after the tables: by their old content no prompt may be leased
-            set_quotas(control_plane, plan.leads_shard, parts.train)
+            parts.rates.set_quotas(parts.train)
         parts.leave_inner_stage()
         loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
         if loading is not None:
@@ -184,7 +183,7 @@ class ReplayCheckpoint:
             if plan.placement.spread:
                 control_plane.attempt("loading the unused selections", loading.deliver)
                 loading.announce()
-            set_quotas(control_plane, plan.leads_shard, parts.train)
+            parts.rates.set_quotas(parts.train)
             parts.leave_inner_stage()
         self._passes.begun.clear()
         self._passes.begun.update(passes)

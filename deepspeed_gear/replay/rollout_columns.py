@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import PackGatherer, SharedRows, steps_of
 from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.batching.pack_gather import PackGatherer, SharedRows, steps_of
 from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.batching.rollout_trajectories import (
     RolloutTrajectories,
@@ -20,12 +20,12 @@ from deepspeed_gear.batching.rollout_trajectories import (
     item_numbers,
 )
 from deepspeed_gear.config.options import AdvantageConfig
-from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.node_links import SpreadTrajectories
 from deepspeed_gear.replay.rollout_context import RolloutContext
+from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import PackGatherer
 from deepspeed_gear.batching.loss_weights import GradientDivisor
+from deepspeed_gear.batching.pack_gather import PackGatherer
 from deepspeed_gear.batching.rollout_trajectories import TableTrajectories, item_numbers
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition

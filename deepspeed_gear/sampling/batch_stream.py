@@ -22,7 +22,7 @@ from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import Selection, SelectionReaders
-from deepspeed_gear.sampling.selector import LocalSelector
+from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.kept_ledger import KeptLedger
@@ -65,7 +65,7 @@ class BatchStream:
     def __init__(
         self,
         state: StreamState,
-        selector: LocalSelector | None = None,
+        selector: Selector | None = None,
         check: Callable[[], None] = lambda: None,
         follows: bool = False,
         num_items: int | None = None,
@@ -74,7 +74,7 @@ class BatchStream:
         self.spec = state.spec
         self.table = state.table
         self.masses = state.masses
-        self.selector = LocalSelector(state) if selector is None else selector
+        self.selector = Selector(state) if selector is None else selector
         self.follows = follows
         self.position = state.position  # the words of `Position`, in the store. [16], int64.
         self._check = check
@@ -88,7 +88,6 @@ class BatchStream:
         self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed)
-        self._writes_here = False  # then it must not wait for itself
         self._requested: int | None = (
             None  # global batch that the program waits for; None: any that it gets
         )
@@ -167,15 +166,8 @@ class BatchStream:
         while True:
             with self.table.lock:
                 obstacle = self._obstacle(number, entry)
-                if (
-                    obstacle is None
-                    and not self.spec.together
-                    and self._heads[entry][Head.NUMBER] != number
-                ):
-                    try:
-                        self.selector.select(number, entry)
-                    except NothingToSampleError as empty:
-                        obstacle = self._few_items(number, empty)
+                if obstacle is None and not self.spec.together:
+                    obstacle = self._select_alone(number, entry)
                 if self._heads[entry][Head.NUMBER] == number:
                     state.limiter_wait.end()
                     return self._read(number, entry)
@@ -206,10 +198,6 @@ class BatchStream:
         late = self.readers.lagging(held + 1)  # none for an empty entry, whose number is -1
         slow = [] if state.reports is None else state.reports.late(number)
         self.prepare(number)
-        limits_here = state.is_limited and state.joint_limiter is None and not self.spec.is_optional
-        limiter = state.limiter if limits_here and not late else None
-        if limiter is not None and not limiter.is_open(self.spec.num_samples(number), exact=False):
-            return self._few_items(number)
         waits = late or slow or self.follows
         return partial(self._wait_for_ranks, number, late, slow, held) if waits else None
 
@@ -329,12 +317,9 @@ class BatchStream:
         return False
 
     def note_writer(self) -> None:
-        """Mark this process as a writer too: it must not wait for items that it would
-        add itself.
-        """
-        self._writes_here = True
-        if self.state.joint_limiter is not None:
-            self._words[Position.WRITES] = 1
+        """Note that this process writes too: it must not wait for items that only it adds."""
+        if self.state.limiter is not None:
+            self.state.limiter.note_writer()
 
     def _check_going_on(self) -> None:
         if self.state.stop.is_set():
@@ -356,6 +341,20 @@ class BatchStream:
         head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
         resolutions, epochs = state.entries[entry]
         return Selection(head, resolutions, None, epochs, origins)
+
+    def _select_alone(self, number: int, entry: int) -> Wait | None:
+        """Make a selection from this store if no process has; return the wait for items if it has
+        too few. Requires the lock.
+        """
+        if self._heads[entry][Head.NUMBER] == number:
+            return None
+        empty = None
+        try:
+            if self.selector.select(number, entry):
+                return None
+        except NothingToSampleError as error:
+            empty = error
+        return self._few_items(number, empty)
 
     def _select_together(self, number: int, entry: int) -> None:
         """Make a selection with the other nodes, without holding the lock while waiting
@@ -393,39 +392,10 @@ class BatchStream:
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
-    def _wait_for_items(
-        self,
-        number: int,
-        awaited: int,
-        alone: bool,
-        empty: NothingToSampleError | None,
-        deadline: float | None,
-    ) -> float | None:
-        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`.
-        `awaited`: count of the table's changes before the limiter was evaluated; `alone`: no other
-        process may add them; `empty`: why the limiter's items cannot be sampled, None: it admits
-        none.
+    def _wait_for_items(self, awaited: int, deadline: float | None) -> float | None:
+        """Wait until a slot changes, at most `_LISTEN_S`. `awaited`: count of the table's changes
+        when the limiter was evaluated.
         """
-        limiter = self.state.limiter
-        wait = self.state.limiter_wait
-        groups = self.table.groups
-        comes = groups is not None and groups.waits_for_time  # without any process that adds
-        may_wait = self.state.may_wait or self._writes_here or comes
-        if not self._is_ahead(number):
-            if empty is not None and (limiter is None or not may_wait):
-                raise empty.final()
-            assert limiter is not None
-            waited = wait.wait()
-            waits_for_itself = alone and not comes
-            if waits_for_itself or waited > wait.timeout_s:
-                wait.end()
-                waited = 0.0 if waits_for_itself else waited
-                with self.table.lock:
-                    count = self.spec.num_samples(number)
-                    raise limiter.too_late(number, count, waited, is_empty=empty is not None)
-            self._waits[0] += (
-                1  # a rank that is about to raise does not wait: the others get its error
-            )
         if self._events is None:
             time.sleep(_IDLE_S)
         else:
@@ -442,22 +412,38 @@ class BatchStream:
             self._requested is not None and number > self._requested
         )
 
-    def _few_items(self, number: int, empty: NothingToSampleError | None = None) -> Wait:
-        """Return the wait for items, and request a wake-up at a slot's next change.
+    def _few_items(self, number: int, empty: NothingToSampleError | None) -> Wait:
+        """Return the wait for items, and request a wake-up at a slot's next change. `empty`: why
+        the limiter's items cannot be sampled; None: it admits none. Requires the lock.
 
-        No other process may add them if this one writes, or all ranks of the node wait: none of
-        them has added since its latest look, and this one has evaluated the limiter under the lock.
-        Requires the lock.
+        Raises:
+            NotReadyError: The wait has lasted too long, or no other process may add items: this one
+                writes, or all ranks of the node wait, none of which has added since its latest
+                look; this one has evaluated the limiter under the lock.
+            StoreError: This stream does not wait for items.
         """
-        alone = False
         limiter = self.state.limiter
-        if limiter is not None and not self._is_ahead(number):
-            alone = self._writes_here or not limiter.may_be_filled
+        if not self._is_ahead(number):
+            groups = self.table.groups
+            comes = groups is not None and groups.waits_for_time  # without any process that adds
+            if empty is not None:
+                if limiter is None or not (self.state.may_wait or limiter.writes_here or comes):
+                    raise empty.final()
+                limiter.note_empty()
+            assert limiter is not None
+            self.state.limiter_wait.wait()
+            count = self.spec.num_samples(number)
+            error = limiter.given_up(limiter.waiting_rate(count), number, count)
+            if error is not None:
+                self.state.limiter_wait.end()
+                raise error
+            # A rank that is about to raise does not wait: the others get its error.
+            self._waits[0] += 1
         awaited = 0
         if self._events is not None:
             self._control[Control.LISTENING] = 1
             awaited = self._events.count(0)
-        return partial(self._wait_for_items, number, awaited, alone, empty)
+        return partial(self._wait_for_items, awaited)
 
     def _end_wait(self) -> None:
         self._words[Position.LIMITED] = 0

@@ -136,9 +136,9 @@ class SelectionLimiter:
         self.is_plain = self._rate is None and not self.most
         self.index = 0 if table.spec.shard is None else table.spec.shard.index
         self._was_open = True  # by the rates received last
-        self.was_empty = (
-            False  # whether too few items had a mass in the last selection of all nodes
-        )
+        self.writes_here = False  # whether this process also writes
+        #: Whether too few items had a mass in the last selection that was begun.
+        self.was_empty = False
         self._turn = 0
         self._admitted = 0
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
@@ -154,11 +154,14 @@ class SelectionLimiter:
         self._seen = self._waits.copy()
 
     def is_open(self, count: int, exact: bool = True) -> bool:
-        """Return whether this store admits `count` samples; arguments as `left`."""
-        rate_admits = self._rate is None or self._rate.may_sample(
-            *self._counted(), self._sampled, count
-        )
-        return rate_admits and self.left(count, exact) >= count
+        """Return whether this store alone admits `count` samples; arguments as `left`."""
+        return self._admits(*self._counted(), self.left(count, exact), count)
+
+    def _admits(self, size: int, inserted: int, left: int, count: int) -> bool:
+        """Return whether `count` samples may be drawn of what one store holds, or all together."""
+        rate = self._rate
+        by_rate = rate is None or rate.may_sample(size, inserted, self._sampled, count)
+        return by_rate and left >= count
 
     def _counted(self) -> tuple[int, int]:
         return (0, 0) if self._rate is None else self._table.counted(self._rate)[:2]
@@ -286,40 +289,36 @@ class SelectionLimiter:
         kind = EmptyTableError if is_empty else NotReadyError
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
+    def note_writer(self) -> None:
+        """Note that this process also writes: it must not wait for items that it would add itself.
+
+        Over nodes, none of its node's processes waits then.
+        """
+        self.writes_here = True
+        if self._spec.num_shards > 1:
+            self._position[Position.WRITES] = 1
+
+    def waiting_rate(self, count: int) -> np.ndarray:
+        """Return the rate of this store alone, in which nothing is shared out, for `given_up`."""
+        return self._new_rate(count, exact=False)[None]
+
     def rate(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
-        """Return this node's rate, and keep a part of its quota for the round. If `fixed`
+        """Return this node's rate, and keep a part of its quota for the exchange. If `fixed`
         nothing changes, as a thread may be in a selection, and no process may `apply`. `exact` as
         `left`.
         """
         control = self._table.control
         ledger = self._table.ledger
-        words = np.zeros(NodeRate.NUM_WORDS, np.int64)
+        words = self._new_rate(count, exact)
         if ledger is not None and ledger.spec.is_joint:
             words = np.concatenate([words, ledger.due(self._drawable())])
         self._turn += 1
         words[NodeRate.TURN] = self._turn
         words[NodeRate.IS_FIXED] = fixed
-        words[NodeRate.SAMPLED] = self._sampled
-        words[NodeRate.LEFT] = self.left(count, exact)
-        if self.most:
-            words[NodeRate.FEWEST] = (self.most - self._times[self._drawable()]).min(
-                initial=UNLIMITED
-            )
-        if self._wait.waited_s > self._wait.timeout_s:
-            words[NodeRate.GIVES_UP] = GaveUp.LATE
-        elif self._position[Position.WRITES] and not self._wait.is_ahead:
-            words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
-        if self._table.groups is not None:
-            words[NodeRate.COMES] = self._table.groups.waits_for_time
-        if ledger is not None:
-            words[NodeRate.HELD] = ledger.num_held
-        if not self.is_plain or self.was_empty or not words[NodeRate.LEFT]:
-            words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
         if self._rate is None:
             return words
-        if (
-            control[Control.PENDING] and not self._was_open
-        ):  # slots of dead processes must not block writers
+        # Slots of dead processes must not block writers.
+        if control[Control.PENDING] and not self._was_open:
             self._table.extents.end_abandoned()
         words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
         admitted = int(words[NodeRate.INSERTED]) + pending
@@ -336,16 +335,46 @@ class SelectionLimiter:
                 self._admitted = admitted
         return words
 
+    def _new_rate(self, count: int, exact: bool) -> np.ndarray:
+        """Return a rate with the samples that are left, and of why a wait may end."""
+        ledger = self._table.ledger
+        words = np.zeros(NodeRate.NUM_WORDS, np.int64)
+        words[NodeRate.SAMPLED] = self._sampled
+        words[NodeRate.LEFT] = self.left(count, exact)
+        if self.most:
+            words[NodeRate.FEWEST] = (self.most - self._times[self._drawable()]).min(
+                initial=UNLIMITED
+            )
+        if self._wait.waited_s > self._wait.timeout_s:
+            words[NodeRate.GIVES_UP] = GaveUp.LATE
+        elif (self.writes_here or self._position[Position.WRITES]) and not self._wait.is_ahead:
+            words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
+        if self._table.groups is not None:
+            words[NodeRate.COMES] = self._table.groups.waits_for_time
+        if ledger is not None:
+            words[NodeRate.HELD] = ledger.num_held
+        if not self.is_plain or self.was_empty or not words[NodeRate.LEFT]:
+            words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
+        return words
+
+    def progress(self) -> np.ndarray:
+        """Return the ledger's progress, with the groups that are complete by now.
+        [Progress.NUM_WORDS].
+        """
+        assert self._table.ledger is not None
+        assert self._table.groups is not None
+        # A group whose last column was filled has no leader before, and is open.
+        self._table.groups.update()
+        return self._table.ledger.progress()
+
     def are_open(self, rates: np.ndarray, count: int) -> bool:
         """Return whether all nodes together admit `count` samples; equal on all nodes."""
         size, inserted, left = (
             rates[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         )
-        sampled = int(rates[0, NodeRate.SAMPLED])
-        rate_admits = self._rate is None or self._rate.may_sample(size, inserted, sampled, count)
         ledger = self._table.ledger
         may_draw = ledger is None or ledger.admits(rates[:, NodeRate.NUM_WORDS :])
-        return bool(rate_admits and left >= count and may_draw)
+        return may_draw and self._admits(size, inserted, left, count)
 
     def apply(self, rates: np.ndarray, count: int) -> bool:
         """Take what the others hold: add this node's part of the pool to its quota. Return
@@ -369,12 +398,12 @@ class SelectionLimiter:
         return self._was_open
 
     def note_empty(self) -> None:
-        """Note that too few items had a mass in the selection that all nodes began."""
+        """Note that too few items had a mass in the selection that was begun."""
         self.was_empty = True
 
     def given_up(self, rates: np.ndarray, number: int, count: int) -> NotReadyError | None:
-        """Return the error that all nodes raise if one of them stops waiting for the
-        rate limiter.
+        """Return the error of a batch that is not admitted, if a wait for it would have no end:
+        the timeout is over, or no other process of any node may add items. All nodes raise it.
         """
         was_empty, self.was_empty = self.was_empty, False
         why = int(rates[:, NodeRate.GIVES_UP].max())
@@ -385,9 +414,11 @@ class SelectionLimiter:
         if not why:
             return None
         waited_s = self._wait.timeout_s if why == GaveUp.LATE else 0.0
-        size, inserted, left = (
-            rates[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
-        )
-        unit = "items" if self._rate is None else f"{self._rate.unit}s"
-        held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
+        held = ""
+        if len(rates) > 1:
+            words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]
+            size, inserted, left = rates[:, words].sum(0).tolist()
+            unit = "items" if self._rate is None else f"{self._rate.unit}s"
+            held = f"{size} {unit} held by all nodes, {inserted} ever added"
+            held += f", good for {left} samples"
         return self.too_late(number, count, waited_s, held, is_empty=self.is_plain or was_empty)

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.records import Peer
@@ -38,6 +40,65 @@ class Selection(NamedTuple):
     # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
     # resolution holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
+
+
+class ShardDraws(NamedTuple):
+    """Which node holds each of some draws, and the resolutions of those that this one holds."""
+
+    owner: np.ndarray  # index of the node of each draw. [n], int64
+    indices: np.ndarray  # of this node's draws, ascending. [m], int64
+    resolutions: torch.Tensor  # their resolutions. [m, 8], int64
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The slots of this node's draws. [m], int64."""
+        return np.asarray(self.resolutions[:, Resolution.SLOT].numpy())
+
+    def before(self, count: int) -> ShardDraws:
+        """Return the first `count` draws."""
+        num_own = int(np.searchsorted(self.indices, count))
+        return ShardDraws(self.owner[:count], self.indices[:num_own], self.resolutions[:num_own])
+
+
+NO_DRAWS: Final = ShardDraws(
+    np.empty(0, np.int64),
+    np.empty(0, np.int64),
+    torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64),
+)
+
+
+@dataclass
+class NodeDraws:
+    """The draws of a selection over nodes, as one node has them until it exchanges them with the
+    others.
+
+    Every node knows which node holds each sample; it has the resolutions of its own samples only.
+    """
+
+    number: int  # global batch
+    entry: int  # of the ring
+    count: int  # samples of all nodes; of a checkpoint, resolutions
+    is_saved: bool = (
+        False  # whether it is a checkpoint's selection, in which groups have all members
+    )
+    first: int = 0  # sample number of the first one
+    parts: list[ShardDraws] = field(default_factory=list)  # one after the other
+
+    def add(self, done: int, first: int, draws: ShardDraws) -> None:
+        """Add draws after the `done` ones in the selection, from sample number `first` on."""
+        self.first = first - done
+        self.parts.append(draws._replace(indices=draws.indices + done) if done else draws)
+
+    def joined(self) -> ShardDraws:
+        """Return all draws as one."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        parts = [NO_DRAWS, *self.parts]
+        return ShardDraws(
+            np.concatenate([part.owner for part in parts]),
+            np.concatenate([part.indices for part in parts]),
+            torch.cat([part.resolutions for part in parts]),
+        )
 
 
 _AWAKE_S = 500e-6

@@ -1,12 +1,10 @@
 """The cluster of the tests in this folder."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cluster_support import Cluster, why_no_cluster
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
-from gear_support import lengths_of, write_dataset
 
 from deepspeed_gear.ops.backends import load_backend
 
@@ -23,14 +21,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp("cluster"), 4)
     yield made
     made.down()
-
-
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data set of the tests on one node."""
-    return write_dataset(
-        tmp_path_factory.mktemp("data") / "set", lengths_of(40), split={"eval": 0.3}
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from gear_support import (
     write_dataset,
 )
 from process_support import CALL, write_call
-from simulator_support import hold_names
+from simulators import hold_names
 
 from deepspeed_gear import GearError, Replay
 from deepspeed_gear.batching.batch import Batch

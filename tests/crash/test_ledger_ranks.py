@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
-from media_support import image, with_media
+from media_tables import image, with_media
 from process_support import exit_status, free_port, in_child
 from remote_support import TOKEN
 

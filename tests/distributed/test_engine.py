@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from batch_records import Arrays, assert_same, in_order, joined, record
-from engine_parts import BATCH, NAMES, Lines, Model, ds_config, train
+from batch_records import SAMPLES, Arrays, assert_same, in_order, joined, record, stacked
+from engine_parts import BATCH, Lines, Model, ds_config
 from gear_support import SCHEMA, STEP, config_of, lengths_of, shared_files, trajectory
 from process_support import call_with_engines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,6 +24,26 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import deepspeed_gear
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
+
+NAMES = (*SAMPLES, "epoch", "valid")  # that are recorded of a batch
+
+
+def train(engine: Any, global_batches: int) -> tuple[Arrays, list[float]]:
+    """Train; return what this rank saw, a row per global batch, and the losses."""
+    rows = []
+    losses = []
+    for _ in range(global_batches):
+        seen = []
+        for _ in range(engine.gradient_accumulation_steps()):
+            batch = engine.gear_sample()
+            seen.append(record(batch, NAMES))
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        rows.append(joined(seen))
+    return stacked(rows), losses
+
 
 # global batches before and after a save; micro batches
 BEFORE = 3

@@ -35,7 +35,7 @@ from process_support import (
     run_ranks,
     write_call,
 )
-from simulator_support import hold_names
+from simulators import hold_names
 from warm_python import WarmProcess
 
 import deepspeed_gear

@@ -8,8 +8,8 @@ from typing import Any
 import host_kernels
 import pytest
 import torch
-from op_cases import HOST_ONLY
-from op_comparison import REFERENCE
+from op_arguments import HOST_ONLY
+from op_kit import REFERENCE
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend, toolchain

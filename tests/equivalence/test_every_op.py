@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import BAD_PRIORITIES, HOST_COUNT, LENGTH, NUM_SLOTS, arguments, tensors_of
-from op_comparison import compare, outputs, refuse
-from reference_ops import WITHOUT_REFERENCE
+from op_arguments import HOST_COUNT, LENGTH, NUM_SLOTS, arguments
+from op_kit import BAD_PRIORITIES, WITHOUT_REFERENCE, compare, outputs, refuse, tensors_of
 from torch import Tensor
 from torch.torch_version import TorchVersion
 

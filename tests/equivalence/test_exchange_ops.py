@@ -8,12 +8,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import op_wrappers
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_comparison import CPU, compare
+from op_kit import CPU, assign_draws, compare, encode_draws
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
@@ -47,7 +46,7 @@ def test_draws_are_assigned(count: int, totals: list[int], data: st.DataObject) 
         [data.draw(st.integers(0, sum(totals) - 1)) for _ in range(count)] if sum(totals) else []
     )
     coordinates = torch.tensor(points, dtype=torch.int64)
-    owner, own, within = op_wrappers.assign_draws(coordinates, total, index, ops=CPU)
+    owner, own, within = assign_draws(coordinates, total, index, ops=CPU)
     ends = list(accumulate(totals))
     expected = [bisect_right(ends, point) for point in points]
     assert owner.tolist() == expected
@@ -93,13 +92,13 @@ def test_draws_arrive_as_they_were_made(
         }
         route = (*asks, 0, node) if all_asked else (readers, need_of, offset, node)
         given = records[own], own, *route
-        _, packed, ends = op_wrappers.encode_draws(*given, ops=CPU, **more)
+        _, packed, ends = encode_draws(*given, ops=CPU, **more)
         bounds = [0, *ends.tolist()]
         received.append(
             [packed[bounds[to] : bounds[to + 1]].reshape(-1) for to in range(num_nodes)]
         )
         given = records[own], own, readers, need_of, offset, node
-        outgoing.append(op_wrappers.encode_draws(*given, **more)[0])
+        outgoing.append(encode_draws(*given, **more)[0])
     for node in range(num_nodes):
         own = torch.nonzero(owner == node)[:, 0]
         needs = need_of[node][(torch.arange(count) + offset) % 3]

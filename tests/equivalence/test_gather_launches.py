@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gather_support import NONE, Field, check, gather, random_bits
-from op_comparison import REFERENCE, same_bits
+from gather_fields import NONE, Field, check, gather, random_bits
+from op_kit import REFERENCE, same_bits
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Source

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gather_support import (
+from gather_fields import (
     FIRST_ROWS,
     LENGTHS,
     NONE,
@@ -19,12 +19,22 @@ from gather_support import (
     gather,
     random_bits,
     resolutions_of,
+    scaling,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_cases import advantage_arguments
-from op_comparison import CPU, REFERENCE, REFUSED, at_offset, compare, model_of, refuse, same_bits
-from op_wrappers import powers_of, scaling
+from op_arguments import advantage_arguments
+from op_kit import (
+    CPU,
+    REFERENCE,
+    REFUSED,
+    at_offset,
+    compare,
+    model_of,
+    powers_of,
+    refuse,
+    same_bits,
+)
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_comparison import compare
+from op_kit import compare
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower

@@ -2,13 +2,22 @@
 
 from itertools import pairwise
 
-import op_wrappers
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import ALPHAS, NUM_ITEMS, SIZES, any_priorities, masses_of, store_of
-from op_comparison import REFERENCE, compare, same_bits
+from op_kit import (
+    ALPHAS,
+    NUM_ITEMS,
+    REFERENCE,
+    SIZES,
+    any_priorities,
+    compare,
+    masses_of,
+    same_bits,
+    store_of,
+    tree,
+)
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
@@ -99,7 +108,7 @@ def minima_by_hand(masses: Tensor) -> list[int]:
 def test_minima(native: Ops, num_items: int) -> None:
     torch.manual_seed(num_items)
     masses = masses_of(num_items)
-    sums = op_wrappers.tree(masses, ops=REFERENCE)
+    sums = tree(masses, ops=REFERENCE)
     (minima,) = compare(
         native, "minima_build_", torch.full((minima_size(num_items),), 77), sums, num_items
     )
@@ -118,7 +127,7 @@ def test_minima_rise_and_vanish(native: Ops) -> None:
     """The least mass of everything grows step by step, until nothing is left."""
     num_items = 1025
     masses = torch.arange(num_items) + 5
-    sums = op_wrappers.tree(masses, ops=native)
+    sums = tree(masses, ops=native)
     minima = torch.zeros(minima_size(num_items), dtype=torch.int64)
     native.minima_build_(minima, sums, num_items)
     for first, end in pairwise((0, 1, 31, 33, 64, 1000, 1024, 1025)):
@@ -185,7 +194,7 @@ def updates_of(slots: Tensor, count: int) -> Tensor:
 
 def arrays(num_items: int, keeps_minima: bool) -> list[Tensor]:
     """What updates change: sums, minima, priorities and counts."""
-    sums = op_wrappers.tree(masses_of(num_items), ops=REFERENCE)
+    sums = tree(masses_of(num_items), ops=REFERENCE)
     minima = torch.zeros(minima_size(num_items) if keeps_minima else 0, dtype=torch.int64)
     if keeps_minima:
         REFERENCE.minima_build_(minima, sums, num_items)

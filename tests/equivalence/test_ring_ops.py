@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_comparison import REFERENCE, REFUSED, at_offset, compare, model_of, same_bits
-from ring_op_cases import ONE, Both, Environments, Ring
+from op_kit import REFERENCE, REFUSED, at_offset, compare, model_of, same_bits
+from op_rings import ONE, Both, Environments, Ring
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops

@@ -2,13 +2,11 @@
 
 import itertools
 
-import op_wrappers
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import NUM_ITEMS, SIZES, masses_of, store_of
-from op_comparison import compare
+from op_kit import NUM_ITEMS, SIZES, compare, masses_of, resolve, store_of, tree, tree_total
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
@@ -83,7 +81,7 @@ def test_slot_masses(cpu: Ops, rule: tuple[int, ...], num_slots: int) -> None:
     slots[:, 0] = torch.randint(0, 4, (num_slots,))
     slots[:, 4] = torch.randint(1, 40, (num_slots,))
     log = torch.randint(0, num_slots, (50,))
-    sums = op_wrappers.tree(torch.full((num_slots,), 7), ops=cpu)
+    sums = tree(torch.full((num_slots,), 7), ops=cpu)
     lengths = slots[:, 4].tolist()
     anchors = [len(some) for some in anchors_by_hand(rule, lengths)]
     masses = {
@@ -111,7 +109,7 @@ def test_resolve(cpu: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> 
     slots[0, 4] = 40  # some anchor
     anchors = anchors_by_hand(rule, slots[:, 4].tolist())
     masses = torch.tensor([len(a) if unit == MassUnit.STEP else 3 * bool(a) for a in anchors])
-    sums = op_wrappers.tree(masses, ops=cpu)
+    sums = tree(masses, ops=cpu)
     total = int(masses.sum())
     samples = [torch.randint(0, total, (n,)) for n in SIZES]
     for coordinates in (*samples, torch.arange(0, total, total // 300 + 1)):
@@ -128,7 +126,7 @@ def test_resolve_rows(cpu: Ops, num_slots: int) -> None:
     slots, row_slots = store_of(torch.randint(1, 20, (num_slots,)).tolist())
     masses = masses_of(len(row_slots)).clamp(max=1 << 30) * (row_slots >= 0)
     masses[row_slots == 0] += 1  # one of them at least can be drawn
-    sums = op_wrappers.tree(masses, ops=cpu)
+    sums = tree(masses, ops=cpu)
     total = int(masses.sum())
     for count in (*SIZES, 200):
         coordinates = torch.randint(0, total, (count,))
@@ -155,9 +153,7 @@ def descend(
     anchor.
     """
     slots = torch.zeros(num_items, 8, dtype=torch.int64)
-    out = op_wrappers.resolve(
-        sums, slots, torch.tensor(coordinates), RULES["all"], unit=MassUnit.STEP, ops=ops
-    )
+    out = resolve(sums, slots, torch.tensor(coordinates), RULES["all"], unit=MassUnit.STEP, ops=ops)
     return [(item, rest) for item, rest in out[:, (1, 5)].tolist()]
 
 
@@ -171,8 +167,8 @@ def test_coordinate_hits_the_item_that_holds_it(
     careful: Ops, masses: list[int], data: st.DataObject
 ) -> None:
     total = sum(masses)
-    sums = op_wrappers.tree(torch.tensor(masses), ops=careful)
-    assert op_wrappers.tree_total(sums, len(masses)) == total
+    sums = tree(torch.tensor(masses), ops=careful)
+    assert tree_total(sums, len(masses)) == total
     if total == 0:
         return
     # Both ends of every item, and some points between.
@@ -188,7 +184,7 @@ def test_coordinate_hits_the_item_that_holds_it(
 
 @pytest.mark.parametrize("num_items", [31, 32, 33, 1023, 1024, 1025, 32767, 32768, 32769])
 def test_every_coordinate_of_equal_items(careful: Ops, num_items: int) -> None:
-    sums = op_wrappers.tree(torch.full((num_items,), 2), ops=careful)
+    sums = tree(torch.full((num_items,), 2), ops=careful)
     hits = descend(careful, sums, num_items, list(range(2 * num_items)))
     assert hits == [(c // 2, c % 2) for c in range(2 * num_items)]
 
@@ -197,7 +193,7 @@ def test_the_largest_total(careful: Ops) -> None:
     masses = [0] * 40
     masses[7] = LARGEST - 1
     masses[39] = 1
-    sums = op_wrappers.tree(torch.tensor(masses), ops=careful)
+    sums = tree(torch.tensor(masses), ops=careful)
     assert descend(careful, sums, 40, [0, LARGEST - 2, LARGEST - 1]) == [
         (7, 0),
         (7, LARGEST - 2),

@@ -11,7 +11,7 @@ import torch
 from gear_support import config_of
 from hypothesis import given
 from hypothesis import strategies as st
-from op_comparison import same_bits
+from op_kit import same_bits
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer, GatherOptions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gear_support import ROOT, prefix, shared_files, wait_until
-from hopper_support import hopper_data
+from hopper_batches import hopper_data
 from process_support import environment, run_ranks
 from warm_python import PIPE, WarmProcess, run_warm
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from gear_support import ROOT, prefix
-from hopper_support import hopper_data
+from hopper_batches import hopper_data
 from process_support import environment, free_port, remove_buffers, run_ranks
 from warm_python import run_warm
 

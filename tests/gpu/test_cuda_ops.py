@@ -8,19 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import (
-    ALL_ANCHORS,
-    COUNT,
-    ON_DEVICE,
-    arguments,
-    assert_equal,
-    moved,
-    resolutions_of,
-    tensors_of,
-    window,
-)
-from reference_ops import reference_ops
-from ring_op_cases import ONE, Ring
+from op_arguments import COUNT, ON_DEVICE, arguments, assert_equal, resolutions_of, window
+from op_kit import REFERENCE, moved, tensors_of
+from op_rings import ALL_ANCHORS, ONE, Ring
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops, load_backend
@@ -33,7 +23,7 @@ DEVICE = "cuda"
 
 @pytest.fixture(scope="module")
 def reference() -> Ops:
-    return reference_ops()
+    return REFERENCE
 
 
 @pytest.fixture(scope="module")

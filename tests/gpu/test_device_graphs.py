@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_support import (
+from device_steps import (
     AT_ONCE_S,
     ENVS,
     LIMITED,

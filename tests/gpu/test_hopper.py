@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hopper_support import digests, hopper_data
+from hopper_batches import digests, hopper_data
 from process_support import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

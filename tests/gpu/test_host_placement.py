@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_support import AT_ONCE_S, no_garbage
+from device_steps import AT_ONCE_S, no_garbage
 from gear_support import config_of
 from replay_support import streams_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_support import LIMITED, SAMPLERS, columns, section, step
+from device_steps import LIMITED, SAMPLERS, columns, section, step
 from gear_support import config_of, lengths_of, write_dataset
 
 from deepspeed_gear import DeviceReplay, Replay

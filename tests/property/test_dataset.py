@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter, write_parts
 from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
-from deepspeed_gear.distributed.shard_placement import non_empty, shard_of_node
+from deepspeed_gear.distributed.shard_placement import non_empty, shard_of_node, shards_of
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import DTYPES, Column, Schema

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replay_support import streams_of
+from store_support import note_death
 
 from deepspeed_gear import Batch, Column, Replay, Schema, TransitionBuffer
 from deepspeed_gear.errors import GearError
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling import batch_stream
 from deepspeed_gear.store.records import Control
+from deepspeed_gear.writer.trajectory_writer import WriterBase
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 SCHEMA = Schema(
@@ -32,11 +37,35 @@ SCHEMA = Schema(
 LONGEST = 5
 
 
-def in_python(writer: VectorWriter) -> VectorWriter:
-    writer._native_steps = None
-    writer._stores = False
-    writer._publishes = False
-    return writer
+@contextmanager
+def in_python() -> Iterator[None]:
+    """Streams and vector writers that are made inside do without native calls."""
+
+    def vector_writer(self: WriterBase, *arguments: Any) -> VectorWriter:
+        self.native = None
+        return native_writer(self, *arguments)
+
+    native_writer = WriterBase.vector_writer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WriterBase, "vector_writer", vector_writer)
+        patch.setattr(batch_stream, "is_plain", lambda state: False)
+        yield
+
+
+class CountedNative:
+    """The native module of a writer, which counts the vector steps that it has taken."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.num_taken = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+    def vector_step(self, *arguments: Any) -> int:
+        events: int = self.native.vector_step(*arguments)
+        self.num_taken += events >= 0
+        return events
 
 
 def stored(replay: Replay) -> list[Any]:
@@ -177,16 +206,17 @@ class Side:
     def __init__(
         self, config: dict[str, Any], native: bool, num_envs: int = 1, mode: str = "next_step"
     ) -> None:
-        self.replay = Replay(config, schemas={"main": SCHEMA})
-        self.stream: BatchStream = self.replay._parts.train[0]
-        self.writer = self.replay.writer().vector_writer(num_envs, mode)
+        with nullcontext() if native else in_python():
+            self.replay = Replay(config, schemas={"main": SCHEMA})
+            self.stream = streams_of(self.replay)["train"]
+            writer = self.replay.writer()
+            self.steps = CountedNative(writer.native)
+            writer.native = self.steps
+            self.writer = writer.vector_writer(num_envs, mode)
         self.mode = mode
-        self.could = (self.stream._native is not None, self.writer._native_steps is not None)
         self.native = native
         self.num_envs = num_envs
         if not native:
-            self.stream._native = None
-            in_python(self.writer)
             self.replay._inserter(None)._adds_natively = False
         self.zeros = nested(
             {n: np.zeros((num_envs, *SCHEMA[n].shape), SCHEMA[n].dtype) for n in OBSERVED}
@@ -257,7 +287,7 @@ class Side:
         elif action == "seek":
             replay.load_state_dict(self.position)
         elif action == "died":  # as after the death of a process that held the lock
-            replay.tables["main"].lock._holder[0] = 1
+            note_death(replay.tables["main"])
         return None
 
     def state(self) -> list[Any]:
@@ -332,14 +362,14 @@ def test_a_plain_stream_is_native(kind: str) -> None:
     step = {"form": "", "publish": True, "some": None, "resets": False}
     step |= {"nested": False, "terminated": [False], "truncated": [False]}
     with side.replay:
-        assert side.could == (True, True)
         side.do("add", 0)
         assert len(side.do("sample", 0)) == 5  # looks for dead writers, as once a second
-        side.stream.get = None
+        side.stream.get = None  # the Python path
         assert len(side.do("sample", 0)) == 5
         side.do("update", 1)
         side.do("step", step)
         side.do("step", step)
+        assert side.steps.num_taken == 2
         side.do("add", 4)
         assert len(side.do("sample", 0)) == 5
 
@@ -385,8 +415,9 @@ def test_native_transitions_are_those_of_python(
         "batch_size": 4,
         "table": {"max_length": longest},
     }
-    buffers = [TransitionBuffer(12, space, actions, **options) for _ in range(2)]
-    in_python(buffers[1]._writer)
+    buffers = [TransitionBuffer(12, space, actions, **options)]
+    with in_python():
+        buffers.append(TransitionBuffer(12, space, actions, **options))
     obs = np.zeros((num_envs, 2), np.float32)
     for at, step in enumerate(steps):
         base = (

@@ -351,7 +351,7 @@ class OnlineMachine(Machine):
     @rule()
     def die_with_rows_reserved(self) -> None:
         self.make_room()
-        self.in_dying_writer(lambda writer, _: writer._inserter.reserve(5), 0)
+        self.in_dying_writer(lambda writer, _: writer.parts[1].reserve(5), 0)
 
     @rule(steps=st.integers(1, 4), where=st.sampled_from(["between", "first", "last"]))
     def die_while_it_grows(self, steps: int, where: str) -> None:
@@ -363,7 +363,8 @@ class OnlineMachine(Machine):
 
         def work(writer: TrajectoryWriter, opened: Any) -> None:
             opened.append(state=1000 * number)
-            extents = writer._table.extents
+            table, inserter = writer.parts
+            extents = table.extents
 
             def dying(publish: Callable[..., Any]) -> Callable[..., Any]:
                 def publish_and_die(*arguments: Any) -> None:
@@ -375,7 +376,7 @@ class OnlineMachine(Machine):
 
             for t in range(steps):
                 if (where, t) in (("first", 0), ("last", steps - 1)):
-                    writer._inserter.publish = dying(writer._inserter.publish)
+                    inserter.publish = dying(inserter.publish)
                     extents.grow = dying(extents.grow)
                 state = 1000 * number + t
                 opened.append(state=state + 1, action=-state, truncated=False, publish=True)
@@ -432,7 +433,7 @@ class OnlineMachine(Machine):
             for name, values in expected.items():
                 assert (rows[name].numpy() == values).all(), (key, name)
         with self.table.lock:
-            self.writer._inserter.evictor.free_retired()
+            self.writer.parts[1].evictor.free_retired()
         control = self.table.control
         closed = [h for h in self.stored.values() if not h.is_open]
         assert control[Control.NUM_COMMITTED] == len(self.stored)

@@ -17,12 +17,21 @@ from gear_support import prefix
 from group_support import check_groups
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 
-from deepspeed_gear import FillWorker, Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker
+from deepspeed_gear import (
+    FillWorker,
+    Lease,
+    LeaseExpiredError,
+    Replay,
+    Rollout,
+    RolloutWorker,
+    TrajectoryWriter,
+)
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.prompt_ledger import Entry, EntryState, PromptSpec, may_lease
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.shared_memory import remove_garbage
+from deepspeed_gear.store.table import Table
 
 LEASE_S = 6.0
 PROMPTS = 23
@@ -58,6 +67,7 @@ class Run:
         self.replay = Replay(self.config)
         self.now = 0.0
         self.workers: list[RolloutWorker] = []
+        self.tables: dict[RolloutWorker, Table] = {}  # of each worker
         self.ends: list[tuple[float, Lease, RolloutWorker]] = []  # when each lease ends
         self.trained: list[int] = []  # numbers, in order
         self.rejected: set[int] = set()
@@ -76,7 +86,9 @@ class Run:
 
     def worker(self) -> RolloutWorker:
         while len(self.workers) < 3:
-            self.workers.append(RolloutWorker.attach(self.config))
+            writer = TrajectoryWriter.attach(self.config)
+            self.workers.append(RolloutWorker(writer))
+            self.tables[self.workers[-1]] = writer.parts[0]
         return self.words.choice(self.workers)
 
     def lease(self) -> None:
@@ -142,7 +154,7 @@ class Run:
             worker = self.words.choice(self.workers)
             self.workers.remove(worker)
             self.ends = [one for one in self.ends if one[2] is not worker]
-            worker._ledger._table.close()
+            self.tables[worker].close()
             self.counts["deaths"] += 1
 
     def train(self) -> None:
@@ -197,7 +209,7 @@ class Run:
         if elsewhere:
             if not self.keeps:
                 for worker in self.workers:
-                    worker._ledger._table.close()
+                    self.tables[worker].close()
                 self.workers = []
                 self.ends = []
             self.replay.close()

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import op_wrappers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_kit import CPU
 
-from deepspeed_gear.distributed.row_exchange.exchange_plan import WHOLE
-from deepspeed_gear.distributed.row_exchange.row_messages import (
+from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.row_exchange.exchange_plan import WHOLE
+from deepspeed_gear.row_exchange.row_messages import (
     RowExchange,
     RowLayout,
     RowReads,
@@ -22,10 +24,7 @@ from deepspeed_gear.distributed.row_exchange.row_messages import (
     layout_of,
     most_rows,
 )
-from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
-from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import SHARD_BITS
-from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
 ROW_BYTES = {"a": 4, "b": 12, "c": 1, "t": 8, "u": 3}
@@ -35,7 +34,6 @@ HEAD = 16  # bytes in front of the rows of a message
 HEADS = torch.full((4,), HEAD)
 FIRST = 3, 2  # row and slot of what arrives
 FIRST_OF_ALL = 1000, 100
-CPU = load_backend("cpu")
 
 
 class Sample(NamedTuple):
@@ -145,14 +143,11 @@ def taken(
     ]
     ring = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
     room = FIRST[0], 190, FIRST[1], 50, *FIRST_OF_ALL
-    given = (
-        received,
-        torch.arange(count),
-        words_of(samples, peer),
-        *layout[1:],
-        HEADS[: len(received)],
-    )
-    sizes, needed = op_wrappers.decode_rows(arrivals, ring, *given, room, ops=CPU)
+    heads = HEADS[: len(received)]
+    sizes = torch.zeros_like(heads)
+    needed = torch.zeros(2, dtype=torch.int64)
+    which = torch.arange(count), words_of(samples, peer)
+    CPU.decode_rows_(arrivals, ring, sizes, needed, received, *which, *layout[1:], heads, room)
     lies = (ring[:, (Resolution.FIRST_ROW, Resolution.SLOT)] - torch.tensor(FIRST_OF_ALL)).tolist()
     return Taken(arrivals, lies, *needed.tolist(), sizes.tolist())
 
@@ -176,9 +171,13 @@ def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
     found = []
     for node in range(scene.num_nodes):
         mine = [s for s in scene.samples if s.holder == node]
-        given = stores[node], words_of(mine, "reader"), *layout[1:], HEADS[: scene.num_nodes], slots
-        message, sizes = op_wrappers.encode_rows(*given, ops=CPU)
+        heads = HEADS[: scene.num_nodes]
+        given = stores[node], words_of(mine, "reader"), *layout[1:], heads, slots
+        sizes = torch.zeros_like(heads)
+        CPU.encode_rows_(torch.empty(0, dtype=torch.int64), sizes, *given)  # how large they are
         words = [HEAD // 8 - (-size // 8) for size in sizes.tolist()]
+        message = torch.zeros(sum(words), dtype=torch.int64)
+        CPU.encode_rows_(message, sizes, *given)
         found.append(
             [message[begin:end] for begin, end in pairwise([0, *np.cumsum(words).tolist()])]
         )
@@ -271,7 +270,7 @@ class Node:
         whole = {name: np.concatenate([held[name], np.full(sizes[name], -2)]) for name in held}
         self.arrivals = {name: whole[name][len(held[name]) :] for name in held}
         table: Any = SimpleNamespace(
-            ops=load_backend().on_host(),
+            ops=CPU.on_host(),
             columns=held,
             arrivals=self.arrivals,
             slots=slots,

@@ -12,7 +12,7 @@ from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
-import op_wrappers
+import op_kit
 import pytest
 import torch
 from hypothesis import example, given
@@ -54,7 +54,7 @@ def chi_square(counts: Any, expected: Any, degrees: int = 0, spread: float = 1.0
 def test_coordinates_are_uniform(total: int) -> None:
     count = 200_000
     bins = min(total, 1000)
-    coordinates = op_wrappers.draw(1, 2, 0, total, count)
+    coordinates = op_kit.draw(1, 2, 0, total, count)
     edges = np.array([total * i // bins for i in range(1, bins)])
     counts = np.bincount(np.searchsorted(edges, coordinates.numpy(), side="right"), minlength=bins)
     assert 1e-3 < chi_square(counts, count / bins) < 1 - 1e-3
@@ -64,7 +64,7 @@ def test_neighbouring_samples_streams_and_seeds_are_independent() -> None:
     count = 100_000
     bins = 16
     keys = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1 << 32, 0, 0))  # seed, stream, first
-    draws = [op_wrappers.draw(*key, bins, count) for key in keys]
+    draws = [op_kit.draw(*key, bins, count) for key in keys]
     for other in draws[1:]:
         table = torch.bincount(draws[0] * bins + other, minlength=bins**2).double()
         assert chi_square(table, count / bins**2) > 1e-3
@@ -74,15 +74,15 @@ class TestManyEqualItems:
     """2^25 items of mass 1: in a float32 tree more than a quarter of them could never be drawn."""
 
     def test_draws(self) -> None:
-        tree = op_wrappers.tree(torch.ones(MANY, dtype=torch.int64))
-        assert op_wrappers.tree_total(tree, MANY) == MANY
+        tree = op_kit.tree(torch.ones(MANY, dtype=torch.int64))
+        assert op_kit.tree_total(tree, MANY) == MANY
         slots = torch.zeros(MANY, 8, dtype=torch.int64)  # never written, so they take no memory
         counts = torch.zeros(MANY, dtype=torch.int32)
         one = torch.ones(CHUNK, dtype=torch.int32)
         num_draws = int(MANY * DRAWS)
         out = torch.empty(CHUNK, 8, dtype=torch.int64)
         for first in range(0, num_draws, CHUNK):
-            coordinates = op_wrappers.draw(9, 0, first, MANY, CHUNK)
+            coordinates = op_kit.draw(9, 0, first, MANY, CHUNK)
             NATIVE.resolve_(out, tree, slots, coordinates, ALL_ANCHORS, MassUnit.STEP, 0, 0, 0)
             counts.index_add_(0, out[:, Resolution.SLOT], one)
         assert int(counts.sum()) == num_draws
@@ -102,7 +102,7 @@ class TestManyEqualItems:
         lengths[-1] = MANY - length * (len(lengths) - 1)
         slots = torch.zeros(len(lengths), 8, dtype=torch.int64)
         slots[:, 4] = lengths
-        sums = op_wrappers.tree(lengths)
+        sums = op_kit.tree(lengths)
         for first in range(0, MANY, CHUNK):
             coordinates = torch.arange(first, first + CHUNK, EVERY)
             out = torch.empty(len(coordinates), 8, dtype=torch.int64)
@@ -116,7 +116,7 @@ class TestManyEqualItems:
 
 
 def order(size: int, *, seed: int = 0, stream: int = 0, epoch: int = 0) -> Tensor:
-    return op_wrappers.permute(seed, stream, epoch, 0, size, size)
+    return op_kit.permute(seed, stream, epoch, 0, size, size)
 
 
 @given(
@@ -136,8 +136,8 @@ def test_bijection_for_every_small_size_and_large_ones(seed: int, epoch: int, la
 def test_any_part_is_the_same_as_the_whole(size: int, first: int, count: int) -> None:
     first = min(first, size - 1)
     count = min(count, size - first)
-    part = op_wrappers.permute(3, 1, 2, first, size, count)
-    one_by_one = [op_wrappers.permute(3, 1, 2, first + i, size, 1) for i in range(count)]
+    part = op_kit.permute(3, 1, 2, first, size, count)
+    one_by_one = [op_kit.permute(3, 1, 2, first + i, size, 1) for i in range(count)]
     assert part.tolist() == [int(x) for x in one_by_one]
     assert len(set(part.tolist())) == count
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_gear.batching.gather import affine
+from deepspeed_gear.batching.field_rows import affine
 from deepspeed_gear.config.field_checks import ResolvedField
 from deepspeed_gear.data import dataset_statistics
 from deepspeed_gear.data.dataset import Dataset

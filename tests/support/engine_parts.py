@@ -4,13 +4,11 @@ import logging
 from typing import Any
 
 import torch
-from batch_records import SAMPLES, Arrays, joined, record, stacked
 from torch import nn
 
 from deepspeed_gear import Batch
 
 BATCH = 12  # samples of a global batch
-NAMES = (*SAMPLES, "epoch", "valid")  # that are recorded of a batch
 
 
 class Lines(logging.Handler):
@@ -59,20 +57,3 @@ class Model(nn.Module):
         observation = batch["observation"].flatten(1).to(self.layer.weight.dtype) / 1e4
         error = self.layer(observation) - batch["action"].to(self.layer.weight.dtype) / 1e4
         return error.square().mean()
-
-
-def train(engine: Any, global_batches: int) -> tuple[Arrays, list[float]]:
-    """Train; return what this rank saw, a row per global batch, and the losses."""
-    rows = []
-    losses = []
-    for _ in range(global_batches):
-        seen = []
-        for _ in range(engine.gradient_accumulation_steps()):
-            batch = engine.gear_sample()
-            seen.append(record(batch, NAMES))
-            loss = engine(batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss))
-        rows.append(joined(seen))
-    return stacked(rows), losses

@@ -1,7 +1,6 @@
 """Replays of groups, and the rules of groups written down a second time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
-from deepspeed_gear.store.group_spec import COUNTED
 from deepspeed_gear.store.records import Head
 
 COLUMNS = {
@@ -121,85 +119,3 @@ def check_groups(replay: Replay) -> None:
         assert len(set(groups.numbers(leaders).tolist())) == len(leaders)
         steps = np.bincount(index, table.slots[slots, Slot.NUM_STEPS], len(leaders))
         assert (groups.steps(leaders) == steps).all()
-
-
-@dataclass
-class Row:
-    """A stored trajectory."""
-
-    id: int
-    prompt: int
-    sample: int
-    reward: float | None = None
-
-
-@dataclass
-class Model:
-    """The rules of groups, evaluated from scratch."""
-
-    size: int
-    by_member: bool = False
-    needs_reward: bool = False
-    least_std: float | None = None
-    remember: int = 0
-    rows: dict[int, Row] = field(default_factory=dict)
-    groups: dict[int, list[int]] = field(default_factory=dict)  # complete ones, in their order
-    left: list[int] = field(default_factory=list)  # prompts of groups that have left the table
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
-
-    def update(self) -> None:
-        for prompt in sorted({row.prompt for row in self.rows.values()}):
-            of_it = [row for row in self.rows.values() if row.prompt == prompt]
-            if prompt in self.groups:
-                self._drop([row for row in of_it if row.id not in self.groups[prompt]], "late")
-                continue
-            if prompt in self.left:
-                self._drop(of_it, "late_consumed")
-                continue
-            members: dict[int, list[Row]] = {}
-            for row in sorted(of_it, key=lambda row: row.id):
-                members.setdefault(row.sample if self.by_member else row.id, []).append(row)
-            ready = [
-                name
-                for name, rows in members.items()
-                if not self.needs_reward or all(row.reward is not None for row in rows)
-            ]
-            if len(ready) < self.size:
-                continue
-            chosen = sorted(sorted(ready, key=lambda name: members[name][0].id)[: self.size])
-            for name, rows in members.items():
-                if name not in chosen:
-                    self._drop(rows, "surplus" if name in ready else "unfilled")
-            values = [members[name][-1].reward or 0.0 for name in chosen]
-            if (
-                self.least_std is not None
-                and np.std(values, ddof=int(len(values) > 1)) < self.least_std
-            ):
-                self.counts["rejected"] += 1
-                self.remove([row.id for name in chosen for row in members[name]])
-                self._remember(prompt)
-                continue
-            self.groups[prompt] = [row.id for name in chosen for row in members[name]]
-
-    def _remember(self, prompt: int) -> None:
-        self.left = [*self.left, *([] if prompt in self.left else [prompt])][-self.remember :]
-        self.left = self.left if self.remember else []
-
-    def consume(self, ids: list[int]) -> None:
-        """Evict a group that was drawn for the last time."""
-        prompt = self.rows[ids[0]].prompt
-        self.remove(ids)
-        self._remember(prompt)
-
-    def _drop(self, rows: list[Row], why: str) -> None:
-        self.counts[why] += len(rows)
-        for row in rows:
-            del self.rows[row.id]
-
-    def remove(self, ids: list[int]) -> None:
-        """Evict whole groups."""
-        prompts = {self.rows[number].prompt for number in ids if number in self.rows}
-        self.rows = {number: row for number, row in self.rows.items() if row.prompt not in prompts}
-        self.groups = {
-            prompt: members for prompt, members in self.groups.items() if prompt not in prompts
-        }

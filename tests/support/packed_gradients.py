@@ -1,8 +1,8 @@
 """The gradient of packed micro batches of a tiny Qwen2 on many ranks, beside that of one process.
 
-The cases of each kind are pairs of a loss and a budget (tests/support/gradient_cases.py). The
-change of the weights by SGD with a rate of 1 is the gradient. The first rank computes the gradient
-of one process from one sequence at a time; every rank compares its weights with it.
+The cases of each kind are pairs of a loss and a budget. The change of the weights by SGD with a
+rate of 1 is the gradient. The first rank computes the gradient of one process from one sequence at
+a time; every rank compares its weights with it.
 """
 
 from typing import Any
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from gear_support import prefix
-from gradient_cases import LOSSES
 from torch import Tensor, nn
 from trainers import EngineTrainer, ModuleTrainer, Weights
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
@@ -28,6 +27,16 @@ WIDTH = 16
 MOST = 40
 GROUPS = 10
 SIZE = 4
+LOSSES: dict[str, dict[str, Any]] = {
+    "token": {"normalize": "token"},
+    "sequence": {"normalize": "sequence"},
+    "sequence, masked ones count": {"normalize": "sequence", "count_masked": True},
+    "sequence of a member": {"normalize": "sequence", "by": "member"},
+    "group": {"normalize": "group"},
+    "group, masked ones count": {"normalize": "group", "count_masked": True},
+    "constant": {"normalize": {"constant": 50.0}},
+    "constant, masked ones count": {"normalize": {"constant": 50.0}, "count_masked": True},
+}
 COLUMNS = {
     "tokens": {"dtype": "uint8", "role": "token"},
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},

@@ -19,7 +19,6 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelD
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from engine_parts import BATCH, ds_config
 from page_support import page_code
-from replay_support import topology_of
 from torch import nn
 from trainers import SPLIT
 
@@ -165,7 +164,7 @@ def evaluate(engine: Any, losses: Losses) -> int:
     first = min(2, len(iterator))
     engine.eval_batch(iterator, num_micro_batches=first)
     engine.eval_batch(iterator, num_micro_batches=len(iterator))
-    if topology_of(engine.gear).place.is_last_stage:
+    if engine.gear.topology.place.is_last_stage:
         assert losses.checked - before == first + len(iterator)
     return len(iterator)
 
@@ -221,7 +220,7 @@ def train_case(
         if number == SAVED:
             engine.save_checkpoint(folder)
     replay = engine.gear
-    place = topology_of(replay).place
+    place = replay.topology.place
     known = replay.statistics()
     check_resume(engine, folder, rows)
     report = {

@@ -8,7 +8,6 @@ import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory
 
 from deepspeed_gear import Batch, Replay
-from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
@@ -38,11 +37,6 @@ def streams_of(replay: Replay) -> dict[str, BatchStream]:
     each split.
     """
     return replay._parts.streams[replay.config.sampled_tables[0]]
-
-
-def topology_of(replay: Replay) -> Topology:
-    """Return which ranks and nodes there are, and the place of this one in its replica."""
-    return replay.topology
 
 
 def late_updates_of(replay: Replay) -> AsyncPriorityUpdates:

@@ -27,7 +27,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.sampling.sum_tree import TreeChanges
 from deepspeed_gear.store import process_bound
-from deepspeed_gear.store.memory_layout import RunIdentity
+from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, RunIdentity
 from deepspeed_gear.store.records import NOTHING, Control, Head
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
@@ -154,6 +154,12 @@ def reserve(table: Any, num_steps: int) -> int:
     if slot < 0:
         raise table.full(slot, num_steps)
     return slot
+
+
+def note_death(table: Table) -> None:
+    """Let the lock look as if its holder has died: who takes it next repairs the table."""
+    holder = np.ndarray((1,), np.int64, buffer=table.memory.buffer, offset=HOLDER_OFFSET)
+    holder[0] = 1
 
 
 def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:

@@ -30,7 +30,7 @@ class EngineTrainer:
     Args:
         model_of: Makes a model; with a group of sequence ranks, one whose attention is over their
             slices.
-        case: Of `gradient_cases.zero`.
+        case: Of `zero` in tests/distributed/test_gradients.py.
     """
 
     def __init__(self, model_of: Callable[[Any], Any], case: dict[str, Any]) -> None:

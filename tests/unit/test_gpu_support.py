@@ -3,10 +3,10 @@ is a card.
 """
 
 import pytest
-from device_support import SAMPLERS, assert_equal, plainly, run_on
-from op_cases import ON_DEVICE, arguments, moved
-from op_cases import assert_equal as assert_equal_arguments
-from reference_ops import reference_ops
+from device_steps import SAMPLERS, assert_equal, plainly, run_on
+from op_arguments import ON_DEVICE, arguments
+from op_arguments import assert_equal as assert_equal_arguments
+from op_kit import REFERENCE, moved
 
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import RingState
@@ -27,7 +27,7 @@ def test_a_run_can_be_repeated_and_shows_every_turn(sampler: str) -> None:
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_an_op_has_arguments_that_it_changes(name: str) -> None:
     before, expected, got = (moved(arguments(name), "cpu") for _ in range(3))
-    getattr(reference_ops(), name)(*expected)
+    getattr(REFERENCE, name)(*expected)
     getattr(load_backend("cpu"), name)(*got)
     assert_equal_arguments(got, expected)
     with pytest.raises(AssertionError):

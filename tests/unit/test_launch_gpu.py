@@ -19,8 +19,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from compiled_kernels import compiled_kernels
 from gear_support import load_script, wait_until
-from kernel_support import compiled_kernels
 
 from deepspeed_gear.ops import toolchain
 

@@ -14,10 +14,8 @@ from deepspeed_gear.ops import load_backend
 PACKAGE = "deepspeed_gear"
 LAYERS = (
     "errors outcome timeouts public_names arguments liveness file_system schema context config "
-    "ops data "
-    "store sampling batching distributed plan frameworks checkpoint writer device replay actors "
-    "remote "
-    "engine cli __main__"
+    "ops data store distributed sampling batching row_exchange plan frameworks checkpoint writer "
+    "device replay actors remote engine cli __main__"
 ).split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 
@@ -92,7 +90,7 @@ READS_CONFIG = {
     "config",
     "plan",
     "distributed/shard_placement",
-    "distributed/row_exchange/exchange_plan",
+    "row_exchange/exchange_plan",
     "replay/replay",
     "replay/device_replay",
     "replay/normalizer",

@@ -1,1 +1,1 @@
-"""Host-to-device transfer of a batch: direct or staged."""
+"""Host-to-device copies of a batch: fields read in place by kernels, or staged in pinned memory."""

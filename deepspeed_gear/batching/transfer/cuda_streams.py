@@ -1,6 +1,6 @@
-"""Transfer streams: a CUDA stream, or the calling thread, on which batches are gathered during
-steps. Nothing here waits for a device, except `Event.synchronize`, before memory of the host is
-overwritten.
+"""Transfer streams: batches are gathered on a CUDA stream of their own, or in the calling thread.
+
+Nothing here waits for a device, except `Event.synchronize`, before host memory is overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_gear.errors import StoreError
 
-ALIGNMENT = 128  # of tensors in one allocation: a line of a GPU's caches
+ALIGNMENT = 128  # alignment of tensors in one allocation: a cache line of a GPU
 
 
 class Event(Protocol):
@@ -40,9 +40,7 @@ class HostEvent(threading.Event):
 
 
 class HostStream:
-    """A queue of work that runs in order: of the calling thread, done when a call returns. Thread
-    safe.
-    """
+    """A queue of work in order; here in the calling thread, done on return. Thread safe."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -77,8 +75,7 @@ class HostStream:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def bring(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy small tensors of the host to the device by one asynchronous copy. Called inside
-        `running`.
+        """Copy small host tensors to the device by one asynchronous copy, within `running`.
 
         Torch's allocator of pinned memory reuses a block only when the copies from it are done.
         """
@@ -103,9 +100,8 @@ class CudaStream(HostStream):
         self._known = threading.local()
 
     def running(self) -> AbstractContextManager[Any]:
-        if threading.current_thread() is not threading.main_thread() and not hasattr(
-            self._known, "relaxed"
-        ):
+        is_background = threading.current_thread() is not threading.main_thread()
+        if is_background and not hasattr(self._known, "relaxed"):
             allow_captures_elsewhere()
             self._known.relaxed = True
         return torch.cuda.stream(self._stream)
@@ -136,9 +132,7 @@ class CudaStream(HostStream):
 
 
 def allow_captures_elsewhere() -> None:
-    """Relax this thread's capture mode: else its allocations fail other threads' captures of
-    graphs.
-    """
+    """Relax this thread's capture mode: else its allocations break captures of other threads."""
     if not torch.cuda.is_available():
         return
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -146,7 +140,7 @@ def allow_captures_elsewhere() -> None:
 
 
 def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
-    """Raise a StoreError if a CUDA graph is captured, for a call that cannot be in one."""
+    """Raise a StoreError while a CUDA graph is captured, for a call that cannot be in one."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise StoreError(name, rule, None, remedy)
 
@@ -168,23 +162,22 @@ class Packing:
         self.num_bytes = at
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return an allocation's tensors; in-place changes count for each alone, as autograd
-        reports.
-        """
-        found = []
+        """Return the tensors of an allocation; each has its own version counter."""
+        views = []
         for (shape, dtype), begin in zip(self._shapes, self._begins, strict=True):
             end = begin + torch.Size(shape).numel() * dtype.itemsize
-            found.append(flat[begin:end].view(dtype).view(torch.Size(shape)).data)
-        return found
+            views.append(flat[begin:end].view(dtype).view(torch.Size(shape)).data)
+        return views
 
 
 Release = Callable[[int], None]
 
 
 class DeferredRelease:
-    """Selections that wait for release, in the order of their gathers. Thread safe. A selection
-    pins its rows and ring entry until its device has read them: `settle` checks, without waiting,
-    at each sample and add.
+    """Selections that wait for release, in the order of their gathers. Thread safe.
+
+    A selection pins its rows and its ring entry until the device has read them. `settle` checks
+    that, without waiting, at each sample and add.
     """
 
     def __init__(self) -> None:
@@ -195,8 +188,9 @@ class DeferredRelease:
         return len(self._waiting)
 
     def hold(self, event: Event, release: Release, number: int) -> None:
-        """Release a selection after the event that follows its last kernel; events come in stream
-        order.
+        """Release a selection after the event that follows its last kernel.
+
+        Events of later calls come later in the stream.
         """
         with self._lock:
             self._waiting.append((event, release, number))

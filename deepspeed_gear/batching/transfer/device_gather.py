@@ -1,7 +1,7 @@
-"""Batches on a device: each field is read in place by kernels, or staged by the host.
+"""Batches on a device: kernels read each field in place, or the host stages it.
 
 A ring entry is one allocation on the device. Staged fields lie at its front, with the same layout
-as in pinned memory of the host, so one copy transfers them. All work is enqueued on a transfer
+as in pinned host memory, so that one copy transfers them. All work is enqueued on a transfer
 stream; the process waits only for pinned memory that is still being copied, from `PINNED` batches
 before.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.field_rows import Rows
 from deepspeed_gear.batching.gather import (
     N_STEP_DTYPES,
     Buffers,
@@ -24,7 +25,6 @@ from deepspeed_gear.batching.gather import (
     Gatherer,
     GatherOptions,
     NStepReturns,
-    Rows,
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.config import ResolvedField
@@ -37,13 +37,12 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO
 DIRECT = "direct"
 STAGED = "staged"
 WAYS = (DIRECT, STAGED)  # in order of preference
-PINNED = (
-    4  # batches that are staged at once; bounds how many batches the host is ahead of the device
-)
-# Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be
-# in flight: these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for
-# short windows, and more with long ones. Of an H200's 132 multiprocessors at least 100 are free of
-# them.
+# Batches that are staged at once: a bound for how many batches the host is ahead of the device.
+PINNED = 4
+# Blocks of one launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads
+# must be in flight. 32 blocks of 256 threads with two vectors of 16 bytes a thread, as for short
+# windows, have 256 KiB in flight, and more for long ones. At least 100 of an H200's 132
+# multiprocessors stay free for other work.
 _DIRECT_BLOCKS = 32
 _NONE = torch.empty(0, 0)
 
@@ -62,14 +61,12 @@ def column_name(field: ResolvedField) -> str:
 class Reach:
     """The columns of one table that a device reads in place, for direct fields."""
 
-    columns: Mapping[
-        str, torch.Tensor
-    ]  # device tensors over the stored columns that it can read, by name
+    columns: Mapping[str, torch.Tensor]  # by name: device tensors over the stored columns
 
 
 @dataclass(frozen=True)
 class FieldTransfer:
-    """How the fields of a batch get to a device, the same for all tables of a mixture."""
+    """How the fields of a batch reach a device, the same for all tables of a mixture."""
 
     lane: HostStream
     ops: Ops  # ops for tensors of the device
@@ -80,27 +77,31 @@ class FieldTransfer:
     keep: int  # latest batches that their user may use
 
     def way(self, field: ResolvedField) -> str:
-        """Return a field's transfer way. Goals, which the host draws, and fields that the device
-        cannot read are staged.
+        """Return how a field is transferred: `DIRECT` or `STAGED`.
+
+        Goals, which the host draws, and fields that the device cannot read are staged.
         """
         is_read = is_computed(field) or self.is_reached(column_name(field))
-        if (
-            self.preferred == STAGED
-            or field.hindsight is not None
-            or field.mask_only
-            or not is_read
-        ):
-            return STAGED
-        return DIRECT
+        is_drawn = field.hindsight is not None
+        return (
+            STAGED
+            if self.preferred == STAGED or is_drawn or field.mask_only or not is_read
+            else DIRECT
+        )
+
+
+@dataclass
+class _Use:
+    """The use of a batch that was handed over, until its ring entry is filled again."""
+
+    consumer: Any  # stream of the user
+    free: Event | None = None  # after the last use; None: the user may still use the batch
 
 
 @dataclass
 class _Slot:
     front: torch.Tensor  # the staged fields
-    free: Event | None = None  # its user's last use
-    consumer: Any = None
-    is_out: bool = False
-    turn: int = 0
+    use: _Use | None = None  # use of its latest batch; None: that was not handed over
 
 
 @dataclass
@@ -111,9 +112,10 @@ class _Pinned:
 
 
 class DeviceGatherer(Gatherer):
-    """Gathers batches of fixed fields and size on a device; one thread gathers, another may take
-    batches. The tables of a mixture have equal `transfer`; the ring has one entry more than are
-    prefetched and kept.
+    """Gathers batches of fixed fields and size on a device.
+
+    One thread gathers; another one may take batches. The gatherers of a mixture's tables have equal
+    `transfer`. The ring has one entry more than are prefetched and kept.
     """
 
     def __init__(
@@ -122,14 +124,12 @@ class DeviceGatherer(Gatherer):
         self._transfer = transfer
         self._lane = transfer.lane
         self._reach = reach
-        # Few blocks keep enough reads of host memory in flight, and leave the device to other work.
         self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options.threads
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
-        self._out: deque[tuple[_Slot, int]] = deque()
-        self._lock = (
-            threading.Lock()
-        )  # guards `_out` and the state of slots between the two threads
+        self._out: deque[_Use] = deque()
+        # Guards `_out` and the state of slots: one thread gathers while another takes batches.
+        self._lock = threading.Lock()
         self.made = 0  # index of the latest ring entry
         with self._lane.running():  # zeros are written before the stream gathers
             self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
@@ -144,6 +144,7 @@ class DeviceGatherer(Gatherer):
             super().normalize_with(moments, columns)
 
     def totals(self) -> torch.Tensor:
+        """Return the totals as of the latest batch that the device has gathered."""
         return self.counters + self._counters_seen
 
     def _divide(self, num_samples: int) -> None:
@@ -171,7 +172,8 @@ class DeviceGatherer(Gatherer):
         self._direct = self._group(chosen.get(DIRECT, []), there)
         self.reads_in_place = bool(self._direct.which) or self._n_step_there is not None
         written = {mask for i in chosen.get(STAGED, []) if (mask := self._specs[i].mask) >= 0}
-        self._is_staged = [way == STAGED for way in self._ways]  # of each tensor, as in `_sizes`
+        # Whether each tensor is staged, in the order of `_sizes`.
+        self._is_staged = [way == STAGED for way in self._ways]
         self._is_staged += [mask in written for mask in range(len(self._mask_lengths))]
         self._is_staged += [self._n_step_there is None] * len(N_STEP_DTYPES) if self._n_step else []
         self._is_staged += [self._estimates_here] * len(ESTIMATED) if self._estimated else []
@@ -184,9 +186,7 @@ class DeviceGatherer(Gatherer):
         return self._reach.columns[column_name(field)]
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
-        """Return a group of fields that reads their rows in `columns`, of which each
-        field has one.
-        """
+        """Return a group of fields that reads `columns`, one for each of all fields."""
         rows = []
         for i in which:
             known = self._rows[i]
@@ -216,15 +216,13 @@ class DeviceGatherer(Gatherer):
     def gather(
         self, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather a batch of one table, as `gather_from` does: through the ring entry and pinned
-        memory.
-        """
+        """Gather a batch of one table, as `gather_from` does."""
         return self.gather_from([(self, resolutions, goal_step)])
 
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Gather samples of resolutions on the host; ready after the transfer stream's work."""
+        """Gather samples of resolutions on the host, by work enqueued on the transfer stream."""
         self.made = self._turn
         buffers = self._next()
         slot = self._slots[self.made]
@@ -237,13 +235,14 @@ class DeviceGatherer(Gatherer):
             assert isinstance(gatherer, DeviceGatherer)
             end = first + len(resolutions)
             if end > first:
-                host, there = (
-                    (b if whole else b.part(first, end)) for b in (pinned.buffers, buffers)
-                )
+                host = pinned.buffers if whole else pinned.buffers.part(first, end)
+                there = buffers if whole else buffers.part(first, end)
                 some.append((gatherer, resolutions, goals, host, there))
             first = end
         with self._lane.running():
             self._reuse(slot)
+            # The only wait of the host: until the copy of `PINNED` batches before has read the
+            # pinned memory.
             if pinned.copied is not None:
                 pinned.copied.synchronize()
             for gatherer, resolutions, goals, host, _ in some:
@@ -258,37 +257,33 @@ class DeviceGatherer(Gatherer):
     def _reuse(self, slot: _Slot) -> None:
         """Make the transfer stream wait for the user of the entry's last batch."""
         with self._lock:
-            free = slot.free
-            consumer = slot.consumer
-            is_out = slot.is_out
-            slot.free = None
-            slot.consumer = None
-            slot.is_out = False
-            slot.turn += 1
-        if free is not None:
-            self._lane.wait(free)
-        elif is_out:  # reused early, as batches were prefetched and dropped
-            self._lane.wait_for(consumer)
+            use = slot.use
+            slot.use = None
+        if use is None:
+            return
+        if use.free is not None:
+            self._lane.wait(use.free)
+        else:  # reused early, as batches were prefetched and dropped
+            self._lane.wait_for(use.consumer)
 
     def hand_over(self, index: int) -> None:
-        """Mark a ring entry as used from now on; free the entry of `keep` batches before.
+        """Mark a ring entry as used from now on, and free the one of `keep` batches before.
 
         Called in the user's thread: the work on its stream so far includes all uses of older
         batches.
         """
         consumer, until_now = self._lane.consumer()
-        slot = self._slots[index]
+        use = _Use(consumer)
         with self._lock:
-            slot.consumer = consumer
-            slot.is_out = True
-            self._out.append((slot, slot.turn))
+            self._slots[index].use = use
+            self._out.append(use)
             while len(self._out) > self._transfer.keep:
-                old, turn = self._out.popleft()
-                if old.turn == turn and old.consumer == consumer:
+                old = self._out.popleft()
+                if old.consumer == consumer:
                     old.free = until_now
 
     def place(self, buffers: Buffers, resolutions: torch.Tensor) -> None:
-        """Enqueue the gather of fields that `fill` does not stage; `resolutions` on the host."""
+        """Enqueue the device's gather of the fields that are not staged, from host resolutions."""
         if not self.reads_in_place:
             return
         (there,) = self._lane.bring([resolutions])

@@ -1,4 +1,4 @@
-"""Ingest: one reader a format, all into the on-disk data set."""
+"""Ingest of other formats into the on-disk data set, with one reader per format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
 from deepspeed_gear.schema import SOURCE, Column, Schema
 
-_CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
+# In the order in which "auto" tries them: a layout that others would recognise too comes first.
+_CLASSES: tuple[type[Reader], ...] = (
     ExportedReader,
     D4rlReader,
     MinariReader,
@@ -64,14 +65,14 @@ def open_source(
     max_expansion: float = MAX_EXPANSION,
     **options: Any,
 ) -> Reader:
-    """Check a source, and open it in the given format, or in the one that its content shows.
+    """Check a source and open it, in the given format or in the one that its content shows.
 
     Args:
         path: A file or folder.
-        format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
+        format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
-        **options: Those of the format, `Reader.takes`; one that is None is not given.
+        **options: Options of the format, `Reader.takes`; None means not given.
     """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
@@ -94,9 +95,7 @@ def open_rows(
     max_expansion: float = MAX_EXPANSION,
     **options: Any,
 ) -> Reader:
-    """Open rows of a program, as `Dataset.from_iterable` takes them; arguments as of
-    `open_source`.
-    """
+    """Open the rows of a program (see `Dataset.from_iterable`); arguments as in `open_source`."""
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
     name = type(rows).__name__
@@ -110,7 +109,7 @@ def open_rows(
 
 
 def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not None; raise for one that the format does not have."""
+    """Return the options that are not None; raise for an option that the format lacks."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() - set(kind.takes):
         having = [reader.format for reader in READERS.values() if name in reader.takes]
@@ -134,7 +133,7 @@ def _opened(reader: Reader) -> Reader:
 
 
 def _recognised(path: Path) -> type[Reader]:
-    """Return the reader whose layout a source has."""
+    """Return the reader whose layout a source has; DataError if there is none."""
     kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
     if kind is not None:
         return kind
@@ -145,59 +144,63 @@ def _recognised(path: Path) -> type[Reader]:
     if known:
         remedy = f"give {'the file in it:' if len(known) == 1 else 'its files, such as'} {known[0]}"
     else:
-        remedy = f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format)"
-        remedy += "; docs/how-to/formats.md has what each looks like"
+        remedy = (
+            f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format); "
+            "docs/how-to/formats.md has what each looks like"
+        )
     raise DataError(str(path), "must have a known layout", _content(path), remedy)
 
 
 def _reader_class(format: str) -> type[Reader]:
     if ":" not in format:
         if format not in READERS:
-            rule = f"must be one of auto, {', '.join(READERS)}, or module:Class"
             remedy = (
                 near_name(format, ["auto", *READERS])
                 or "docs/how-to/add-an-ingest-format.md adds one"
             )
-            raise DataError("format", rule, format, remedy)
+            raise DataError(
+                "format",
+                f"must be one of auto, {', '.join(READERS)}, or module:Class",
+                format,
+                remedy,
+            )
         return READERS[format]
-    found: Any = imported(format, "format")
-    if not (isinstance(found, type) and issubclass(found, Reader)):
+    reader: Any = imported(format, "format")
+    if not (isinstance(reader, type) and issubclass(reader, Reader)):
         raise DataError("format", "must name a subclass of Reader", format)
-    return found
+    return reader
 
 
 def _content(path: Path) -> str:
     import h5py
 
     if path.is_dir():
-        return (
-            f"a folder with "
-            f"{', '.join(sorted(entry.name for entry in path.iterdir())[:8]) or 'nothing'}"
-        )
+        names = sorted(entry.name for entry in path.iterdir())
+        return f"a folder with {', '.join(names[:8]) or 'nothing'}"
     if not h5py.is_hdf5(path):
         return f"a file that is neither HDF5 nor a table, {path.name}"
     return f"HDF5 with {', '.join(sorted(hdf5_members(path))[:8]) or 'nothing'}"
 
 
 class Options(TypedDict, total=False):
-    """What is done with the columns of all sources, and with sources that would be refused.
+    """Changes of the columns of all sources, and permissions for sources that would be refused.
 
     Args:
         dtype: Stored dtype by column or shell pattern: {"observation": "float32"}. Values must fit.
         rename: New name by the reader's. `dtype` and `role` use the new names, `columns` the
             reader's.
         role: Role by column or shell pattern: {"score": "reward"}.
-        reward: Rule of sources without a column of role reward: "none" (no such column, no
+        reward: Rule for sources without a column of role reward: "none" (no such column, no
             returns), "last=1.0" (that value at the last step, 0 before) or "each=-1" (at every
             step). It must be given unless the source has rewards, or tokens.
         allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.
-        split_by_flags: Divide episodes after each step with an end flag; as `DatasetWriter.add`. An
-            episode that is truncated inside is refused where it has columns of T+1 rows: its last
-            state is unknown.
-        compress: Columns to store compressed, as of `DatasetWriter`.
-        group_scope: What group numbers (`prompt_id`) that several files have mean: "file", other
-            groups, which get other numbers; "all", the same groups. It must be given where numbers
-            repeat over files.
+        split_by_flags: Divide episodes after each step with an end flag, as `DatasetWriter.add`
+            does. An episode that is truncated inside is refused where it has columns of T+1 rows:
+            its last state is unknown.
+        compress: Columns to store compressed, as in `DatasetWriter`.
+        group_scope: What equal group numbers (`prompt_id`) in several files mean: "file", different
+            groups, which get different numbers; "all", the same group. It must be given where
+            numbers repeat over files.
     """
 
     dtype: Mapping[str, str]
@@ -222,17 +225,17 @@ def ingest(
     progress: bool = False,
     **options: Unpack[Options],
 ) -> Dataset:
-    """Turn one or more sources into a data set.
+    """Convert one or more sources into a data set.
 
-    The ids are the ordinals of the episodes: those of the first source, then those of the second.
+    Ids are the indices of the episodes: first those of the first source, then those of the second.
     With several sources the per-trajectory column `source` holds the number of an episode's source.
-    The same sources give the same bytes.
+    Equal sources give equal bytes.
 
     Args:
-        sources: Files or folders with the same columns; or what `open_source` returns of them, for
-            its other options. Readers are closed.
-        dest: The folder to make.
-        format: Of all sources; "auto" detects it by the content of each.
+        sources: Files or folders with the same columns; or readers from `open_source`, for its
+            other options. Readers are closed.
+        dest: The folder to create.
+        format: Format of all sources; "auto" detects it for each by its content.
         split: Share of each held-out part by name; the statistics are those of the rest.
         columns: Patterns of optional columns to keep; None keeps all.
         overwrite: Replace a data set at `dest`.
@@ -240,13 +243,12 @@ def ingest(
             the result has the same columns, statistics and fingerprint. It takes the place of the
             old one in one rename.
         progress: Show a bar and notes on stderr.
-        **options: What is done with columns, and with sources that would be refused: see `Options`.
+        **options: Changes of columns, and permissions: see `Options`.
     Raises:
         DataError: A source is malformed or differs from the first, or `dest` cannot be written;
-            `dest` is not made, or not changed.
+            `dest` is not created, or not changed.
     Cost: two passes over the sources' observations, one over the rest; memory for one episode and a
-    few
-        blocks. With `append` also a copy of what is there, and the statistics of all.
+    few blocks. With `append` also a copy of the existing data, and the statistics of all.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
@@ -276,6 +278,8 @@ def ingest(
             for reader in readers:
                 for note in (f"read as format {reader.format}", *reader.notes):
                     print(f"{reader.path}: {note}", file=sys.stderr)
+        # The lists of notes are shared, so that notes of groups, which are known at the end only,
+        # are recorded as well.
         described = [{**reader.description, "notes": reader.notes} for reader in readers]
         source: dict[str, Any] = {"sources": described}
         changes = {
@@ -290,12 +294,16 @@ def ingest(
         bar = stack.enter_context(shown)
         num_bytes = 0
         episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
-        placed: dict[str, Any] = {"split": split, "overwrite": overwrite, "append": append}
         divides: Any = bool(options.get("split_by_flags"))
-        made = DatasetWriter(
-            dest, schema, source=source, compress=options.get("compress"), **placed
-        )
-        with made as writer:
+        with DatasetWriter(
+            dest,
+            schema,
+            split=split,
+            overwrite=overwrite,
+            append=append,
+            source=source,
+            compress=options.get("compress"),
+        ) as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():
                     if SOURCE.name in schema and SOURCE.name not in arrays:
@@ -307,14 +315,14 @@ def ingest(
                     bar.set_postfix_str(show_bytes(num_bytes), refresh=False)
                     bar.update(length)
             for note in groups.notes():
-                readers[-1].notes.append(note)  # which the writer's source holds
+                readers[-1].notes.append(note)
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
             return writer.close()
 
 
 def _note_counted(readers: Sequence[Reader]) -> None:
-    """Add a note to sources that count anew what other sources have counted."""
+    """Note for each source which numbers it counts anew, although other sources count them too."""
     for reader in readers:
         for name in reader.counted:
             note = f"{name} counts anew in each source: the column source tells equal numbers apart"
@@ -324,9 +332,7 @@ def _note_counted(readers: Sequence[Reader]) -> None:
 def ingest_rows(
     rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
 ) -> Dataset:
-    """Turn the rows of a program into a data set: `Dataset.from_iterable`, which has
-    the arguments.
-    """
+    """Convert the rows of a program into a data set; see `Dataset.from_iterable`."""
     of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
     of_reader = {name: value for name, value in options.items() if name not in of_ingest}
     written: dict[str, Any] = {name: value for name, value in options.items() if name in of_ingest}
@@ -336,7 +342,7 @@ def ingest_rows(
 
 
 def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> Schema:
-    """Return the schema of all sources; raise DataError for a column in which two differ."""
+    """Return the schema of all sources; DataError for a column in which two differ."""
     first, *others = outputs
     pairs = [(first.reader.path, first.columns, other) for other in others]
     if known is not None:
@@ -345,15 +351,20 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
         here, there = ({c.name: _without_bounds(c) for c in of} for of in (columns, other.columns))
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
-                rule = f"must be as in {path}, {_describe(here.get(name))}"
-                remedy = "choose the common columns with --columns, or make a data set of each"
-                found = _describe(there.get(name))
-                raise DataError(f"{other.reader.path}: column {name}", rule, found, remedy)
+                raise DataError(
+                    f"{other.reader.path}: column {name}",
+                    f"must be as in {path}, {_describe(here.get(name))}",
+                    _describe(there.get(name)),
+                    "choose the common columns with --columns, or make a data set of each",
+                )
     has_several = known is not None or len(outputs) > 1
     if has_several and any(c.name == SOURCE.name for c in first.columns):
-        rule = "must not have the name of a derived column"
-        remedy = "leave it out with --columns, or give it another name with --rename"
-        raise DataError(f"{first.reader.path}: {SOURCE.name}", rule, None, remedy)
+        raise DataError(
+            f"{first.reader.path}: {SOURCE.name}",
+            "must not have the name of a derived column",
+            None,
+            "leave it out with --columns, or give it another name with --rename",
+        )
     given = [c for output in outputs for c in output.columns] if known is None else [*known.schema]
     ordered = first.columns if known is None else [c for c in known.schema if c != SOURCE]
     widest = [
@@ -363,8 +374,9 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
 
 
 def _without_bounds(column: Column) -> Column:
-    """Return a column as it must be in all sources: without `allow_nan` and the size of the longest
-    value.
+    """Return a column without the options in which sources may differ.
+
+    These are `allow_nan` and the size of the longest opaque value.
     """
     if column.is_opaque:
         return Column(column.name, column.dtype, rows="1", max_bytes=1)
@@ -372,18 +384,16 @@ def _without_bounds(column: Column) -> Column:
 
 
 def _describe(column: Column | None) -> str:
-    return (
-        "absent"
-        if column is None
-        else f"{column.dtype}{list(column.shape)} with rows {column.rows}"
-    )
+    if column is None:
+        return "absent"
+    return f"{column.dtype}{list(column.shape)} with rows {column.rows}"
 
 
 def ingested(path: str | Path) -> Dataset:
-    """Open a data set, or the one that a file of a known format is ingested into beside it, once.
+    """Open a data set, or ingest a file of a known format beside itself once and open that.
 
-    It is a hidden folder whose name follows from the file's size and time of change: a file that
-    has changed is ingested again. Other processes wait for the first one, where the file system has
+    The data set is a hidden folder named by the file's size and time of change, so a file that has
+    changed is ingested again. Other processes wait for the first one, where the file system has
     locks.
 
     Raises:

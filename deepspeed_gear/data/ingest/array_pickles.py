@@ -1,9 +1,9 @@
-"""Pickles of arrays: an unpickler that builds NumPy arrays, scalars and builtins only.
+"""An unpickler for arrays, which builds only NumPy arrays, scalars and builtins.
 
-It is a machine of its own for the opcodes that such pickles have: a table names each one, and all
-others are refused. Nothing that a pickle holds is ever called. A global is a name on the stack, and
-REDUCE makes the value that the name stands for. An array is made once, from bytes, by a copy, when
-its state is known: no view of it exists, and no opcode changes it.
+It is a stack machine of its own for the opcodes that such pickles contain; any other opcode is
+refused. Nothing in a pickle is ever called: a global is a name on the stack, and REDUCE builds the
+value that the name stands for. An array is built once, by copying its bytes when its state is
+known: no view of it exists before, and no later opcode changes it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from deepspeed_gear.errors import DataError
 
 PICKLED = "--allow-pickle reads the arrays in it, and runs no code of it"
 _FRAMES = "read it in a program that trusts it: Dataset.from_iterable takes pandas frames"
-_ARGUMENTS = ("numpy.ndarray", "builtins.list", "builtins.dict")  # of the globals that make a value
+# Globals that are only arguments of those that build a value, such as the factory of a defaultdict.
+_ARGUMENTS = ("numpy.ndarray", "builtins.list", "builtins.dict")
 _TRAJECTORIES = ("imitation.data.types", "imitation.data.old_types", "imitation.util.rollout")
 _FIELDS = ("acts", "obs", "rews", "infos")  # of imitation's Trajectory, where it was a tuple
-_OBJECT_BYTES = 80  # of the object that an opcode makes: about that of a dict or a list
-_SET_BYTES = 256
-_OPCODES_AT_ONCE = 4096  # between two checks of the memory that they take
+_OBJECT_BYTES = 80  # about what a dict or a list takes, the largest object that an opcode builds
+_SET_BYTES = 256  # an empty set
+_OPCODES_AT_ONCE = 4096  # opcodes between two checks of the memory that their objects take
 _MOST_SHOWN = 200
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MAX_CODE_POINT = 0x10FFFF
 
 
 class _Global:
-    """A global of a pickle, known by its name; `make` returns the value of a call of it."""
+    """The name of a global in a pickle; `make` builds the value of a call of it."""
 
     __slots__ = ("make", "name")
 
@@ -44,7 +45,7 @@ class _Global:
 
 
 class _Dtype:
-    """A NumPy dtype of numbers, text or objects. Its state, the byte order, is set once."""
+    """A NumPy dtype of numbers, text or objects; its state, the byte order, is set once."""
 
     __slots__ = ("_has_state", "dtype")
 
@@ -60,7 +61,8 @@ class _Dtype:
             raise pickle.UnpicklingError(f"a state of a dtype, {_shown(state)}")
         if any(part is not None for part in state[2:5]):
             raise pickle.UnpicklingError("a dtype with fields")
-        self.dtype, self._has_state = self.dtype.newbyteorder(state[1]), True
+        self.dtype = self.dtype.newbyteorder(state[1])
+        self._has_state = True
 
 
 class _Pending:
@@ -74,13 +76,15 @@ class _Pending:
 
 
 class _ArrayMachine:
-    """Runs the opcodes of a pickle. `spend` is called with the bytes of what it is
-    about to make.
+    """Stack machine that runs the opcodes of a pickle.
+
+    Args:
+        spend: Called with the bytes of each value before it is built; raises if all are too many.
     """
 
     def __init__(self, spend: Callable[[int], None]) -> None:
         self._spend = spend
-        self._stack: list[Any] = []
+        self._stack: list[Any] = []  # above the last mark
         self._stacks: list[list[Any]] = []  # below each mark
         self._memo: dict[int, Any] = {}
         self._globals: dict[str, Callable[..., Any] | None] = {
@@ -112,9 +116,10 @@ class _ArrayMachine:
     def _run(self, opcode: str, argument: Any) -> None:
         """Run an opcode on the stack.
 
-        Refused are PERSID, BINPERSID, EXT1 to EXT4, INST, OBJ and NEWOBJ_EX, which make objects of
-        any class, and NEXT_BUFFER and READONLY_BUFFER, which make views.
+        PERSID, BINPERSID, EXT1 to EXT4, INST, OBJ and NEWOBJ_EX are refused because they build
+        objects of any class; NEXT_BUFFER and READONLY_BUFFER because they build views.
         """
+        # `_pop_mark` replaces `self._stack`, so values are popped before it is used again.
         match opcode:
             case "PROTO" | "FRAME" | "STOP":
                 pass
@@ -193,7 +198,7 @@ class _ArrayMachine:
             case _:
                 raise pickle.UnpicklingError(f"the opcode {opcode}")
 
-    # The stack: a mark divides it, and what is below the last one can't be reached.
+    # The stack. A mark divides it; values below the last mark cannot be reached.
 
     def _top(self) -> Any:
         if not self._stack:
@@ -213,6 +218,7 @@ class _ArrayMachine:
         return items
 
     def _get(self, place: int) -> None:
+        # The memo keeps the pending object of an array; the array itself exists since its BUILD.
         if place not in self._memo:
             raise pickle.UnpicklingError(f"no value at {place} in the memo")
         value = self._memo[place]
@@ -220,7 +226,7 @@ class _ArrayMachine:
         self._stack.append(value.value if is_known else value)
 
     def _container(self, kind: type) -> Any:
-        """Return the value at the top, which must be a list, dict or set that the pickle made."""
+        """Return the value at the top, which must be a list, dict or set that the pickle built."""
         value = self._top()
         if type(value) is not kind:
             raise pickle.UnpicklingError(f"an item of a {type(value).__name__}")
@@ -241,9 +247,7 @@ class _ArrayMachine:
             raise pickle.UnpicklingError(key)
 
     def _call(self, made: Any, arguments: Any, is_new: bool) -> Any:
-        """Return the value that a call of a global stands for; `is_new`: of the class's
-        `__new__`.
-        """
+        """Build the value of a call of a global; `is_new`: a call of the class's `__new__`."""
         if not isinstance(made, _Global) or made.make is None or type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"a call of {_name(made)}")
         if is_new and made.make != self._trajectory:
@@ -254,7 +258,7 @@ class _ArrayMachine:
             raise pickle.UnpicklingError(f"a call of {made.name} with these arguments") from error
 
     def _build(self, made: Any, state: Any) -> Any:
-        """Return an object with its state, which has had none."""
+        """Set the state of an object that has none yet, and return it."""
         if isinstance(made, _Dtype):
             made.set_state(state)
             return made
@@ -272,13 +276,10 @@ class _ArrayMachine:
         return _Pending(is_array=True)
 
     def _array_of_state(self, state: Any) -> np.ndarray:
-        if (
-            type(state) is not tuple
-            or len(state) not in (4, 5)
-            or not isinstance(state[-3], _Dtype)
-        ):
+        is_known = type(state) is tuple and len(state) in (4, 5) and isinstance(state[-3], _Dtype)
+        if not is_known:
             raise pickle.UnpicklingError(f"a state of an array {_shown(state)}")
-        shape, kind, is_fortran, content = state[-4:]
+        shape, kind, is_fortran, content = state[-4:]  # of five, the first is a version
         if kind.dtype.hasobject:
             return self._objects(content, shape, "F" if is_fortran else "C")
         return self._array(_bytes(content), kind, shape, "F" if is_fortran else "C")
@@ -295,7 +296,7 @@ class _ArrayMachine:
         return self._array(_bytes(content), kind, (), "C")[()]
 
     def _array(self, content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
-        """Return a copy of bytes as an array."""
+        """Copy bytes into an array."""
         if (
             not isinstance(kind, _Dtype)
             or kind.dtype.hasobject
@@ -308,11 +309,13 @@ class _ArrayMachine:
             raise pickle.UnpicklingError(
                 f"an array of shape {_shown(shape)} with {len(content)} bytes"
             )
-        # Rows without values take no bytes, and any number of them could be stated.
+        # Rows without values take no bytes, so a shape such as [10**9, 0] could state any number.
         rows = 0 if content else math.prod(max(1, size) for size in shape)
         self._spend(len(content) + rows * _OBJECT_BYTES)
         array = np.empty(len(content) // max(1, dtype.itemsize), dtype)
         array.view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+        # Bytes other than 0 and 1 would be bools, and code points beyond Unicode texts, whose use
+        # is undefined.
         if dtype.kind == "b":
             array = array.view(np.uint8) != 0
         if dtype.kind == "U":
@@ -355,18 +358,21 @@ class _ArrayMachine:
 
 _LITERALS = frozenset(  # opcodes whose argument is the value
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING "
-    "SHORT_BINSTRING BINBYTES "
-    "SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
+    "SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE "
+    "SHORT_BINUNICODE BINUNICODE8".split()
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 def load_pickle(where: str, content: bytes, expansion: Expansion, file_bytes: int) -> Any:
-    """Return what a pickle holds: arrays, scalars, text, lists, tuples, sets, dicts; else a
-    DataError.
+    """Return the value of a pickle of arrays, scalars, text, lists, tuples, sets and dicts.
 
-    Objects of other types are refused, whichever opcodes make them. What they take in memory,
-    about, must be within the bound for the bytes of the file that the pickle is from.
+    Args:
+        where: Name of the pickle, for errors.
+        expansion: Bound of the memory that the values take, about.
+        file_bytes: Bytes of the file that the pickle is from, which the bound is relative to.
+    Raises:
+        DataError: It is malformed, holds objects of other types, or exceeds the bound.
     """
     num_bytes = 0
 
@@ -380,15 +386,17 @@ def load_pickle(where: str, content: bytes, expansion: Expansion, file_bytes: in
     except DataError:
         raise
     except Exception as error:  # a malformed pickle can raise any
-        rule = "must be a pickle of NumPy arrays, numbers, text, lists and dicts only"
         remedy = _FRAMES if f"{error}".startswith("pandas.") else ""
         raise DataError(
-            where, rule, f"{error}"[:_MOST_SHOWN] or type(error).__name__, remedy
+            where,
+            "must be a pickle of NumPy arrays, numbers, text, lists and dicts only",
+            f"{error}"[:_MOST_SHOWN] or type(error).__name__,
+            remedy,
         ) from error
 
 
 def _bytes(content: Any) -> Any:
-    """Return bytes that Python 2 wrote as a str."""
+    """Return bytes; Python 2 wrote them as a str."""
     return content.encode("latin1") if type(content) is str else content
 
 
@@ -397,7 +405,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _dict(values: list[Any]) -> dict[Any, Any]:
-    """Return the dict of keys and values that follow each other."""
+    """Return the dict of alternating keys and values."""
     return {_hashable(key): value for key, value in zip(values[::2], values[1::2], strict=True)}
 
 
@@ -409,8 +417,9 @@ def _dict_of_state(state: Any) -> dict[str, Any]:
 
 
 def _hashable(key: Any) -> Any:
-    """Return a key. Python's hash of nested tuples has no limit of depth, and overflows
-    the stack.
+    """Return a key that is a plain value or a flat tuple of them.
+
+    Python's hash of nested tuples recurses without a limit, and would overflow the stack.
     """
     parts = key if type(key) is tuple else (key,)
     if not all(type(part) in _PLAIN or isinstance(part, np.generic) for part in parts):
@@ -419,9 +428,7 @@ def _hashable(key: Any) -> Any:
 
 
 def _check_plain(value: Any) -> None:
-    """Raise unless a value is of arrays and builtins, at any depth; containers may hold
-    themselves.
-    """
+    """Raise unless a value holds only arrays and builtins, at any depth; cycles are admitted."""
     known: set[int] = set()
     remaining = [value]
     while remaining:
@@ -444,7 +451,7 @@ def _name(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a short text of a value of any size and depth."""
+    """Return a short text for a value of any size and depth."""
     if type(value) in (str, bytes):
         return repr(value[:_MOST_SHOWN])
     if type(value) is int and value.bit_length() < _MOST_SHOWN:

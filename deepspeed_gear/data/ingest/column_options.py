@@ -1,6 +1,4 @@
-"""Options of ingest that change a reader's columns: names, dtypes, roles, and the rule of missing
-rewards.
-"""
+"""Ingest options that change a reader's columns: names, dtypes, roles and missing rewards."""
 
 from __future__ import annotations
 
@@ -25,19 +23,20 @@ _RULES = "none (no column), last=VALUE (of the last step, 0 before) or each=VALU
 
 
 class OutputColumns:
-    """A reader's columns and episodes as they are written: with the options, and the derived
-    columns.
+    """A reader's columns and episodes as they are written: changed by options, with derived ones.
 
     A data set has the columns `reward` and `return` only where the source has rewards, or a rule
-    makes them. A source without rewards needs a rule, as zeros would be taken for rewards; tokens
-    need none. `columns` are those of the data set, without `source`; `names` has the new ones by
-    the reader's.
+    makes them. A source without rewards needs a rule, as zeros would be taken for rewards; a source
+    of tokens needs none.
+
+    Attributes:
+        reader: The open source.
+        columns: Columns of the data set, without `source`.
+        names: New name by the reader's, for renamed columns.
     """
 
     def __init__(self, reader: Reader, options: Mapping[str, Any]) -> None:
-        """Apply dtype, rename, role and reward of `ingest.Options` to the columns of an open
-        source.
-        """
+        """Apply the options dtype, rename, role and reward to the columns of an open source."""
         self.reader = reader
         self.names = dict(options.get("rename") or {})
         self._check_names("--rename", self.names, [column.name for column in reader.columns])
@@ -51,15 +50,19 @@ class OutputColumns:
         self.columns = self._with_derived(columns)
         for name, count in Counter(column.name for column in self.columns).items():
             if count > 1:
-                rule = "must not have the name of another column, or of a derived one"
-                remedy = "leave it out with --columns, or give it another name with --rename"
-                raise DataError(f"{reader.path}: {name}", rule, None, remedy)
+                raise DataError(
+                    f"{reader.path}: {name}",
+                    "must not have the name of another column, or of a derived one",
+                    None,
+                    "leave it out with --columns, or give it another name with --rename",
+                )
         self._check_kept()
         self._ends = Schema(self.columns).end_columns if options.get("split_by_flags") else ()
 
     def _with_derived(self, columns: list[Column]) -> tuple[Column, ...]:
-        """Return the columns with return and length; of an export, those that its data set has of
-        them.
+        """Return the columns with `return` and `length`.
+
+        For an export these are only those that its data set had, at their places.
         """
         derived = [*([] if self._reward is None else [RETURN]), LENGTH]
         if (whole := self.reader.whole) is None:
@@ -75,37 +78,36 @@ class OutputColumns:
         )
 
     def _check_kept(self) -> None:
-        """Raise DataError if --columns has left out what may be the observations or the actions."""
+        """Raise DataError if --columns may have left out the observations or the actions."""
         select = self.reader.select
         roles = {column.role for column in self.columns}
         left_out = select.left_out if "token" not in roles else []
         for role in ("observation", "action") if left_out else ():
             if role not in roles and role not in select.excluded:
-                rule = f"must keep a column of the role {role}: it leaves out {', '.join(left_out)}"
-                remedy = (
-                    f"name the {role}s as well, with --role COLUMN={role} where they lack "
-                    f"the role; "
+                by_name = ",".join(f"!{name}" for name in left_out)
+                raise DataError(
+                    f"{self.reader.path}: --columns",
+                    f"must keep a column of the role {role}: it leaves out {', '.join(left_out)}",
+                    None,
+                    f"name the {role}s as well, with --role COLUMN={role} where they lack the "
+                    f"role; or leave columns out by name: {by_name}",
                 )
-                remedy += "or leave columns out by name: " + ",".join(
-                    f"!{name}" for name in left_out
-                )
-                raise DataError(f"{self.reader.path}: --columns", rule, None, remedy)
 
     def _check_names(self, option: str, patterns: Mapping[str, str], names: list[str]) -> None:
         matches = fnmatchcase if option != "--rename" else str.__eq__
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
-                rule = "must name a column of the source"
                 raise DataError(
-                    f"{self.reader.path}: {option}", rule, pattern, known_names(pattern, names)
+                    f"{self.reader.path}: {option}",
+                    "must name a column of the source",
+                    pattern,
+                    known_names(pattern, names),
                 )
 
     def _changed(
         self, columns: list[Column], what: str, values: Mapping[str, str] | None
     ) -> list[Column]:
-        """Return the columns with the values of one option; the last pattern that
-        matches counts.
-        """
+        """Return the columns with one option applied; the last pattern that matches counts."""
         self._check_names(f"--{what}", values or {}, [column.name for column in columns])
         for pattern, value in (values or {}).items():
             change: dict[str, Any] = {what: value}
@@ -113,20 +115,19 @@ class OutputColumns:
             for column in chosen if change == {"role": "reward"} else []:
                 if column.rows == "1" and column.name != "reward":
                     as_float = "" if column.is_floating else " --dtype reward=float32"
-                    remedy = (
-                        f"--rename {column.name}=reward{as_float} makes it the reward of "
-                        f"a "
-                        f"trajectory"
-                    )
                     where = f"{self.reader.path}: --role {pattern}=reward"
                     raise DataError(
-                        where, "must be of a value per step", "one per trajectory", remedy
+                        where,
+                        "must be of a value per step",
+                        "one per trajectory",
+                        f"--rename {column.name}=reward{as_float} makes it the reward of a "
+                        "trajectory",
                     )
             columns = [replace(c, **change) if c in chosen else c for c in columns]
         return columns
 
     def _rule(self, columns: list[Column], rule: str | None) -> tuple[str, float]:
-        """Return where the rule sets rewards, "" without one, and their value."""
+        """Return the steps that the rule rewards ("last", "each", "none" or "") and the reward."""
         at, _, text = (rule or "").partition("=")
         try:
             value = float(text or 0)
@@ -138,8 +139,12 @@ class OutputColumns:
         given = next((column.name for column in columns if column.role == "reward"), None)
         where = f"{self.reader.path}: --reward"
         if given is not None and rule is not None:
-            remedy = f"the source has rewards, its column {given}: leave --reward out"
-            raise DataError(where, "must be for a source without rewards", rule, remedy)
+            raise DataError(
+                where,
+                "must be for a source without rewards",
+                rule,
+                f"the source has rewards, its column {given}: leave --reward out",
+            )
         needs_rule = not self.reader.has_schema and not any(
             column.role == "token" for column in columns
         )
@@ -156,7 +161,7 @@ class OutputColumns:
         return at, value
 
     def episodes(self) -> Iterator[tuple[str, dict[str, Any], int]]:
-        """Yield the name for errors of each episode, its columns, and its number of steps."""
+        """Yield each episode: its name for errors, its columns, and its number of steps."""
         first = next(column for column in self.reader.columns if column.rows != "1")
         names = {column.name for column in self.columns}
         for episode, given in self.reader.episodes():
@@ -180,9 +185,11 @@ class OutputColumns:
                 )
             for column in derived.keys() & arrays.keys():  # of a program's rows
                 if not np.array_equal(arrays[column], derived[column]):
-                    rule = f"must be {derived[column]}, as ingest derives it"
                     raise DataError(
-                        f"{name}: column {column}", rule, arrays[column], "leave it out"
+                        f"{name}: column {column}",
+                        f"must be {derived[column]}, as ingest derives it",
+                        arrays[column],
+                        "leave it out",
                     )
             kept = {column: derived[column] for column in derived if column in names}
             yield name, {**arrays, **kept}, length

@@ -1,4 +1,4 @@
-"""What `gear export` writes as Parquet, JSON lines or npz: a trajectory a row, and the schema."""
+"""Reader of what `gear export` writes as Parquet, JSON lines or npz, with its schema."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _MALFORMED = Exception  # what a malformed file can raise: any
 
 
 class ExportedReader(Reader):
-    """Reads files of `gear export` with their exact columns: dtypes, roles, shapes and opaque
-    values.
+    """Reads files and folders of `gear export` with their exact columns.
+
+    Dtypes, roles, shapes and opaque values are those of the exported data set.
     """
 
     format = "export"
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        with suppress(_MALFORMED):  # the reader of its layout says how
+        with suppress(_MALFORMED):  # the reader of its layout raises the error
             return _written_schema(path) is not None
         return False
 
@@ -45,11 +46,15 @@ class ExportedReader(Reader):
         with DataError.on(
             str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED
         ):
-            found = _written_schema(self.path)
-        if found is None:
-            rule = "must be a file or folder that gear export wrote, with its schema"
-            raise DataError(str(self.path), rule, None, "leave --format out")
-        schema, self.whole = read_schema(f"{self.path}: {SCHEMA_KEY}", found)
+            stated = _written_schema(self.path)
+        if stated is None:
+            raise DataError(
+                str(self.path),
+                "must be a file or folder that gear export wrote, with its schema",
+                None,
+                "leave --format out",
+            )
+        schema, self.whole = read_schema(f"{self.path}: {SCHEMA_KEY}", stated)
         self.has_schema = True
         self.select.assign_groups({column.name: column.role for column in schema})
         self.columns = tuple(c for c in schema if c.role in NEEDED or self.select(c.name))
@@ -60,12 +65,10 @@ class ExportedReader(Reader):
         )
         names = [column.name for column in self.columns]
         number = 0
-        wide = sum(
-            column.max_bytes for column in self.columns
-        )  # rows of texts have their column's size
-        self._file_bytes = (
-            (self.path / ROWS_FILE if self.path.is_dir() else self.path).stat().st_size
-        )
+        # In the data set, every text takes the size of its column's longest one.
+        wide = sum(column.max_bytes for column in self.columns)
+        file = self.path / ROWS_FILE if self.path.is_dir() else self.path
+        self._file_bytes = file.stat().st_size
         with DataError.on(
             str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED
         ):
@@ -87,10 +90,9 @@ class ExportedReader(Reader):
                 yield {c.name: [value] for c, value in zip(self.columns, values, strict=True)}
 
     def _npz(self, names: list[str]) -> Iterator[dict[str, Any]]:
-        block: dict[str, Any] = {}
         with zipfile.ZipFile(self.path) as archive:
             lengths = _array(self.path, archive, LENGTHS_KEY)
-            block = {name: _array(self.path, archive, name) for name in names}
+            block: dict[str, Any] = {name: _array(self.path, archive, name) for name in names}
         ends = {"T": np.cumsum(lengths), "T+1": np.cumsum(lengths + 1)}
         for column in self.columns:
             if column.rows != "1":
@@ -111,23 +113,28 @@ class ExportedReader(Reader):
 
 
 def _divided(array: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the rows up to each end; a file of a few bytes can have any number of ends."""
+    """Yield the rows up to each end.
+
+    A generator, since a file of a few bytes can state any number of ends.
+    """
     for first, end in zip(chain((0,), ends), ends, strict=False):
         yield array[first:end]
 
 
 def written_schema(kept: Schema, whole: Schema | None) -> dict[str, Any]:
-    """Return what an export states of its columns, as JSON; `read_schema` reverses it.
+    """Return the description of columns that an export carries, as JSON values.
+
+    `read_schema` reverses it.
 
     Args:
-        kept: Columns that it holds.
-        whole: Those of its data set, also the derived ones; None where ingest is to derive them.
+        kept: Columns that the export holds.
+        whole: Columns of its data set, including derived ones; None where ingest is to derive them.
     """
     return kept.to_json() | ({} if whole is None else {_WHOLE: whole.to_json()})
 
 
 def read_schema(where: str, text: str) -> tuple[Schema, Schema | None]:
-    """Return the columns that an export states, and those of its data set."""
+    """Return the columns that an export holds, and those of its data set."""
     with DataError.on(where, "must be a schema", SchemaError, ValueError, remedy=DAMAGED):
         stated = parse_json(text)
         schema = Schema.from_json(stated)
@@ -149,7 +156,7 @@ def _array(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
 
 
 def _written_schema(path: Path) -> str | None:
-    """Return the schema in a file or folder of `gear export`, as JSON; None in others."""
+    """Return the schema that a file or folder of `gear export` carries, or None."""
     if (path / f"{SCHEMA_KEY}.json").is_file() and (path / ROWS_FILE).is_file():
         return (path / f"{SCHEMA_KEY}.json").read_text("utf-8")
     if _is_npz(path):
@@ -158,5 +165,5 @@ def _written_schema(path: Path) -> str | None:
             return str(_array(path, archive, SCHEMA_KEY)) if has_schema else None
     if first_bytes(path, len(_PARQUET)) != _PARQUET:
         return None
-    found = pyarrow_for(str(path), "needs pyarrow").parquet.read_schema(path).metadata or {}
-    return found[SCHEMA_KEY.encode()].decode() if SCHEMA_KEY.encode() in found else None
+    metadata = pyarrow_for(str(path), "needs pyarrow").parquet.read_schema(path).metadata or {}
+    return metadata[SCHEMA_KEY.encode()].decode() if SCHEMA_KEY.encode() in metadata else None

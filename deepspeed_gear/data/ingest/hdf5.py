@@ -1,6 +1,4 @@
-"""HDF5 of steps: D4RL, an array per quantity of all episodes, and robomimic, a group for each of
-them.
-"""
+"""Readers of steps in HDF5: D4RL, with arrays over all episodes, and robomimic, with groups."""
 
 from __future__ import annotations
 
@@ -25,15 +23,14 @@ from deepspeed_gear.errors import DataError, known_names
 
 
 class D4rlReader(ArrayReader):
-    """Reads D4RL's layout, rows of all episodes in arrays at the root. They are read in blocks.
+    """Reads D4RL's layout, arrays at the root with the rows of all episodes, in blocks.
 
-    Where `next_observations` are the shifted observations inside every episode, to the last bit,
+    Where `next_observations` equal the shifted observations bit for bit inside every episode,
     `observation` gets one more row per episode, the last next observation; otherwise both are
-    stored. Without them the observation after the last step of an episode is not known: a
-    terminated episode repeats its last one there, which nothing bootstraps from, and the last step
-    of any other episode is left out, so that its observation is the last one. Other arrays with a
-    row per step become columns (`infos/qpos` is `infos.qpos`); groups named `metadata` are left
-    out.
+    stored. Without them the observation after an episode's last step is unknown: a terminated
+    episode repeats its last one there, which nothing bootstraps from; any other episode loses its
+    last step, whose observation then is the last one. Other arrays with a row per step become
+    columns (`infos/qpos` is `infos.qpos`); groups named `metadata` are left out.
     """
 
     format = "d4rl"
@@ -45,14 +42,16 @@ class D4rlReader(ArrayReader):
         )
 
     def open(self) -> None:
-        """Check the layout and find the episodes. Cost: one pass over the flags and
-        observations.
+        """Check the layout and find the episodes.
+
+        Cost: one pass over the flags and observations.
         """
         file = self.files.enter_context(open_hdf5(self.path))
-        found = {key: file.get(key) for key in KINDS} | hdf5_arrays(file)  # also where it is a link
+        # `hdf5_arrays` does not follow links, so the usual names are looked up as well.
+        nodes = {key: file.get(key) for key in KINDS} | hdf5_arrays(file)
         self._arrays = {
             key: RowReader(f"{self.path}: {key}", node)
-            for key, node in found.items()
+            for key, node in nodes.items()
             if getattr(node, "shape", None) is not None and "metadata" not in key.split("/")[:-1]
         }
         self._describe()
@@ -64,7 +63,7 @@ class D4rlReader(ArrayReader):
 class RobomimicReader(ArrayReader):
     """Reads robomimic's layout: data/demo_N/{actions,rewards,dones,states,obs,next_obs}, mask/NAME.
 
-    Each group is a trajectory; `dones` inside it, which mark states of success, do not end it.
+    Each group is a trajectory; `dones` inside it mark states of success, and do not end it.
     """
 
     format = "robomimic"
@@ -75,8 +74,9 @@ class RobomimicReader(ArrayReader):
         return any(re.fullmatch(r"demo_\d+", name) for name in hdf5_members(path, "data"))
 
     def open(self) -> None:
-        """Choose the demonstrations. Cost: a pass over observations and next ones, if there are
-        some.
+        """Choose the demonstrations and check the layout.
+
+        Cost: one pass over the observations, and over the next ones if there are any.
         """
         file = self.files.enter_context(open_hdf5(self.path))
         if not isinstance(file.get("data"), h5py.Group):
@@ -87,17 +87,19 @@ class RobomimicReader(ArrayReader):
         masks = file.get("mask", {})
         if (mask := self.options.get("mask")) is not None:
             if mask not in masks:
-                remedy = known_names(mask, sorted(masks))
                 raise DataError(
-                    f"{self.path}: --mask", "must be a filter of the file", mask, remedy
+                    f"{self.path}: --mask",
+                    "must be a filter of the file",
+                    mask,
+                    known_names(mask, sorted(masks)),
                 )
-            names = (
-                masks[mask][i] for i in range(len(masks[mask]))
-            )  # not all: a file may repeat a text
+            # Read one by one into a set: a file may repeat one text any number of times.
+            names = (masks[mask][i] for i in range(len(masks[mask])))
             chosen = {name.decode() if isinstance(name, bytes) else str(name) for name in names}
             if unknown := sorted(chosen - set(self._names)):
-                rule = "must name demonstrations of the file"
-                raise DataError(f"{self.path}: mask/{mask}", rule, unknown[:8])
+                raise DataError(
+                    f"{self.path}: mask/{mask}", "must name demonstrations of the file", unknown[:8]
+                )
             self._names = [name for name in self._names if name in chosen]
         self._num_inner = 0
         self._describe()

@@ -1,4 +1,4 @@
-"""LeRobot v2 and v3: frames in Parquet files, cameras in videos, metadata of episodes and tasks."""
+"""LeRobot v2 and v3: frames in Parquet, cameras in videos, and metadata of episodes and tasks."""
 
 from __future__ import annotations
 
@@ -43,14 +43,11 @@ from deepspeed_gear.schema import Column
 
 _NEXT = {"next.reward": "reward", "next.done": "terminated", "next.truncated": "truncated"}
 _STATES = ("state", "states")  # as a feature of its own
-_COUNTERS = (
-    "episode_index",
-    "frame_index",
-    "index",
-)  # compared with the metadata, or implied by the order
-_TOLERANCE_S = 1e-4  # LeRobot's, between a frame of a video and its row
+# No columns: they are compared with the metadata, or follow from the order.
+_COUNTERS = ("episode_index", "frame_index", "index")
+_TOLERANCE_S = 1e-4  # between a frame of a video and its row, as in LeRobot
 CODECS = ("av1", "h264", "hevc", "vp9", "mpeg4")  # LeRobot writes the first three
-_LOSSY = 20  # video compresses this much more than other files
+_LOSSY = 20  # factor by which video may compress more than other files
 _AGAIN = "the data set is incomplete; download it again"
 _AHEAD_BYTES = 256 << 20  # of results that are computed or wait
 _MOST_THREADS = 8
@@ -60,9 +57,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Episode:
-    """Where an episode is: its number of frames, its data file, and each camera's file and start in
-    it.
-    """
+    """The place of an episode: its frames, its data file, and each camera's file and start time."""
 
     index: int
     length: int
@@ -71,15 +66,14 @@ class Episode:
 
 
 class LerobotReader(Reader):
-    """Reads LeRobot's layout, versions 2.0, 2.1 and 3.0. Episodes come in the order of the
-    metadata.
+    """Reads LeRobot's layout, versions 2.0, 2.1 and 3.0, in the metadata's order of episodes.
 
     A frame is a step, and columns have the names of the features: `observation.state`, `action`.
     There is no observation after the last action, so all columns have T rows. `next.reward` becomes
-    `reward`. `next.done` is `terminated`, but `truncated` where `next.truncated` is set or
+    `reward`. `next.done` becomes `terminated`, but `truncated` where `next.truncated` is set or
     `next.success` is not. An episode whose last frame has neither flag is truncated. Videos and
     images become uint8 columns [height, width, channels]. `task` holds the texts of an episode's
-    tasks, one a line, as bytes.
+    tasks, one per line, as bytes.
     """
 
     format = "lerobot"
@@ -90,8 +84,8 @@ class LerobotReader(Reader):
 
     def open(self) -> None:
         self._info = read_info(self.path)
-        self._has_many = self._info.has_many  # episodes in a file
-        # By kind and feature.
+        self._has_many = self._info.has_many  # a file holds many episodes
+        # Columns by kind and feature; the kind "" is that of numbers.
         self._columns: dict[str, dict[str, Column]] = {"": {}, "image": {}, "video": {}}
         features = self._info.features
         groups = {column_name(*key.split(".")): _group(key, of) for key, of in features.items()}
@@ -111,10 +105,12 @@ class LerobotReader(Reader):
         listed = self._metadata("episodes")
         self._episodes = [self._episode(row) for row in listed]
         if not listed or len(listed) != self._info.num_episodes:
-            rule = (
-                f"must list total_episodes = {self._info.num_episodes} episodes, and at least one"
+            raise DataError(
+                f"{self.path / 'meta'}: episodes",
+                f"must list total_episodes = {self._info.num_episodes} episodes, and at least one",
+                len(listed),
+                _AGAIN,
             )
-            raise DataError(f"{self.path / 'meta'}: episodes", rule, len(listed), _AGAIN)
         videos: Counter[Path] = Counter()  # bytes of their frames
         for episode in self._episodes:
             _present(episode.file)
@@ -129,11 +125,11 @@ class LerobotReader(Reader):
         for name, count in Counter(column.name for column in self.columns).items():
             if count > 1:
                 where = f"{self._info.where}: features"
-                rule = "must have a column of its own each"
-                raise DataError(where, rule, f"{name}, {count} times", LEAVE_OUT)
+                raise DataError(
+                    where, "must have a column of its own each", f"{name}, {count} times", LEAVE_OUT
+                )
         self.num_steps = sum(episode.length for episode in self._episodes)
         self.description.update(self._info.described, episodes=len(listed), steps=self.num_steps)
-        features = self._info.features
         if "next.done" not in features:
             self.notes.append("there is no next.done: every episode is truncated at its last frame")
         elif not {"next.truncated", "next.success"} & features.keys():
@@ -154,9 +150,7 @@ class LerobotReader(Reader):
         self._columns[feature.kind][key] = column
 
     def _metadata(self, name: str) -> list[CheckedValues]:
-        """Return the rows of meta/<name>: JSON lines, or Parquet from v3.0 on, without the
-        statistics.
-        """
+        """Return the rows of meta/<name>: JSON lines, or Parquet without statistics from v3.0."""
         whole = self.path / "meta" / name
         if not self._has_many:
             return read_lines(_present(whole.with_suffix(".jsonl")))
@@ -189,17 +183,18 @@ class LerobotReader(Reader):
         path = self.path / self._templates[template].format(**values)
         root = os.path.realpath(self.path)
         if not fits_file_system(path) or not Path(os.path.realpath(path)).is_relative_to(root):
-            rule = f"must be a path below the folder, with {', '.join(values)} in braces"
             raise DataError(
-                f"{self._info.where}: {template}", rule, f"{self._templates[template]:.200}"
+                f"{self._info.where}: {template}",
+                f"must be a path below the folder, with {', '.join(values)} in braces",
+                f"{self._templates[template]:.200}",
             )
         return path
 
     def _trajectory_columns(self, listed: list[CheckedValues]) -> list[Column]:
-        """Return the columns of a value per episode: its index, and the texts of its tasks."""
-        columns = (
-            [Column("episode_index", "int64", rows="1")] if self.select("episode_index") else []
-        )
+        """Return the columns of one value per episode: its index, and the texts of its tasks."""
+        columns = []
+        if self.select("episode_index"):
+            columns.append(Column("episode_index", "int64", rows="1"))
         self._tasks: dict[int, str] = {}
         has_numbers = "task_index" in self._columns[""]
         has_task = "task_index" in self._info.features and self.select("task")
@@ -211,11 +206,8 @@ class LerobotReader(Reader):
                 self._tasks[row.whole("task_index")] = texts[0]
             joined = ("\n".join(row.texts("tasks")) for row in listed)
             most = max(len(text.encode()) for text in (" ", *self._tasks.values(), *joined))
-            columns += (
-                [Column("task", "bytes", rows="1", max_bytes=most)]
-                if has_task and self._tasks
-                else []
-            )
+            if has_task and self._tasks:
+                columns.append(Column("task", "bytes", rows="1", max_bytes=most))
         if has_numbers and self._tasks:
             self.texts["task_index"] = dict(self._tasks)
         numbers = [c.name for c in self._columns[""].values() if c.name.endswith("_index")]
@@ -236,14 +228,17 @@ class LerobotReader(Reader):
         path, episodes = file
         keys = {"episode_index", "frame_index", *self._columns[""], *self._columns["image"]}
         keys |= {"timestamp"} if self._columns["video"] else set()
-        keys |= {"next.success"} & self._info.features.keys() | (
-            {"task_index"} if self._tasks else set()
-        )
+        keys |= {"task_index"} if self._tasks else set()
+        keys |= {"next.success"} & self._info.features.keys()
         table = self._table(path, sorted(keys))
         num_rows = sum(e.length for e in episodes)
         if len(table) != num_rows:
-            rule = f"must have the {num_rows} rows of its episodes in the metadata"
-            raise DataError(str(path), rule, len(table), _AGAIN)
+            raise DataError(
+                str(path),
+                f"must have the {num_rows} rows of its episodes in the metadata",
+                len(table),
+                _AGAIN,
+            )
         ends = accumulate(episode.length for episode in episodes)
         return [
             (e, table.slice(end - e.length, e.length))
@@ -251,10 +246,11 @@ class LerobotReader(Reader):
         ]
 
     def _table(self, path: Path, keys: list[str] | None, are_objects: bool = False) -> Any:
-        """Read columns of a Parquet file, or all but the statistics, if they are worth what they
-        take.
+        """Read columns of a Parquet file, within the bound of the source's memory.
 
-        `are_objects`: their rows are to become Python objects.
+        Args:
+            keys: Columns to read; None reads all but statistics.
+            are_objects: Whether the rows will become Python objects.
         """
 
         def chosen(names: list[str]) -> list[str]:
@@ -281,17 +277,23 @@ class LerobotReader(Reader):
             rows = block[key]
             shape = (episode.length, *column.shape)
             if not isinstance(rows, np.ndarray) or rows.shape not in (shape, (math.prod(shape),)):
-                rule = f"must have rows of shape {list(column.shape)}, without empty values"
-                raise DataError(where, rule, str(table.column(key).type), LEAVE_OUT)
+                raise DataError(
+                    where,
+                    f"must have rows of shape {list(column.shape)}, without empty values",
+                    str(table.column(key).type),
+                    LEAVE_OUT,
+                )
             return convert(where, rows.reshape(shape), column)
 
         for key, expected in counters.items():
             given = numbers(key, Column(key, "int64"))
             for step in np.flatnonzero(given != expected):
                 where = f"{episode.file}: {key}, {name}"
-                rule = f"must be {expected[step]} at step {step}"
                 raise DataError(
-                    where, rule, int(given[step]), "the rows are not those of the metadata"
+                    where,
+                    f"must be {expected[step]} at step {step}",
+                    int(given[step]),
+                    "the rows are not those of the metadata",
                 )
         arrays: dict[str, Any] = {c.name: numbers(key, c) for key, c in self._columns[""].items()}
         for key, column in self._columns["image"].items():
@@ -304,8 +306,12 @@ class LerobotReader(Reader):
                 images = decode_images(where, frames, self.expansion, episode.file.stat().st_size)
             images = images.reshape(*images.shape, *(() if images.ndim == 4 else (1,)))
             if images.shape[1:] != column.shape:
-                rule = f"must have the shape of {INFO}, {list(column.shape)}"
-                raise DataError(where, rule, list(images.shape[1:]), LEAVE_OUT)
+                raise DataError(
+                    where,
+                    f"must have the shape of {INFO}, {list(column.shape)}",
+                    list(images.shape[1:]),
+                    LEAVE_OUT,
+                )
             arrays[column.name] = images
         for key, column in self._columns["video"].items():
             times = numbers("timestamp", Column("timestamp", "float64"))
@@ -322,8 +328,12 @@ class LerobotReader(Reader):
         if self._tasks:
             indices = dict.fromkeys(numbers("task_index", Column("task_index", "int64")).tolist())
             for index in indices.keys() - self._tasks.keys():
-                rule = "must be a task of the metadata"
-                raise DataError(f"{episode.file}: task_index, {name}", rule, index, _AGAIN)
+                raise DataError(
+                    f"{episode.file}: task_index, {name}",
+                    "must be a task of the metadata",
+                    index,
+                    _AGAIN,
+                )
             values["task"] = "\n".join(self._tasks[index] for index in indices)
         arrays.update((c.name, values[c.name]) for c in self.columns if c.rows == "1")
         return name, arrays
@@ -331,17 +341,17 @@ class LerobotReader(Reader):
     def _frames(
         self, path: Path, start: float, name: str, column: Column, times: NDArray[Any]
     ) -> NDArray[np.uint8]:
-        """Decode the frames at `start + times` seconds, which must be all between the first and the
-        last.
-        """
+        """Decode the frames at `start + times` seconds, the only ones between first and last."""
         av = optional(str(path), "must be decoded with PyAV", f"av, or {LEAVE_OUT}", "av")
-        where, times, number = f"{path}: {name}", start + times, 0
+        where = f"{path}: {name}"
+        times = start + times
+        number = 0
         frames = np.empty((len(times), *column.shape), np.uint8)
         is_readable = DataError.on(
             where, "must be a readable video", av.FFmpegError, remedy=DAMAGED
         )
-        # Demuxers other than mp4's read files that a video names. FFmpeg gets no path: it could
-        # take one for the address of a protocol.
+        # mp4's demuxer is named, because others read further files that a video names. FFmpeg gets
+        # an open file, because it could take a path for the address of a protocol.
         with is_readable, path.open("rb") as file, av.open(file, format="mp4") as container:
             stream = container.streams.best("video")
             if stream is None or stream.time_base is None:
@@ -352,28 +362,43 @@ class LerobotReader(Reader):
                 container.seek(max(0, math.floor(start / stream.time_base) - 1), stream=stream)
             for frame in container.decode(stream):
                 at = -1.0 if frame.pts is None else float(frame.pts * stream.time_base)
+                # Decoding begins at the key frame before the episode, and in a file of many
+                # episodes ends with the last frame of this one.
                 if number == 0 and at < times[0] - _TOLERANCE_S:
-                    continue  # from the key frame on, before the episode
+                    continue
                 if number == len(times) and self._has_many:
                     break
                 if number < len(times) and abs(at - times[number]) > _TOLERANCE_S:
-                    rule = f"must have frame {number} at {times[number]:.6f} s"
-                    raise DataError(where, rule, f"{at:.6f} s", LEAVE_OUT)
+                    raise DataError(
+                        where,
+                        f"must have frame {number} at {times[number]:.6f} s",
+                        f"{at:.6f} s",
+                        LEAVE_OUT,
+                    )
                 if number < len(times):
                     if (frame.height, frame.width, 3) != column.shape:
-                        rule = f"must have the shape {list(column.shape)} in all frames"
-                        raise DataError(where, rule, [frame.height, frame.width, 3], LEAVE_OUT)
+                        raise DataError(
+                            where,
+                            f"must have the shape {list(column.shape)} in all frames",
+                            [frame.height, frame.width, 3],
+                            LEAVE_OUT,
+                        )
                     frames[number] = frame.to_ndarray(format="rgb24")
                 number += 1
         if number != len(times):
-            rule = f"must have {len(times)} frames, one for each row"
-            raise DataError(where, rule, number, f"download the video again, or {LEAVE_OUT}")
+            raise DataError(
+                where,
+                f"must have {len(times)} frames, one for each row",
+                number,
+                f"download the video again, or {LEAVE_OUT}",
+            )
         return frames
 
 
 def _group(key: str, feature: Feature) -> str:
-    """Return "observation" or "action" where a feature is one, else the part before the
-    first dot.
+    """Return the group of a feature, by which --columns keeps it.
+
+    It is "observation" or "action" where the feature is one, else the part before the first dot.
     """
     head = key.split(".")[0]
     is_camera = feature.kind in IMAGES and KINDS.get(head) != "action"
@@ -381,19 +406,27 @@ def _group(key: str, feature: Feature) -> str:
 
 
 def _check_stream(path: Path, stream: Any, column: Column) -> None:
-    """Raise unless a video stream is in a known codec and has the frames of its column."""
+    """Raise unless a video stream has a known codec and the frame size of its column."""
     codec = (
         stream.codec_context.codec.canonical_name if stream.codec_context else "none that is known"
     )
     if codec not in CODECS:
-        rule = f"must be in one of the codecs {', '.join(CODECS)}"
-        raise DataError(str(path), rule, codec, f"encode it again, or {LEAVE_OUT}")
+        raise DataError(
+            str(path),
+            f"must be in one of the codecs {', '.join(CODECS)}",
+            codec,
+            f"encode it again, or {LEAVE_OUT}",
+        )
     pixels = stream.format
     bits = max((part.bits for part in pixels.components), default=0) if pixels else 0
     shape = (stream.height, stream.width, 3)
     if shape != column.shape or not 0 < bits <= 8:
-        rule = f"must have frames of shape {list(column.shape)}, with 8 bits a channel"
-        raise DataError(str(path), rule, f"{list(shape)} with {bits} bits", LEAVE_OUT)
+        raise DataError(
+            str(path),
+            f"must have frames of shape {list(column.shape)}, with 8 bits a channel",
+            f"{list(shape)} with {bits} bits",
+            LEAVE_OUT,
+        )
     # FFmpeg allocates a frame of the size that the stream's packets state, rounded up.
     stream.codec_context.options = {"max_pixels": str((stream.height + 256) * (stream.width + 256))}
 
@@ -408,12 +441,14 @@ def _present(path: Path, remedy: str = _AGAIN) -> Path:
 def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], num_bytes: Callable[[Item], int]
 ) -> Iterator[Result]:
-    """Yield `read(item)` of each item in order, while threads read the items that follow;
-    `num_bytes` is the memory of its result, about.
+    """Yield `read(item)` for each item in order, while threads read the items that follow.
 
     For readers whose work releases the interpreter's lock, as decompression in pyarrow and decoding
-    in PyAV do. Cost: a thread per core, at most 8; memory of 256 MiB of results, or of one that is
-    larger.
+    in PyAV do.
+
+    Args:
+        num_bytes: Memory of an item's result, about.
+    Cost: one thread per core, at most 8; memory of 256 MiB of results, or of one larger result.
     """
     waiting: deque[tuple[Future[Result], int]] = deque()
     with ThreadPoolExecutor(

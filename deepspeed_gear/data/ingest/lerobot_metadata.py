@@ -1,6 +1,4 @@
-"""Metadata of LeRobot data sets: every value of info.json, the episodes and the tasks, checked
-once.
-"""
+"""Metadata of LeRobot data sets: info.json, the episodes and the tasks, each value checked."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _MOST_TEXT_BYTES = 1 << 16
 
 
 class CheckedValues:
-    """The values of a JSON object or a row; an error names the file and the key."""
+    """Values of a JSON object or a row, checked when they are read; errors name file and key."""
 
     def __init__(self, where: str, values: Any) -> None:
         if not isinstance(values, Mapping):
@@ -70,7 +68,7 @@ class CheckedValues:
         return float(value)
 
     def rate(self, key: str) -> float | int | None:
-        """Return a number above 0; None where it is absent."""
+        """Return a number above 0, or None where it is absent."""
         value = self.raw(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < _MOST_INTEGER):
             self.refuse(key, "must be a number above 0, or null")
@@ -78,7 +76,7 @@ class CheckedValues:
         return rate
 
     def text(self, key: str) -> str | None:
-        """Return a text; None where it is absent."""
+        """Return a text, or None where it is absent."""
         value = self.raw(key)
         if value is not None and not is_text(value, _MOST_TEXT_BYTES):
             self.refuse(key, "must be a text, or null")
@@ -86,7 +84,7 @@ class CheckedValues:
         return text
 
     def texts(self, key: str) -> list[str]:
-        """Return a list of texts; an empty one where it is absent."""
+        """Return a list of texts, which is empty where it is absent."""
         value = self.raw(key)
         if value is not None and not (
             isinstance(value, list) and all(is_text(t, None) for t in value)
@@ -108,7 +106,7 @@ class CheckedValues:
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature: `kind` is "image", "video", "text", or "" for numbers of a dtype."""
+    """A feature of frames: `kind` is "image", "video", "text", or "" for numbers of a dtype."""
 
     kind: str
     dtype: np.dtype[Any]
@@ -117,7 +115,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Info:
-    """What meta/info.json holds. `described` is kept in the description of the source."""
+    """The checked content of meta/info.json; `described` is recorded with the data set."""
 
     where: str
     features: Mapping[str, Feature]
@@ -128,7 +126,7 @@ class Info:
     described: Mapping[str, Any]
 
     def template(self, key: str, names: Sequence[str]) -> str:
-        """Return a template of paths with these names in braces."""
+        """Return a path template whose fields in braces have only these names."""
         text = self.templates[key]
         rule = f"must be a path below the folder, with {', '.join(names)} in braces"
         fields = (
@@ -172,8 +170,12 @@ def read_info(folder: Path) -> Info:
 
 def _feature(features: CheckedValues, key: str) -> Feature:
     if not is_text(key, _MOST_NAME_BYTES):
-        rule = f"must be names of at most {_MOST_NAME_BYTES} bytes"
-        raise DataError(features.where, rule, f"{key!r:.80}", DAMAGED)
+        raise DataError(
+            features.where,
+            f"must be names of at most {_MOST_NAME_BYTES} bytes",
+            f"{key!r:.80}",
+            DAMAGED,
+        )
     where = f"{features.where}: {key}"
     values = CheckedValues(where, features.raw(key))
     dtype, shape, names = (values.raw(name) for name in ("dtype", "shape", "names"))
@@ -190,11 +192,11 @@ def _feature(features: CheckedValues, key: str) -> Feature:
         type(size) is int and size >= 0 for size in shape
     )
     if not is_list or (kind and len(shape) != 3) or math.prod(shape) > _MOST_VALUES:
-        rule = (
+        values.refuse(
+            "shape",
             f"must be a list of {'three ' if kind else ''}whole numbers, of at most "
-            f"{_MOST_VALUES} values"
+            f"{_MOST_VALUES} values",
         )
-        values.refuse("shape", rule)
     if names is not None and not isinstance(names, (list, dict)):
         values.refuse("names", "must be a list or an object of names, or null")
     size = tuple(shape)
@@ -216,8 +218,9 @@ def read_lines(path: Path) -> list[CheckedValues]:
 
 
 def is_text(value: Any, most_bytes: int | None) -> bool:
-    """Return whether a value is a text that UTF-8 can hold, without NUL, of at least
-    one character.
+    """Return whether a value is a text that UTF-8 can hold, without NUL characters.
+
+    With `most_bytes` it must also have between 1 and that many bytes.
     """
     if not isinstance(value, str) or "\0" in value:
         return False
@@ -229,6 +232,6 @@ def is_text(value: Any, most_bytes: int | None) -> bool:
 
 
 def fits_file_system(path: Path) -> bool:
-    """Return whether the names of a path, and the whole of it, are short enough for a file."""
+    """Return whether Linux admits a path: the lengths of its names, and of the whole."""
     parts = (len(os.fsencode(part)) for part in path.parts)
     return max(parts, default=0) <= _MOST_NAME_BYTES and len(os.fsencode(path)) <= _MOST_PATH_BYTES

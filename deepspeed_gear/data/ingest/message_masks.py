@@ -1,7 +1,7 @@
-"""What chats say of themselves: which messages have loss, and which answers are preferred to which.
+"""Annotations of chats: which messages have loss, and which answers are preferred.
 
-Loss masks by message are keys of the field's formats: NeMo-RL's `message_loss_mask` beside the
-messages, `weight` (OpenAI), `loss` (ms-swift) or `train` (Axolotl) in each.
+The keys are those of the field's formats: NeMo-RL's `message_loss_mask` beside the messages, and in
+each message `weight` (OpenAI), `loss` (ms-swift) or `train` (Axolotl).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _OF_MESSAGE = (
     "training",
     "train_on_turn",
 )
-# Of parts of a message, of losses that are scaled, or where 1 may mean either: not known to have
-# one meaning.
+# Keys without one known meaning: masks of parts of a message, scaled losses, or keys whose 1 means
+# loss in some formats and no loss in others.
 _UNCLEAR = ("mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 _UNKNOWN = "must not mask messages: the key has no one meaning"
 _ASSISTANTS = ("assistant", "gpt", "model", "bot", "chatgpt")
@@ -36,8 +36,9 @@ TAKE_ROW = (
 
 
 def is_messages(value: Any) -> bool:
-    """Return whether a value is a list of messages: of role and content, or from and value
-    (ShareGPT).
+    """Return whether a value is a list of messages.
+
+    Each is a mapping with role and content, or with from and value (ShareGPT).
     """
     if not isinstance(value, (list, tuple, np.ndarray)) or not len(value):
         return False
@@ -55,8 +56,7 @@ def is_of_assistant(message: Mapping[str, Any]) -> bool:
 def message_losses(
     where: str, row: Mapping[str, Any], messages: Sequence[Any]
 ) -> list[bool | None]:
-    """Return for each message of a row whether its tokens have loss; None where the source does not
-    say.
+    """Return for each message whether its tokens have loss; None where no mask states it.
 
     Raises:
         DataError: A mask is not 0 or 1 for each message, or has no known meaning.
@@ -71,15 +71,17 @@ def message_losses(
             if (value := given.get(key)) is not None:
                 is_kept = _as_mask(f"{where}: message {number}: {key}", value)
                 losses[number] = is_kept and losses[number] is not False
-    if isinstance(
-        row.get("mask"), (str, list, np.ndarray)
-    ):  # of NeMo's chats the role that has no loss
+    # In NeMo's chats, `mask` names the role that has no loss.
+    if isinstance(row.get("mask"), (str, list, np.ndarray)):
         raise DataError(f"{where}: mask", _UNKNOWN, None, TAKE_ROW)
     of_row = row.get(_OF_ROW)
     if of_row is not None:
         if np.ndim(of_row) != 1 or len(of_row) != len(messages):
-            rule = f"must have a value for each of {len(messages)} messages"
-            raise DataError(f"{where}: {_OF_ROW}", rule, of_row)
+            raise DataError(
+                f"{where}: {_OF_ROW}",
+                f"must have a value for each of {len(messages)} messages",
+                of_row,
+            )
         for number, value in enumerate(of_row):
             is_kept = _as_mask(f"{where}: {_OF_ROW}[{number}]", value)
             losses[number] = is_kept and losses[number] is not False
@@ -89,12 +91,11 @@ def message_losses(
 def check_applied(
     where: str, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], has_mask: bool
 ) -> None:
-    """Raise DataError unless masks by message say no more than a mask of the assistant's tokens
-    does.
+    """Raise DataError if masks by message differ from the usual mask of the assistant's tokens.
 
     Args:
-        where: Of the row, for errors.
-        messages: Those of the row that tokens were made of.
+        where: Name of the row, for errors.
+        messages: The messages of the row that tokens were made of.
         has_mask: Whether a mask was made with the tokens.
     """
     losses = message_losses(where, row, messages)
@@ -116,11 +117,10 @@ def _as_mask(where: str, value: Any) -> bool:
 
 
 def check_no_pairs(where: str, row: Mapping[str, Any], tokenized: Iterable[str]) -> None:
-    """Raise DataError if a row holds a preferred and a rejected answer, and both would be one
-    trajectory.
+    """Raise DataError if a row holds a preferred and a rejected answer.
 
-    A function that makes tokens of one of them only takes the row for a conversation with that
-    answer.
+    Both would become one trajectory. Only where a function makes tokens of one of them is the row a
+    conversation with that answer.
     """
     rejected = [
         name
@@ -133,10 +133,13 @@ def check_no_pairs(where: str, row: Mapping[str, Any], tokenized: Iterable[str])
         and any(name.startswith(_CHOSEN) for name in tokenized)
     )
     if rejected and not is_one:
-        rule = "must not be a pair of answers: a trajectory is one conversation"
-        remedy = "make two rows of each, with the same prompt_id and the rewards 1 and 0; "
-        remedy += "docs/how-to/formats.md#preferences shows how"
-        raise DataError(where, rule, ", ".join(row), remedy)
+        raise DataError(
+            where,
+            "must not be a pair of answers: a trajectory is one conversation",
+            ", ".join(row),
+            "make two rows of each, with the same prompt_id and the rewards 1 and 0; "
+            "docs/how-to/formats.md#preferences shows how",
+        )
 
 
 def _is_answer(name: str, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Minari: one group (HDF5) or folder (Arrow, Parquet) per episode, N + 1 observations in each."""
+"""Minari: one group (HDF5) or folder (Arrow, Parquet) per episode, with N + 1 observations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _JPEG = b"\xff\xd8\xff"
 
 
 class Hdf5Store:
-    """The stored episodes: groups `episode_<n>` of one HDF5 file, in numerical order."""
+    """The episodes of one HDF5 file: its groups `episode_<n>`, in numerical order."""
 
     def __init__(self, path: Path, file: h5py.File, expansion: Expansion) -> None:
         self._path = path
@@ -62,17 +62,18 @@ class Hdf5Store:
         self.numbers = sorted(int(match[1]) for match in matches if match)
 
     def where(self, number: int, *key: str) -> str:
-        """Return how an error names a part of an episode."""
+        """Return the name of a part of an episode in errors."""
         return f"{self._path}: episode_{number}" + "".join(f"/{part}" for part in key)
 
     def facts(self, number: int) -> dict[str, Any]:
-        """Return the metadata of an episode: id, seed and other numbers; total_steps also if it is
-        none.
+        """Return the metadata of an episode: id, seed and other numbers.
+
+        `total_steps` is returned even if it is no number, for its check.
         """
-        found = reader.single_attributes(self._file[f"episode_{number}"])
+        attributes = reader.single_attributes(self._file[f"episode_{number}"])
         return {
             name: value
-            for name, value in found.items()
+            for name, value in attributes.items()
             if isinstance(value, np.generic) or name == "total_steps"
         }
 
@@ -106,8 +107,9 @@ class Hdf5Store:
         return rows
 
     def _ragged(self, where: str, array: h5py.Dataset, file_bytes: int) -> list[bytes]:
-        """Read rows of bytes of any length, each of which may have its content at the
-        same place.
+        """Read rows of bytes of any length, and check their sum as they are read.
+
+        Rows may share their content in the file, so the file's size does not bound it.
         """
         rows: list[bytes] = []
         num_bytes = 0
@@ -120,11 +122,11 @@ class Hdf5Store:
 
 
 class MinariReader(Reader):
-    """Reads Minari data sets. Episodes come in numerical order; `infos` become columns
-    `infos.<name>`.
+    """Reads Minari data sets; episodes come in numerical order.
 
-    `observation` has one more row than steps. An episode whose last step has no flag is truncated.
-    `episode_id` and `seed`, one value per trajectory, are there if every episode has them.
+    `infos` become columns `infos.<name>`. `observation` has one more row than steps. An episode
+    whose last step has no flag is truncated. `episode_id` and `seed`, one value per trajectory,
+    exist if every episode has them.
     """
 
     format = "minari"
@@ -138,30 +140,40 @@ class MinariReader(Reader):
     def open(self) -> None:
         """Check the layout by the first episode, and the metadata by all."""
         path = self.path
-        folder = (
-            path / "data" if _is_minari(path / "data") else path.parent if path.is_file() else path
-        )
-        metadata = (
-            read_source_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
-        )
-        metadata = metadata if "data_format" in metadata else {}
+        folder = path.parent if path.is_file() else path
+        if _is_minari(path / "data"):
+            folder = path / "data"
+        metadata: dict[str, Any] = {}
+        if (folder / _METADATA_FILE).is_file():
+            metadata = read_source_json(folder / _METADATA_FILE)
+        if "data_format" not in metadata:  # a file of another program, with the same name
+            metadata = {}
         if metadata.get("total_episodes") == 0:
             raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
         self._store = self._open_store(folder, metadata)
         numbers = self._store.numbers
         if not numbers:
-            remedy = "the data set is empty, or not in Minari's layout"
-            raise DataError(str(path), "must hold at least one episode", 0, remedy)
-        if metadata.get("total_episodes", len(numbers)) != len(numbers):
-            rule = (
-                f"must hold the {metadata['total_episodes']} episodes that {_METADATA_FILE} counts"
-            )
             raise DataError(
-                str(path), rule, len(numbers), "the data set is incomplete; download it again"
+                str(path),
+                "must hold at least one episode",
+                0,
+                "the data set is empty, or not in Minari's layout",
+            )
+        if metadata.get("total_episodes", len(numbers)) != len(numbers):
+            raise DataError(
+                str(path),
+                f"must hold the {metadata['total_episodes']} episodes that {_METADATA_FILE} counts",
+                len(numbers),
+                "the data set is incomplete; download it again",
             )
         facts = [self._store.facts(number) for number in numbers]
-        rule = "must be a whole number in every episode"
-        with DataError.on(f"{path}: total_steps", rule, TypeError, ValueError, OverflowError):
+        with DataError.on(
+            f"{path}: total_steps",
+            "must be a whole number in every episode",
+            TypeError,
+            ValueError,
+            OverflowError,
+        ):
             self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
         self._names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
         self._keys = {
@@ -189,16 +201,11 @@ class MinariReader(Reader):
         self.description.update(known, episodes=len(numbers), steps=self.num_steps)
 
     def _restore(self, schema: Schema, whole: Schema | None) -> None:
-        """Take the order and the options of the columns that gear export has written, if they are
-        those.
-        """
+        """Restore the columns' order and options from gear export, if they fit the episodes."""
         stated = {c.name: c for c in schema}
         given = {c.name: c for c in self.columns}
-        if {
-            name: replace(c, late=False, allow_nan=False)
-            for name, c in stated.items()
-            if name in given
-        } != given:
+        plain = {name: replace(c, late=False, allow_nan=False) for name, c in stated.items()}
+        if {name: c for name, c in plain.items() if name in given} != given:
             self.notes.append(
                 f"{SCHEMA_KEY} of {_METADATA_FILE} does not fit the episodes: not used"
             )
@@ -213,8 +220,11 @@ class MinariReader(Reader):
         if form in _TABLE_FORMS:
             return TableStore(folder, form, metadata, self.expansion)
         if form != "hdf5":
-            rule = f"must be one of hdf5, {', '.join(_TABLE_FORMS)}"
-            raise DataError(f"{folder / _METADATA_FILE}: data_format", rule, form)
+            raise DataError(
+                f"{folder / _METADATA_FILE}: data_format",
+                f"must be one of hdf5, {', '.join(_TABLE_FORMS)}",
+                form,
+            )
         file = self.path if self.path.is_file() else folder / _MAIN_FILE
         if not file.is_file():
             raise DataError(
@@ -223,23 +233,21 @@ class MinariReader(Reader):
         return Hdf5Store(file, self.files.enter_context(reader.open_hdf5(file)), self.expansion)
 
     def _ordered_keys(self, number: int) -> list[Key]:
-        """Return the keys of an episode: groups in Minari's order, in them by name, tuples by
-        index.
-        """
+        """Return an episode's keys: groups in Minari's order, then by name, and tuples by index."""
         keys = self._store.keys(number)
         for group in GROUPS:
             is_array = group in ("rewards", "terminations", "truncations")
             if not any(key == (group,) if is_array else key[0] == group for key in keys):
-                found = sorted({key[0] for key in keys})
-                raise DataError(self._store.where(number, group), "must be in the episode", found)
+                groups = sorted({key[0] for key in keys})
+                raise DataError(self._store.where(number, group), "must be in the episode", groups)
         rank = {group: i for i, group in enumerate(GROUPS)}
-        indices = {part: re.fullmatch(r"(?:_index_)?(\d+)", part) for key in keys for part in key}
-        natural = {
-            part: (int(match[1]), "") if match else (-1, part) for part, match in indices.items()
-        }
-        return sorted(
-            keys, key=lambda key: (rank.get(key[0], len(rank)), [natural[part] for part in key])
-        )
+
+        def natural(part: str) -> tuple[int, str]:
+            # Names come before indices, and _index_10 after _index_9.
+            match = re.fullmatch(r"(?:_index_)?(\d+)", part)
+            return (int(match[1]), "") if match else (-1, part)
+
+        return sorted(keys, key=lambda key: (rank.get(key[0], len(rank)), [*map(natural, key)]))
 
     def _column(self, number: int, key: Key, name: str) -> Column:
         length = len(self._store.load(number, ("rewards",)))
@@ -250,9 +258,7 @@ class MinariReader(Reader):
         return make_column(where, name, array.dtype, array.shape[1:], role, "T+1" if final else "T")
 
     def _load(self, number: int, key: Key, length: int) -> NDArray[Any]:
-        """Read an array and check that it has the rows of its group in an episode of `length`
-        steps.
-        """
+        """Read an array and check its number of rows, for an episode of `length` steps."""
         array = self._store.load(number, key)
         legal = (length,) if key[0] in GROUPS else (length, length + 1)
         legal = (length + 1,) if key[0] == "observations" else legal
@@ -296,8 +302,9 @@ def _is_minari(folder: Path) -> bool:
 
 
 class TableStore:
-    """As `Hdf5Store`: folders `<n>` with a table each; row T + 1 is padding but in observations and
-    infos.
+    """The episodes of folders `<n>` with a table each; methods as those of `Hdf5Store`.
+
+    Row T + 1 of a table is padding, except in observations and infos.
     """
 
     def __init__(
@@ -334,7 +341,9 @@ class TableStore:
         leaves = self._leaves(number)
         where = self.where(number, *key)
         if key not in leaves:
-            raise DataError(where, "must be in the episode", sorted({found[0] for found in leaves}))
+            raise DataError(
+                where, "must be in the episode", sorted({group for group, *_ in leaves})
+            )
         array, field = leaves[key]
         if key[0] not in ("observations", "infos"):
             array = array.slice(0, len(array) - 1)
@@ -392,8 +401,8 @@ def leaf_shapes(space: Mapping[str, Any], *key: str) -> dict[Key, tuple[int, ...
     """Return the row shape of every leaf of a serialised gymnasium space, by its path."""
     if (kind := space.get("type")) in ("Dict", "Tuple"):
         children = space["subspaces"].items() if kind == "Dict" else enumerate(space["subspaces"])
-        found = [leaf_shapes(child, *key, str(name)) for name, child in children]
-        return {path: shape for leaves in found for path, shape in leaves.items()}
+        shapes = [leaf_shapes(child, *key, str(name)) for name, child in children]
+        return {path: shape for leaves in shapes for path, shape in leaves.items()}
     read: dict[Any, Callable[[], tuple[int, ...]]] = {
         "Box": lambda: tuple(space["shape"]),
         "MultiDiscrete": lambda: np.shape(space["nvec"]),

@@ -1,5 +1,6 @@
-"""Arrays in npz files and pickles: trajectories of imitation, CS285 and hand_dapg, recordings,
-rollouts.
+"""Readers of arrays in npz files and pickles.
+
+They are trajectories of imitation, CS285 and hand_dapg, recordings, and rollouts.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class NpzReader(ArrayReader):
             raise DataError(
                 where, "must be an array of a value for each trajectory", type(values).__name__
             )
-        found = np.empty(len(values), object)
+        objects = np.empty(len(values), object)
         for i, value in enumerate(values):
-            found[i] = self._as_array(where, value, self.path.stat().st_size)
-        return found
+            objects[i] = self._as_array(where, value, self.path.stat().st_size)
+        return objects
 
     def _streams(self) -> Streams:
         arrays: dict[str, Any] = self._arrays
@@ -125,19 +126,19 @@ class PickleReader(NpzReader):
         if not self.options.get("allow_pickle"):
             raise DataError(str(self.path), "must not be a pickle", None, PICKLED)
         content = self.path.read_bytes()
-        found = load_pickle(str(self.path), content, self.expansion, len(content))
-        if isinstance(found, (list, tuple)):
+        value = load_pickle(str(self.path), content, self.expansion, len(content))
+        if isinstance(value, (list, tuple)):
             return [
-                self._flat(f"{self.path}: trajectory {i}", part) for i, part in enumerate(found)
+                self._flat(f"{self.path}: trajectory {i}", part) for i, part in enumerate(value)
             ]
-        return self._flat(str(self.path), found)
+        return self._flat(str(self.path), value)
 
-    def _flat(self, where: str, found: Any) -> dict[str, Any]:
-        """Return the arrays of a trajectory; those of a dict in it have the key "dict/key"."""
-        if not isinstance(found, dict):
-            raise DataError(where, "must be a dict of arrays", type(found).__name__)
+    def _flat(self, where: str, trajectory: Any) -> dict[str, Any]:
+        """Return the arrays of a trajectory by key; an array in a nested dict has "dict/key"."""
+        if not isinstance(trajectory, dict):
+            raise DataError(where, "must be a dict of arrays", type(trajectory).__name__)
         arrays = {}
-        for key, value in found.items():
+        for key, value in trajectory.items():
             for part, rows in value.items() if isinstance(value, dict) else (("", value),):
                 name = f"{key}/{part}" if part else str(key)
                 arrays[name] = self._as_array(f"{where}: {name}", rows, self.path.stat().st_size)
@@ -152,7 +153,7 @@ class PickleReader(NpzReader):
 
 
 def _trajectories(where: str, arrays: dict[str, Any], num_steps: int) -> Streams:
-    """Yield imitation's trajectories; `terminal` has a value for each."""
+    """Yield imitation's trajectories; `terminal` has one value for each."""
     indices = arrays["indices"]
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
         raise DataError(
@@ -163,20 +164,16 @@ def _trajectories(where: str, arrays: dict[str, Any], num_steps: int) -> Streams
         raise DataError(
             f"{where}: indices", f"must rise, from 1 to {num_steps - 1}", bounds[1:-1][:8]
         )
-    lengths = {
-        num_steps + len(bounds) - 1: 1,
-        num_steps: 0,
-    }  # rows more than actions in each trajectory
+    count = len(bounds) - 1
     for i, (low, high) in enumerate(pairwise(bounds)):
         parts = {}
         for key, array in arrays.items():
-            if KINDS.get(key) == "done" and array.shape == (len(bounds) - 1,):
+            if KINDS.get(key) == "done" and array.shape == (count,):
                 parts[key] = array[i]
             elif key != "indices":
-                more = (
-                    lengths.get(len(array), 0)
-                    if array.ndim and KINDS.get(key) == "observation"
-                    else 0
-                )
+                # Observations may have one row more per trajectory: with actions [0, 2) and [2, 5),
+                # their rows are [0, 3) and [3, 7).
+                is_longer = KINDS.get(key) == "observation" and array.ndim > 0
+                more = int(is_longer and len(array) == num_steps + count)
                 parts[key] = array[low + i * more : high + (i + 1) * more] if array.ndim else array
         yield f"trajectory {i}", parts, True

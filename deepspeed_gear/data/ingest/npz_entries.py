@@ -1,5 +1,6 @@
-"""Arrays in npz files that others made: none takes more memory than its entry in the archive
-declares.
+"""Arrays in npz files from elsewhere.
+
+None takes more memory than its entry in the archive declares.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ _DEFLATES = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 def read_entry(
     where: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, unpickle: Callable[[bytes], Any]
 ) -> Any:
-    """Read an array of an archive whose declared size has been checked (`check_archive`).
+    """Read an array of an archive whose declared size `check_archive` has checked.
 
-    `unpickle` returns the value of an array of Python objects, whose content is a pickle.
+    Args:
+        unpickle: Returns the value of an array of Python objects, whose content is a pickle.
     """
     if entry.compress_type not in _DEFLATES:  # others decompress a block at once
-        rule = "must be stored or deflated, as np.savez_compressed writes it"
-        raise DataError(where, rule, entry.compress_type)
+        raise DataError(
+            where,
+            "must be stored or deflated, as np.savez_compressed writes it",
+            entry.compress_type,
+        )
     with archive.open(entry) as file:
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
         shape, _, dtype = read[npy.read_magic(file)](file)
@@ -36,7 +41,11 @@ def read_entry(
             return unpickle(file.read())
         # NumPy would allocate what the header declares.
         if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
-            rule = f"must have the size of its entry in the archive, {num_bytes} bytes"
-            raise DataError(where, rule, f"{dtype} {list(shape)}", DAMAGED)
+            raise DataError(
+                where,
+                f"must have the size of its entry in the archive, {num_bytes} bytes",
+                f"{dtype} {list(shape)}",
+                DAMAGED,
+            )
     with archive.open(entry) as file:
         return npy.read_array(file, allow_pickle=False)

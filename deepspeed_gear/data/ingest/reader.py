@@ -1,6 +1,4 @@
-"""Common parts of all ingest formats: the reader's interface, names, dtypes, reading HDF5 in
-blocks.
-"""
+"""Base of all ingest readers: the interface, names, dtypes, and reading HDF5 in blocks."""
 
 from __future__ import annotations
 
@@ -33,27 +31,27 @@ _WHOLE_GROUPS = ("observation", "next_observation", "action")
 
 
 class Reader(ABC):
-    """One source in one format.
+    """Base of readers: one source in one format.
 
     A format of the package is a subclass in this folder and an entry in `READERS`; one from outside
     is named by "module:Class" (docs/how-to/add-an-ingest-format.md).
 
     Attributes:
         format: Name of the format, for `--format`.
-        takes: Names of the options that this format alone has, as keywords of `open_source`.
-        options: Those that are given, by name.
+        takes: Names of the options that only this format has, keywords of `open_source`.
+        options: The given options by name.
         path: The source.
-        select: Tells whether an optional column is kept, by its name.
-        expansion: Bound of what the files may decompress to.
-        files: Closes what was entered into it, with the reader.
+        select: Decides whether an optional column is kept, by its name.
+        expansion: Bound of the memory that the files may decompress to.
+        files: Exit stack of open files, closed with the reader.
         columns: Columns of every episode, in the order of the schema.
-        num_steps: Steps of all episodes, for progress.
-        file: File of the trajectory that `episodes` has yielded last, of a source of several; else
-            None.
+        num_steps: Steps of all episodes, for progress; 0 where they are not known.
+        file: For a source of several files, the file of the trajectory that `episodes` yielded
+            last.
         has_schema: Whether the source states its columns, so that it needs no rule of rewards.
-        whole: Columns of the data set that the source is an export of, in their order and with
-            those that ingest derives; None where it does not state them.
-        texts: Columns of numbers that stand for texts: the text of each number, by column.
+        whole: For an export, the columns of its data set in their order, including derived ones;
+            None where it does not state them.
+        texts: The text of each number, by column of numbers that stand for texts.
         counted: Columns of a number per trajectory that every source counts anew, such as
             `episode_index`.
         notes: Notes for the user on how the source was read.
@@ -100,10 +98,9 @@ class Reader(ABC):
 
     @abstractmethod
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-        """Yield the episodes in the order of the source: the name for errors ("episode 3"), and the
-        arrays.
+        """Yield the episodes in order: a name for errors ("episode 3") and the arrays.
 
-        Arrays come by column name, with the dtype and shape of the reader's columns. Called once.
+        Arrays are by column name, with the dtype and shape of the reader's columns. Called once.
 
         Raises:
             DataError: An episode is malformed; names file, episode and key.
@@ -117,17 +114,20 @@ class Reader(ABC):
 
 
 class ColumnSelection:
-    """The optional columns to keep (`--columns`).
+    """Selection of the optional columns to keep (`--columns`).
 
-    A group is the part before the first dot of a column name (`infos`, `observation`), or that of
-    `assign_groups`. Without patterns everything is kept. With patterns, a group is reduced to the
-    columns that match one; observations and actions are kept whole where no pattern names them, and
-    every other optional column is left out. A pattern after "!" leaves out what matches; where all
-    patterns are such, the rest is kept.
+    A group is the part before the first dot of a column's name (`infos`, `observation`), unless
+    `assign_groups` gives another. Without patterns all columns are kept. With patterns, a group is
+    reduced to the columns that match one; observations and actions are kept whole where no pattern
+    names them, and every other optional column is left out. A pattern after "!" leaves out what it
+    matches; if all patterns have "!", the rest is kept.
+
+        `infos.*,!infos.qpos`   keeps observations, actions and infos but for qpos
+        `!infos.*`              keeps everything but infos
 
     Attributes:
         left_out: Columns that are left out because no pattern names them.
-        excluded: Groups of which a pattern after "!" leaves a column out.
+        excluded: Groups that a pattern after "!" leaves a column out of.
     """
 
     def __init__(self, patterns: Sequence[str] | None = None) -> None:
@@ -141,11 +141,11 @@ class ColumnSelection:
         self.excluded: set[str] = set()
 
     def assign_groups(self, groups: Mapping[str, str]) -> None:
-        """Set the groups of columns whose names do not begin with them, before any is asked for."""
+        """Set the groups of columns that their names do not begin with, before any selection."""
         self._groups = groups
 
     def __call__(self, name: str) -> bool:
-        """Return whether an optional column is kept, and record that there is one."""
+        """Return whether an optional column is kept, and record that the source has it."""
         self._asked.append(name)
         group = self._groups.get(name, name.split(".")[0])
         kept = self._kept
@@ -164,7 +164,7 @@ class ColumnSelection:
         return group in _WHOLE_GROUPS and not is_named
 
     def check_used(self, path: Path) -> None:
-        """Raise DataError for a pattern that matched none of the optional columns."""
+        """Raise DataError for a pattern that matches none of the optional columns."""
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in self._asked):
                 known = f"optional columns are {', '.join(self._asked)}"
@@ -179,7 +179,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def column_name(*parts: str) -> str:
-    """Join the parts of a source's key to a legal column name; other characters become `_`."""
+    """Join the parts of a source's key to a column name; illegal characters become `_`."""
     return ".".join("".join(c if c.isalnum() or c in "_-" else "_" for c in part) for part in parts)
 
 
@@ -191,9 +191,7 @@ def end_episode(arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
-    """Return the schema's dtype for a source's dtype; unsigned integers become the next wider
-    signed ones.
-    """
+    """Return the stored dtype of a source's dtype; uint16, 32 and 64 become signed and wider."""
     name = str(dtype.name)
     name = _WIDER.get(name, name)
     if name not in DTYPES:
@@ -211,10 +209,10 @@ def make_column(
     role: str = "other",
     rows: Rows = "T",
 ) -> Column:
-    """Describe a column as stored: scalar integer actions are int64, integer rewards float64, flags
-    bool.
+    """Describe a source's array as a stored column.
 
-    Rewards and flags have the shape ().
+    Scalar integer actions become int64, integer rewards float64 and flags bool. Rewards and flags
+    have the shape ().
     """
     remedy = LEAVE_OUT if "." in name or role == "other" else ""
     stored, shape = stored_dtype(where, dtype, remedy), () if role in SCALARS else shape
@@ -230,7 +228,7 @@ def make_column(
 
 
 def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
-    """Convert a source's array to the dtype of its column, by the rule of `trajectory_checks.cast`.
+    """Convert a source's array to the dtype of its column, as `trajectory_checks.cast` does.
 
     Rewards and flags lose axes of one value.
     """
@@ -243,47 +241,50 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
 def decode_images(
     where: str, frames: list[bytes], expansion: Expansion, file_bytes: int
 ) -> NDArray[np.uint8]:
-    """Decode JPEG or PNG files of a source, which may repeat them in its `file_bytes` bytes.
+    """Decode JPEG or PNG files.
 
-    Returns [N, height, width(, channels)], uint8.
+    Args:
+        frames: The image files.
+        file_bytes: Bytes of the source's file, which may refer to one image many times.
+    Returns:
+        [N, height, width(, channels)], uint8.
     """
     Image = optional(where, "must be decoded, as it holds images", "pillow", "PIL.Image")
     for frame in frames:
         if not isinstance(frame, bytes) or not frame.startswith(_IMAGE_HEADS):
             head = frame[:8] if isinstance(frame, bytes) else type(frame).__name__
             raise DataError(where, "must hold images in the format JPEG or PNG", head, LEAVE_OUT)
-    # Pillow would take others by their content: of some it starts programs. A malformed one can
-    # raise any.
-    rule = "must hold JPEG or PNG images of one size, with 8 bits a channel"
-    with DataError.on(where, rule, Exception, remedy=""):
-        # This reads the headers.
+    # Pillow would open other formats by their content, and for some starts programs. A malformed
+    # image can raise any exception.
+    with DataError.on(
+        where,
+        "must hold JPEG or PNG images of one size, with 8 bits a channel",
+        Exception,
+        remedy="",
+    ):
+        # `open` reads the headers only, so that the sizes are checked before pixels are decoded.
         images = [Image.open(io.BytesIO(frame), formats=("JPEG", "PNG")) for frame in frames]
         pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
         expansion.check(where, pixels, min(file_bytes, sum(map(len, frames))))
-        if not {image.mode for image in images} <= {
-            "L",
-            "RGB",
-            "RGBA",
-            "CMYK",
-        }:  # 16 bits, palettes
+        # Other modes have 16 bits, or a palette.
+        if not {image.mode for image in images} <= {"L", "RGB", "RGBA", "CMYK"}:
             raise ValueError(f"an image of mode {images[0].mode}")
         return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
 
 
 def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
-    """Return the classes of the members of a group by name; none of what is no HDF5 file, or no
-    group.
-    """
+    """Return the classes of a group's members by name; none for other files and nodes."""
     if not path.is_file() or not h5py.is_hdf5(path):
         return {}
     with open_hdf5(path) as file:
-        found = file.get(group)
-        return (
-            {k: found.get(k, getclass=True) for k in found} if isinstance(found, h5py.Group) else {}
-        )
+        node = file.get(group)
+        if not isinstance(node, h5py.Group):
+            return {}
+        return {name: node.get(name, getclass=True) for name in node}
 
 
 def open_hdf5(path: Path) -> h5py.File:
+    """Open an HDF5 file; DataError if it is none or is damaged."""
     check_no_pointer(path)
     if path.is_dir():
         inside = next((file for file in sorted(path.iterdir()) if h5py.is_hdf5(file)), None)
@@ -295,23 +296,23 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:
-    """Return the arrays in a group, and in the groups below it, by path; no empty ones
-    (h5py.Empty).
-    """
-    found: dict[str, Any] = {}
-    group.visititems(lambda key, node: found.update({key: node}))
-    return {key: node for key, node in found.items() if getattr(node, "shape", None) is not None}
+    """Return the arrays in a group and below it, by path; without empty ones (h5py.Empty)."""
+    nodes: dict[str, Any] = {}
+    group.visititems(lambda key, node: nodes.update({key: node}))
+    return {key: node for key, node in nodes.items() if getattr(node, "shape", None) is not None}
 
 
 def single_attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of a group or array with one value each: those with more may repeat one
-    text.
+    """Return the attributes of a group or array that hold one value each.
+
+    Those of several values may repeat one text any number of times.
     """
     shapes = {name: node.attrs.get_id(name).shape for name in node.attrs}
     return {name: node.attrs[name] for name, shape in shapes.items() if shape == ()}
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
+    """Read rows [low, high) of an HDF5 array; DataError if they are damaged."""
     with DataError.on(
         where, f"must be readable in rows {low} to {high - 1}", OSError, remedy=DAMAGED
     ):
@@ -319,16 +320,16 @@ def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray
 
 
 def block_rows(array: Any) -> int:
-    """Return how many rows of an array are 8 MiB, at least one."""
+    """Return how many rows of an array make 8 MiB, at least one."""
     row_bytes: int = array.dtype.itemsize * math.prod(array.shape[1:])
     return max(1, _BLOCK_BYTES // max(1, row_bytes))
 
 
 class RowReader:
-    """Reads ranges of rows of an HDF5 array in blocks of whole chunks, for ranges that rise.
+    """Reads increasing ranges of rows of an HDF5 array, in blocks of whole chunks.
 
-    A compressed chunk is decompressed once per pass and not once per episode, but for one or two a
-    block. Memory: one block, about 8 MiB (`block_rows`), or the range that is asked for where it is
+    So a compressed chunk is decompressed once per pass, not once per episode, but for one or two
+    per block. Memory: one block, about 8 MiB (`block_rows`), or the requested range where it is
     larger.
     """
 
@@ -347,16 +348,16 @@ class RowReader:
         return len(self._dataset)
 
     def __getitem__(self, rows: slice | tuple[()]) -> NDArray[Any]:
-        """Return rows of step 1, as of an array, in what later calls do not change; with () all."""
+        """Return rows in an array that later calls do not change; with () all of them."""
         if isinstance(rows, tuple):
-            return (
-                read_rows(self._where, self._dataset, 0, len(self))
-                if self.ndim
-                else self._dataset[()]
-            )
+            if not self.ndim:
+                return np.asarray(self._dataset[()])
+            return read_rows(self._where, self._dataset, 0, len(self))
         low, high, _ = rows.indices(len(self))
         high = max(low, high)
         if not self._first <= low <= high <= self._first + len(self._block):
+            # Rounded out to whole chunks: with chunks of 10 rows, [7, 23) is read as [0, 30), or
+            # up to the end of the block if that is later.
             self._first = low // self._chunk * self._chunk
             end = max(self._first + self.block_rows, -(-high // self._chunk) * self._chunk)
             self._block = read_rows(self._where, self._dataset, self._first, min(end, len(self)))

@@ -1,4 +1,4 @@
-"""RLlib JSON: a line for each sample batch, with fragments of several episodes."""
+"""RLlib JSON: one line per sample batch, with fragments of several episodes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from deepspeed_gear.errors import DataError
 _TYPES = ("SampleBatch", "MultiAgentBatch")
 _HEAD_BYTES = 4096
 _PART_BYTES = 1 << 24
-_PLACES = ("eps_id", "agent_index", "t", "unroll_id", "env_id")  # where a row is from
+_PLACES = ("eps_id", "agent_index", "t", "unroll_id", "env_id")  # columns of a row's origin
 
 
 class RllibReader(ArrayReader):
-    """Reads the files of RLlib's JsonWriter, or a folder of them; all arrays are in memory.
+    """Reads files of RLlib's JsonWriter, or a folder of them; all arrays are in memory.
 
-    A trajectory has the rows of one policy, `eps_id` and `agent_index`, also of several lines,
-    while `t` counts on; without `eps_id`, those of a line. Compressed columns are base64, LZ4
-    frames and pickles.
+    A trajectory has the rows of one policy, `eps_id` and `agent_index`, also from several lines,
+    while `t` increases by one; without `eps_id`, those of a line. Compressed columns are base64,
+    LZ4 frames and pickles.
     """
 
     format = "rllib"
@@ -60,9 +60,10 @@ class RllibReader(ArrayReader):
     def _batches(self, where: str, line: bytes) -> dict[str, dict[str, Any]]:
         if not line.strip():
             return {}
-        rule = f"must be the JSON of a {' or '.join(_TYPES)}"
         kinds = (TypeError, KeyError, AttributeError)
-        with DataError.on(where, rule, ValueError, *kinds):
+        with DataError.on(
+            where, f"must be the JSON of a {' or '.join(_TYPES)}", ValueError, *kinds
+        ):
             batch = parse_json(line)
             batches = batch["policy_batches"] if batch["type"] == _TYPES[1] else {"": batch}
             columns = {name: dict(part) for name, part in batches.items()}
@@ -74,9 +75,7 @@ class RllibReader(ArrayReader):
     def _fragments(
         self, where: str, columns: dict[str, Any]
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield where rows are from, episode and agent, and those of the same that follow each
-        other.
-        """
+        """Yield runs of rows of one episode and agent: these two, and the columns of the run."""
         arrays = {}
         for key, value in columns.items():
             value = self._unpack(f"{where}: {key}", value) if isinstance(value, str) else value
@@ -100,7 +99,7 @@ class RllibReader(ArrayReader):
             yield tuple(places[low].tolist()), {key: a[low:high] for key, a in arrays.items()}
 
     def _unpack(self, where: str, text: str) -> Any:
-        """Return a compressed column; its size is checked before it is in memory."""
+        """Decode a compressed column, checking its size as it is decompressed."""
         if not self.options.get("allow_pickle"):
             raise DataError(where, "must not be a pickle, as compressed columns are", None, PICKLED)
         lz4 = optional(where, "must be decompressed by LZ4", "lz4", "lz4.frame")
@@ -119,7 +118,7 @@ class RllibReader(ArrayReader):
         return load_pickle(where, content.getvalue(), self.expansion, self._file_bytes)
 
     def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of an episode in the order of `t`, as many as follow each other."""
+        """Yield the rows of an episode ordered by `t`, divided wherever `t` skips a step."""
         with DataError.on(
             str(self.path), "must have the same columns in all lines", ValueError, KeyError
         ):

@@ -1,9 +1,8 @@
-"""Checks of a source before it is read: it holds its own data, and no more than its files can be
-worth.
+"""Checks of a source before it is read: it is self-contained, and small enough in memory.
 
-A downloaded file could name others of this machine, whose bytes would become a column, and a few
-kilobytes could decompress to any amount of memory and disk. A reader never sees such a source, one
-from outside of the package neither.
+A downloaded file could refer to other files of this machine, whose bytes would become a column; and
+a few kilobytes could decompress to any amount of memory and disk. No reader gets such a source, not
+even one from outside of the package.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import h5py
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import ConfigError, DataError
 
-MAX_EXPANSION = 100.0  # default: bytes of arrays for each byte of their files
-FLOOR_BYTES = 256 << 20  # which any source may take: constant columns compress by more
+MAX_EXPANSION = 100.0  # default for the bytes of arrays per byte of their files
+FLOOR_BYTES = 256 << 20  # any source may take as much, as constant columns compress by more
 DAMAGED = "the file is damaged or incomplete; copy it again"
 _OWN = "take a source that holds its data itself"
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -32,7 +31,7 @@ _ZIP_ERRORS = OSError, ValueError, NotImplementedError, zipfile.BadZipFile
 
 
 def optional(where: str, rule: str, package: str, module: str) -> Any:
-    """Import a module of an optional package; a DataError where it is absent."""
+    """Import a module of an optional package; DataError where it is absent."""
     try:
         return import_module(module)
     except ImportError:
@@ -40,16 +39,14 @@ def optional(where: str, rule: str, package: str, module: str) -> Any:
 
 
 def pyarrow_for(where: str, rule: str = "must be read with pyarrow") -> Any:
-    """Import pyarrow with Parquet; a DataError where it is absent."""
+    """Import pyarrow with Parquet; DataError where it is absent."""
     optional(where, rule, "pyarrow", "pyarrow.parquet")
     import_module("pyarrow.compute")
     return import_module("pyarrow")
 
 
 class Expansion:
-    """The bound of a source in memory: `most` bytes of arrays for each byte of files, above 256
-    MiB.
-    """
+    """Bound of a source's memory: `most` bytes of arrays per byte of its files, or 256 MiB."""
 
     def __init__(self, most: float = MAX_EXPANSION) -> None:
         if isinstance(most, bool) or not isinstance(most, (int, float)) or not most >= 1:
@@ -57,23 +54,25 @@ class Expansion:
         self.most = most
 
     def most_bytes(self, file_bytes: int) -> int:
-        """Return the most bytes of arrays for those of their files."""
+        """Return the most bytes of arrays for files of this size."""
         return int(max(FLOOR_BYTES, self.most * file_bytes))
 
     def check(self, where: str, num_bytes: int, file_bytes: int) -> None:
-        """Raise if the bytes of arrays, as declared or read so far, are too many for those of their
-        files.
+        """Raise DataError if arrays exceed the bound.
+
+        Args:
+            num_bytes: Bytes of the arrays, as declared or read so far.
+            file_bytes: Bytes of the files that they are from.
         """
         if num_bytes > self.most_bytes(file_bytes):
-            rule = (
-                f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes "
-                f"of its files"
+            raise DataError(
+                where,
+                f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes of its "
+                "files",
+                num_bytes,
+                "if the source is to be trusted, raise --max-expansion, or max_expansion of "
+                "open_source",
             )
-            remedy = (
-                "if the source is to be trusted, raise --max-expansion, or max_expansion "
-                "of open_source"
-            )
-            raise DataError(where, rule, num_bytes, remedy)
 
 
 def check_source(path: Path, expansion: Expansion) -> None:
@@ -81,8 +80,8 @@ def check_source(path: Path, expansion: Expansion) -> None:
 
     Raises:
         DataError: It is no file or folder, is a Git LFS pointer, has a link that leads out of it or
-            nowhere, an HDF5 file in it refers to other files or to nothing, or a file declares
-            arrays that are too large for it; names file and key.
+            nowhere; an HDF5 file in it refers to other files or to nothing; or a file declares
+            arrays that are too large for it. Names file and key.
     Cost: the links and headers of all files; no array is read.
     """
     mode = path.stat().st_mode
@@ -101,17 +100,20 @@ def check_source(path: Path, expansion: Expansion) -> None:
 
 
 def check_no_pointer(path: Path) -> None:
-    """Raise if a file is a Git LFS pointer, which a clone without git-lfs has in place
-    of the data.
-    """
+    """Raise if a file is a Git LFS pointer, as a clone without git-lfs has in place of data."""
     if first_bytes(path, len(_POINTER)) == _POINTER:
-        remedy = "run git lfs pull in the clone that it is from"
-        raise DataError(str(path), "must be the data themselves", "a Git LFS pointer", remedy)
+        raise DataError(
+            str(path),
+            "must be the data themselves",
+            "a Git LFS pointer",
+            "run git lfs pull in the clone that it is from",
+        )
 
 
 def check_archive(path: Path, expansion: Expansion) -> None:
-    """Raise if a zip file declares more than it can be worth; a reader gets no more than is
-    declared.
+    """Raise if a zip file declares more than the bound.
+
+    Readers read no more than is declared.
     """
     with DataError.on(str(path), "must be a readable zip file", *_ZIP_ERRORS, remedy=DAMAGED):
         with zipfile.ZipFile(path) as archive:
@@ -120,7 +122,7 @@ def check_archive(path: Path, expansion: Expansion) -> None:
 
 
 def read_source_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a source that others made: an object."""
+    """Read a JSON object from a file of a source."""
     check_no_pointer(path)
     with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=DAMAGED):
         data = parse_json(path.read_text(encoding="utf-8"))
@@ -130,7 +132,7 @@ def read_source_json(path: Path) -> dict[str, Any]:
 
 
 def check_description(where: str, value: Any) -> None:
-    """Raise unless a value can be kept with the data set, as JSON."""
+    """Raise unless a value can be stored with the data set, as JSON."""
     with DataError.on(
         where, "must be JSON of finite numbers", TypeError, ValueError, RecursionError
     ):
@@ -138,7 +140,7 @@ def check_description(where: str, value: Any) -> None:
 
 
 def first_bytes(path: Path, count: int) -> bytes:
-    """Return the first bytes of a file, none of anything else."""
+    """Return the first bytes of a file; b"" for anything else."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -146,9 +148,7 @@ def first_bytes(path: Path, count: int) -> bytes:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder in the order of their names; DataError for a link
-    that leaves it.
-    """
+    """Yield the files of a folder sorted by name; DataError for a link that leaves the folder."""
     root = Path(os.path.realpath(folder))
     for at, folders, files in os.walk(folder):
         folders.sort()
@@ -167,16 +167,21 @@ def files_in(folder: Path) -> Iterator[Path]:
 def _check_link(path: Path, folder: Path, root: Path) -> None:
     target = os.path.realpath(path)  # of a loop: a link in it
     if not Path(target).is_relative_to(root):
-        remedy = "if it is to be trusted, copy the folder with its targets: cp -rL"
-        raise DataError(str(path), f"must not be a link out of {folder}", os.readlink(path), remedy)
+        raise DataError(
+            str(path),
+            f"must not be a link out of {folder}",
+            os.readlink(path),
+            "if it is to be trusted, copy the folder with its targets: cp -rL",
+        )
     if not os.path.exists(target):
-        remedy = "take a complete folder"
-        raise DataError(str(path), "must not be a link to nothing", os.readlink(path), remedy)
+        raise DataError(
+            str(path), "must not be a link to nothing", os.readlink(path), "take a complete folder"
+        )
 
 
 def _check_hdf5(path: Path, expansion: Expansion) -> None:
     names: list[bytes] = []  # of all links
-    sizes: dict[int, int] = {}  # of the arrays, by address: one may have several names
+    sizes: dict[int, int] = {}  # of arrays by address, as one array may have several names
     kinds = OSError, RuntimeError, KeyError
     is_readable = DataError.on(str(path), "must be a readable HDF5 file", *kinds, remedy=DAMAGED)
     with is_readable, h5py.File(path, "r") as file:
@@ -198,7 +203,7 @@ def _check_hdf5(path: Path, expansion: Expansion) -> None:
 
 
 def _declared_bytes(where: str, array: Any) -> int:
-    """Return the bytes that an array takes when it is read: its own, or those of one chunk."""
+    """Return the bytes that reading an array takes: all of it, or one chunk if that is larger."""
     if array.external:
         files = ", ".join(str(entry[0]) for entry in array.external)
         raise DataError(where, "must not have its rows in other files", files, _OWN)

@@ -1,6 +1,4 @@
-"""Numbers that each source counts anew: groups and tasks, distinct over all sources of
-a data set.
-"""
+"""Numbers that every source counts anew (groups and tasks), made distinct over all sources."""
 
 from __future__ import annotations
 
@@ -17,16 +15,15 @@ from deepspeed_gear.schema import Column
 
 TEXTS = "texts"  # in the source of a data set: the numbers of texts, by column
 _SCOPES = ("file", "all")
-_COUNTED = (
-    1 << 32
-)  # numbers below it are counted; equal larger ones, such as hashes, are no accident
+# Numbers below it are taken for counts. Larger ones, such as hashes, are not equal by accident.
+_COUNTED = 1 << 32
 
 
 class _DistinctNumbers:
-    """Numbers that are taken once: one's own where it is free, otherwise the smallest free one.
+    """Numbers that are taken once each: the wanted one, or the smallest free one.
 
-    What is taken depends on the numbers taken before and on nothing else, so appending to a data
-    set gives what one ingest of all sources gives.
+    The result depends only on the numbers taken before, so appending to a data set gives the same
+    numbers as one ingest of all sources. With {0, 1} taken, taking 1, 5, 1 gives 2, 5, 3.
     """
 
     def __init__(self, taken: Iterable[int] = ()) -> None:
@@ -44,18 +41,18 @@ class _DistinctNumbers:
 
 
 class GroupNumbers:
-    """The group numbers of all files of an ingest, by its option `group_scope`.
+    """Group numbers over all files of an ingest, by its option `group_scope`.
 
-    Dumps of rollouts often begin with group 0 in each file. Taken for one group, the trajectories
-    of two prompts would be compared with each other, and those beyond the group's size never be
-    trained.
+    Dumps of rollouts often begin with group 0 in each file. If both were taken for one group, the
+    trajectories of two prompts would be compared with each other, and those beyond the group's size
+    would never be trained.
 
-    - "file": a group is of one file. A number that an earlier file has becomes another one.
+    - "file": a group belongs to one file. A number that an earlier file has is replaced.
     - "all": equal numbers are one group, in all files.
-    - None: a number that two files have is refused, unless it is too large to be counted, such as a
+    - None: a number that two files have is refused, unless it is too large for a count, such as a
       hash.
 
-    Memory: a number for each group.
+    Memory: one number for each group.
     """
 
     def __init__(
@@ -66,25 +63,27 @@ class GroupNumbers:
         self._scope = scope
         self._columns = {id(output): _group_column(output) for output in outputs}
         if scope is not None and not any(self._columns.values()):
-            rule = f"must be for sources with a column of groups, such as {' or '.join(GROUPS)}"
-            raise DataError(f"{outputs[0].reader.path}: --group-scope", rule, scope)
+            raise DataError(
+                f"{outputs[0].reader.path}: --group-scope",
+                f"must be for sources with a column of groups, such as {' or '.join(GROUPS)}",
+                scope,
+            )
         first = next(filter(None, self._columns.values()), None)
         before: list[int] = []
         if known is not None and first is not None and first in known.schema:
             before = np.unique(known.columns[first]).tolist()
         self._numbers = _DistinctNumbers(before)
         self._file: object = None
-        self._own: dict[
-            int, int
-        ] = {}  # of the present file: its numbers, and those in the data set
+        # Number in the data set by that in the current file.
+        self._own: dict[int, int] = {}
         self._num_shared = 0
 
     def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
-        """Set the group number of a trajectory that the reader of `output` has just yielded.
+        """Set the group number of the trajectory that the reader of `output` yielded last.
 
         Args:
-            name: Of the trajectory, for errors.
-            arrays: Its columns.
+            name: Name of the trajectory, for errors.
+            arrays: Its columns, of which one is changed.
         """
         column = self._columns[id(output)]
         value = None if column is None else arrays.get(column)
@@ -98,17 +97,20 @@ class GroupNumbers:
         if number not in self._own:
             is_shared = number in self._numbers.taken
             if is_shared and self._scope is None and number < _COUNTED:
-                rule = "must not be the number of a group in an earlier file"
-                remedy = "--group-scope file: they are other groups, and get other numbers; "
-                remedy += "--group-scope all: they are the same groups (group_scope of ingest)"
-                raise DataError(f"{name}: {column}", rule, number, remedy)
+                raise DataError(
+                    f"{name}: {column}",
+                    "must not be the number of a group in an earlier file",
+                    number,
+                    "--group-scope file: they are other groups, and get other numbers; "
+                    "--group-scope all: they are the same groups (group_scope of ingest)",
+                )
             self._num_shared += is_shared and self._scope is None
             is_own = self._scope == "file" or not is_shared
             self._own[number] = self._numbers.take(number) if is_own else number
         arrays[column] = np.asarray(self._own[number])
 
     def notes(self) -> list[str]:
-        """Return what the user should know of the groups of all files."""
+        """Return notes for the user on the groups of all files."""
         shared = (
             f"{self._num_shared} groups are in several files by their ids: taken as the same ones"
         )
@@ -116,9 +118,7 @@ class GroupNumbers:
 
 
 def _group_column(output: OutputColumns) -> str | None:
-    """Return the name of the column of group numbers: by its name in the data set, or in the
-    source.
-    """
+    """Return the column of group numbers, known by its name in the data set or in the source."""
     names = {new: old for old, new in output.names.items()}
 
     def is_group(column: Column) -> bool:
@@ -134,11 +134,10 @@ def _group_column(output: OutputColumns) -> str | None:
 
 
 class TextNumbers:
-    """Columns of numbers that stand for texts, such as LeRobot's `task_index`: equal texts, equal
-    numbers.
+    """Columns of numbers that stand for texts, such as LeRobot's `task_index`, over all sources.
 
-    A source has a number for each text, and the first source keeps its numbers. They are recorded
-    in the source of the data set (`TEXTS`), as what is appended needs them.
+    Equal texts get equal numbers. The first source keeps its numbers. The numbers are recorded in
+    the data set's `source` (`TEXTS`), because appending needs them.
     """
 
     def __init__(self, outputs: Sequence[OutputColumns], known: Dataset | None) -> None:
@@ -151,9 +150,12 @@ class TextNumbers:
             for key, texts in output.reader.texts.items():
                 column = output.names.get(key, key)
                 if known is not None and column in known.schema and column not in recorded:
-                    rule = "must have recorded the texts of its numbers to be appended to"
-                    remedy = "ingest all sources again into one data set"
-                    raise DataError(f"{known.path}: column {column}", rule, None, remedy)
+                    raise DataError(
+                        f"{known.path}: column {column}",
+                        "must have recorded the texts of its numbers to be appended to",
+                        None,
+                        "ingest all sources again into one data set",
+                    )
                 of_column = self.texts.setdefault(column, dict(recorded.get(column, {})))
                 taken = numbers.setdefault(column, _DistinctNumbers(of_column.values()))
                 changed = self._changed[id(output), column] = {}
@@ -163,7 +165,7 @@ class TextNumbers:
                     changed[number] = of_column[text]
 
     def set_in(self, output: OutputColumns, arrays: dict[str, Any]) -> None:
-        """Set the numbers of a trajectory's columns."""
+        """Replace the numbers in a trajectory's columns by those of the data set."""
         for (owner, column), changed in self._changed.items():
             if owner == id(output) and column in arrays:
                 given, places = np.unique(arrays[column], return_inverse=True)

@@ -1,5 +1,6 @@
-"""Arrays of steps, divided into episodes by the flags in them: D4RL, npz, pickles, robomimic and
-RLlib.
+"""Arrays of steps that flags divide into episodes.
+
+The base of the readers of D4RL, npz, pickles, robomimic and RLlib.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from deepspeed_gear.data.ingest.reader import (
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
 
-_KEYS = {  # the usual names of each kind of array
+# The usual names of each kind of array in the sources.
+_KEYS = {
     "observation": ("observations", "observation", "obs"),
     "action": ("actions", "action", "acts"),
     "reward": ("rewards", "reward", "rews"),
@@ -50,8 +52,8 @@ _KEYS = {  # the usual names of each kind of array
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys}
 FLAG_KINDS = ("terminated", "truncated", "done", "start")
 _STATES = ("next_observation", "final_observation")
-# Of an environment or trajectory: its name for errors ("": there is one only), its arrays by key,
-# and whether they are one whole episode.
+# For each environment or trajectory: its name for errors ("" if there is only one), its arrays by
+# key, and whether they are one whole episode.
 Streams = Iterator[tuple[str, dict[str, Any], bool]]
 
 
@@ -60,30 +62,36 @@ def _kind(name: str) -> str:
 
 
 class Steps:
-    """Steps of one environment, one after the other, and where its episodes end.
+    """Steps of one environment in order, and where its episodes end.
 
-    `terminated` and `truncated` are the flags of each step, [T], bool, and `ends` the row after the
-    last step of each episode. `has_cause`: flags, or a limit, separate terminal states from time
-    limits. Next observations, where it `has_next`, may be the next rows, bit for bit, inside all
-    episodes (`is_shifted`), and those of ended steps, terminal ones too, the first ones of the next
-    episodes (`resets`).
+    Attributes:
+        terminated, truncated: Flags of each step. [T], bool.
+        ends: Row after the last step of each episode.
+        has_cause: Whether flags, or a limit, separate terminal states from time limits.
+        has_next: Whether there are next observations.
+        is_shifted: Whether these equal the next rows bit for bit, inside all episodes.
+        resets: Whether those of ended steps, terminal ones included, equal the first rows of the
+            next episodes.
     """
 
     def __init__(
         self, reader: ArrayReader, name: str, arrays: Mapping[str, Any], is_whole: bool
     ) -> None:
-        """Check arrays by key (that of a part of a dict is such as "obs/position"), and find the
-        ends.
+        """Check the arrays and find the ends of episodes.
 
-        An episode ends by a time limit after `episode_length` steps; `is_whole`: the steps are one,
-        and not those of an environment that resets itself.
+        Args:
+            arrays: By key; a part of a dict has a key such as "obs/position".
+            is_whole: The steps are one episode, not those of an environment that resets itself.
+
+        The option `episode_length` of the reader ends an episode, by a time limit, after that many
+        steps.
         """
         where = self.where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
         self._is_whole = is_whole
-        self.arrays: dict[
-            str, Any
-        ] = {}  # by kind, or kind and part; observations may have a row more
-        self.keys: dict[str, str] = {}  # of the source, for each array
+        # By kind, or kind and part, such as "observation.position". Those of observations may have
+        # a row more than steps.
+        self.arrays: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}  # key in the source of each array
         self.left_out: list[str] = []  # keys of single values and of Python objects
         for key, array in arrays.items():
             first, *rest = key.split("/")
@@ -95,7 +103,7 @@ class Steps:
             if kind not in _KEYS and (not array.ndim or array.dtype.kind == "O"):
                 self.left_out.append(key)
                 continue
-            if array.dtype.kind == "O":  # whose rows may be many times as large as the source
+            if array.dtype.kind == "O":  # refused before its rows, which may be huge, are read
                 stored_dtype(f"{where}{key}", array.dtype)
             if name in self.keys:
                 raise DataError(
@@ -109,17 +117,18 @@ class Steps:
         self._compare_next()
 
     def _check_rows(self, found: list[str]) -> None:
-        """Set `length`; raise unless every array has a row per step."""
+        """Set `length`; raise DataError unless every array has a row per step."""
         source = self.where.rstrip(": ")
         rows = {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS}
         action = next((name for name in rows if _kind(name) == "action"), "")
         if not action or not self.states:
-            rule = "must have observations and actions"
-            remedy = "docs/how-to/formats.md has the known names"
-            remedy += (
-                "; --rename is of columns: give arrays of other names to Dataset.from_iterable"
+            raise DataError(
+                source,
+                "must have observations and actions",
+                found,
+                "docs/how-to/formats.md has the known names; --rename is of columns: give arrays "
+                "of other names to Dataset.from_iterable",
             )
-            raise DataError(source, rule, found, remedy)
         for name, array in rows.items():
             if not array.ndim:
                 raise DataError(
@@ -132,8 +141,12 @@ class Steps:
             more = len(array) - self.length
             if more != 0 and not (more == 1 and name in self.states):
                 remedy = LEAVE_OUT if _kind(name) not in _KEYS else ""
-                rule = f"must have {self.length} rows as {self.keys[steps]} has"
-                raise DataError(where, rule, len(array), remedy)
+                raise DataError(
+                    where,
+                    f"must have {self.length} rows as {self.keys[steps]} has",
+                    len(array),
+                    remedy,
+                )
             if name == "reward" and array.shape not in ((self.length,), (self.length, 1)):
                 raise DataError(where, "must be one value per step", list(array.shape))
         if not self.length:
@@ -142,13 +155,19 @@ class Steps:
             names = {f"{kind}{name.removeprefix('observation')}": name for name in self.states}
             given = [name for name in rows if _kind(name) == kind]
             if given and set(given) != set(names):
-                rule = f"must have next and final observations of the parts {self.states}"
-                raise DataError(source, rule, given)
+                raise DataError(
+                    source,
+                    f"must have next and final observations of the parts {self.states}",
+                    given,
+                )
             for name in given:
                 shape = [self.length, *rows[names[name]].shape[1:]]
                 if list(rows[name].shape) != shape:
-                    rule = f"must have the shape of {self.keys[names[name]]}, {shape}"
-                    raise DataError(f"{self.where}{self.keys[name]}", rule, list(rows[name].shape))
+                    raise DataError(
+                        f"{self.where}{self.keys[name]}",
+                        f"must have the shape of {self.keys[names[name]]}, {shape}",
+                        list(rows[name].shape),
+                    )
 
     def _find_ends(self, limit: int | None, returns: Any) -> None:
         given: dict[str, Any] = {
@@ -164,14 +183,20 @@ class Steps:
                 where, "must not be in the source with --episode-length", None, "leave it out"
             )
         if not (self._is_whole or limit is not None or given.keys() & {"truncated", "done"}):
-            remedy = "--episode-length N ends an episode after N steps; or add an array of zeros"
-            remedy += " if no episode ends by a time limit"
-            raise DataError(f"{self.where}timeouts", "must be in the source", sorted(given), remedy)
+            raise DataError(
+                f"{self.where}timeouts",
+                "must be in the source",
+                sorted(given),
+                "--episode-length N ends an episode after N steps; or add an array of zeros if "
+                "no episode ends by a time limit",
+            )
         no_flag = np.zeros(self.length, np.bool_)
         ends = np.logical_or.reduce([no_flag, *given.values()])
         done = given.get("done", no_flag)
         truncated = given.get("truncated", no_flag)
-        if limit is not None:  # rows 0, 1, 2, 3 with an end at 0 and limit 2 are steps 1, 1, 2, 1
+        if limit is not None:
+            # `first` is the first row of each row's episode by the flags; a limit divides it. With
+            # an end at row 0 and limit 2, rows 0, 1, 2, 3 are steps 1, 1, 2, 1 of their episodes.
             row = np.arange(self.length)
             first = np.maximum.accumulate(np.where(np.append(True, ends[:-1]), row, 0))
             truncated = (row - first + 1) % limit == 0
@@ -193,11 +218,11 @@ class Steps:
         return convert(where, rows, FLAGS[0])
 
     def _compare_next(self) -> None:
-        """Set `is_shifted` and `resets` by one pass over observations and next observations."""
+        """Set `is_shifted` and `resets` in one pass over observations and next observations."""
         self.has_next = any(_kind(name) == "next_observation" for name in self.arrays)
-        inner = (
-            self.ends[self.ends < self.length] - 1
-        )  # a state that follows a terminal one is of a reset
+        # A state that follows a terminal one is that of a reset, so only data with an inner
+        # termination show whether next observations at ends are those of resets.
+        inner = self.ends[self.ends < self.length] - 1
         self.is_shifted = self.has_next
         self.resets = self.has_next and bool(self.terminated[inner].any())
         ends = np.zeros(self.length, np.bool_)
@@ -224,11 +249,13 @@ class Steps:
         self.resets &= self.is_shifted
 
     def bounds(self, has_own_next: bool) -> Iterator[tuple[int, int, int]]:
-        """Yield each episode's first row, the row after its last kept step, and that after its last
-        step.
+        """Yield the bounds of each episode: first row, end of its kept steps, end of all its steps.
 
         The last step of an episode that does not terminate is left out where the observation after
-        it is not known. With `has_own_next`, next observations are columns, and all steps are kept.
+        it is unknown.
+
+        Args:
+            has_own_next: Next observations are columns of their own, so all steps are kept.
         """
         low = 0
         for high in self.ends.tolist():
@@ -237,8 +264,7 @@ class Steps:
             low = high
 
     def _after(self, name: str, high: int) -> tuple[str, int] | None:
-        """Return the array and row of the observation after step `high - 1`, or None if it is not
-        known.
+        """Return the array and row of the observation after step `high - 1`; None if it is unknown.
 
         Where an environment resets itself, next observations at ends, and the row T of T+1 rows
         after an end, may be those of the next episode.
@@ -252,7 +278,7 @@ class Steps:
         return (name, high) if is_given else None
 
     def rows(self, column: Column, low: int, end: int, high: int) -> NDArray[Any]:
-        """Return a column's rows of an episode, with bounds as `bounds` yields them."""
+        """Return a column's rows of an episode, with the bounds that `bounds` yields."""
         if column.name in ("terminated", "truncated"):
             return np.asarray(getattr(self, column.name)[low:end])
         array = self.arrays[column.name]
@@ -264,30 +290,32 @@ class Steps:
 
 
 class ArrayReader(Reader):
-    """Base of the formats whose arrays have rows for the steps of one or more environments."""
+    """Base of formats whose arrays have rows for the steps of one or more environments."""
 
     takes: ClassVar[tuple[str, ...]] = ("episode_length",)
     _num_bytes = 0  # of the arrays that were made so far
 
     @abstractmethod
     def _streams(self) -> Streams:
-        """Yield the steps of each environment or trajectory, in the same order in each call."""
+        """Yield the steps of each environment or trajectory, in the same order in every call."""
 
     def _steps(self) -> Iterator[Steps]:
         return (Steps(self, *stream) for stream in self._streams())
 
     def _as_array(self, where: str, value: Any, file_bytes: int) -> NDArray[Any]:
-        """Make an array of nested lists; those of a pickle may hold one list many times.
+        """Convert nested lists to an array; those of a pickle may contain one list many times.
 
-        Texts and lists of unequal lengths become an array of Python objects, which are left out or
-        refused.
+        Texts and lists of unequal lengths become an array of Python objects, which is left out or
+        refused later.
         """
+        # The size if all lists are as long as the first ones; 64 is the most dimensions of NumPy.
         size = 8
         part = value
-        for _ in range(64):  # dimensions
+        for _ in range(64):
             if not isinstance(part, (list, tuple)) or not part:
                 break
-            size, part = size * len(part), part[0]
+            size *= len(part)
+            part = part[0]
         self._num_bytes += size * int(getattr(part, "size", 1))
         self.expansion.check(where, self._num_bytes, file_bytes)
         try:
@@ -296,8 +324,9 @@ class ArrayReader(Reader):
             return np.empty(len(value), object)
 
     def _describe(self) -> None:
-        """Set the attributes of an open reader. Cost: a pass over flags, observations and next
-        ones.
+        """Set the attributes of an open reader.
+
+        Cost: one pass over flags, observations and next observations.
         """
         self.keep = cache(self.select)
         if (limit := self.options.get("episode_length")) is not None:
@@ -346,9 +375,9 @@ class ArrayReader(Reader):
                 self._has_own_next
             ),
             f"{short} is left out, as the observation after it is not known": num_short,
-            "end flags are taken as terminated, as they do not tell a terminal state from a "
-            "time limit: "
-            "--episode-length N takes an end after N steps as truncated": not has_cause,
+            "end flags are taken as terminated, as they do not tell a terminal "
+            "state from a time limit: --episode-length N takes an end after N "
+            "steps as truncated": not has_cause,
         }
         self.notes += [note for note, is_so in notes.items() if is_so]
 

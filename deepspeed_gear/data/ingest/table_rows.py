@@ -1,7 +1,7 @@
-"""Rows of tables in blocks: Parquet, Arrow and JSON files, and tables and iterables of a program.
+"""Blocks of table rows: from Parquet, Arrow and JSON files, and from a program's tables.
 
-A block is a mapping from a dotted column name to the values of its rows: an array [n, ...] where
-all rows have one shape, or a list of n values. Structs and nested objects are divided, unless they
+A block maps a dotted column name to the values of its rows: an array [n, ...] where all rows have
+one shape, or a list of n values. Structs and nested objects are divided into columns, unless they
 are to stay.
 """
 
@@ -31,19 +31,16 @@ from deepspeed_gear.data.parquet_pages import column_pages, value_width
 from deepspeed_gear.errors import DataError
 
 Block = dict[str, Any]
-# the first block is read to recognise a table
-_FIRST_ROWS = 16
+_FIRST_ROWS = 16  # of the first block, which is read to recognise a table
 _BLOCK_ROWS = 1024
 _BLOCK_BYTES = 16 << 20
 _MOST_COLUMNS = 4096
-# bytes of a value of JSON, and of an object
-_JSON_VALUE = 64
-_JSON_OBJECT = 192
-# Of values that pyarrow cannot make objects of, such as times of the year 10000.
+_JSON_VALUE = 64  # bytes of a JSON value in memory, about
+_JSON_OBJECT = 192  # bytes of a JSON object in memory, about
+# Errors of pyarrow for values that Python does not have, such as times in the year 10000.
 _UNKNOWN = ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError, RecursionError
-# of a text in Arrow, and of a value in lists while it is decoded
-_OFFSET_BYTES = 4
-_LEVEL_BYTES = 4
+_OFFSET_BYTES = 4  # of each text in Arrow
+_LEVEL_BYTES = 4  # of each value in lists, while it is decoded
 _MOST_TYPE = 80  # characters of a type in an error
 _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -64,25 +61,28 @@ def table_form(path: Path) -> str | None:
 
 
 def table_files(path: Path) -> list[Path]:
-    """Return a file of a table, or those of a folder in the order of their names; of
-    one form only.
-    """
+    """Return the file of a table, or the files of a folder sorted by name, all of one form."""
     if not path.is_dir():
         return [path] if table_form(path) else []
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and table_form(file)]
     forms = {form for form in map(table_form, files) if form != "json"}
-    lines = [
-        file for file in files if ".json" not in file.suffixes
-    ]  # beside data, .json describes them
     if len(forms) > 1:
-        rule = "must hold tables of one form"
-        remedy = "give the files of one of them"
-        raise DataError(str(path), rule, ", ".join(sorted(filter(None, forms))), remedy)
-    return [file for file in lines if not forms or table_form(file) in forms]
+        raise DataError(
+            str(path),
+            "must hold tables of one form",
+            ", ".join(sorted(filter(None, forms))),
+            "give the files of one of them",
+        )
+    # In a folder, files named .json describe the data beside them.
+    return [
+        file
+        for file in files
+        if ".json" not in file.suffixes and (not forms or table_form(file) in forms)
+    ]
 
 
 def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Iterator[Block]:
-    """Yield the blocks of files; `is_nested`: structs and objects stay as they are."""
+    """Yield the blocks of files; with `is_nested`, structs and objects stay as they are."""
     for file in files:
         if table_form(file) == "json":
             yield from row_blocks(_json_rows(file, expansion), str(file), is_nested)
@@ -95,8 +95,9 @@ def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Ite
 
 
 def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
-    """Yield the blocks of a table of Minari, pandas or HF datasets, known by its methods, or of
-    mappings.
+    """Yield the blocks of a program's table or mappings.
+
+    Tables of Minari, pandas and HF datasets are recognised by their methods.
     """
     if hasattr(source, "iterate_episodes"):
         rows = (
@@ -122,7 +123,7 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
 
 
 def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Block]:
-    """Yield blocks of mappings; a row that lacks a name of its block has the value None."""
+    """Yield blocks of mappings; a row has None for a name that only others of its block have."""
     numbered = enumerate(rows)
     size = _FIRST_ROWS
     while block := list(islice(numbered, size)):
@@ -141,8 +142,11 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
             flat.append(flatten(at, dict(row), whole))
         names = dict.fromkeys(chain.from_iterable(flat))
         if len(names) > _MOST_COLUMNS:
-            rule = f"must have at most {_MOST_COLUMNS} columns"
-            raise DataError(f"{where}: row {block[0][0]} and the next", rule, len(names))
+            raise DataError(
+                f"{where}: row {block[0][0]} and the next",
+                f"must have at most {_MOST_COLUMNS} columns",
+                len(names),
+            )
         yield {name: [row.get(name) for row in flat] for name in names}
 
 
@@ -165,18 +169,16 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
             expansion.check(str(path), num_bytes, file_bytes)
             if len(line) >= FLOOR_BYTES:
                 most = f"must have less than {FLOOR_BYTES} bytes"
-                remedy = "write an object per line"
-                raise DataError(where, most, None, remedy)
+                raise DataError(where, most, None, "write an object per line")
             with DataError.on(where, rule, ValueError, remedy="correct the line"):
-                found = parse_json(line) if line.strip() else []
-            yield from found if is_array or not line.strip() else [found]
+                rows = parse_json(line) if line.strip() else []
+            yield from rows if is_array or not line.strip() else [rows]
 
 
 def json_bytes(text: bytes) -> int:
-    """Return the bytes of a JSON text and of the objects that are made of it, about.
+    """Return about how many bytes a JSON text and the objects made of it take.
 
-    It is at most 100 for each byte of the text: only compressed ones can be too large for their
-    file.
+    That is at most 100 per byte of text, so only compressed texts can be too large for their file.
     """
     return (
         len(text)
@@ -198,13 +200,16 @@ def record_batches(
     choose: Callable[[list[str]], list[str]] | None = None,
     are_objects: Callable[[Any], bool] | None = None,
 ) -> tuple[Any, Iterator[Any]]:
-    """Return the schema of a file, and its record batches: valid, and not too large for the file.
+    """Return a file's schema, and its record batches, checked and within the bound of its memory.
 
-    Sizes that the file states are checked before anything is decompressed, and those of the values
-    that a batch declares before it is converted. Parquet is read in small batches, as a value that
-    is repeated takes no bytes there. `choose` returns the columns of Parquet to read, of those that
-    there are; `are_objects` whether the numbers of a field become Python objects, as texts do, and
-    not an array.
+    The sizes that the file states are checked before anything is decompressed, and those of the
+    values that a batch declares before it is converted. Parquet is read in small batches, because a
+    repeated value takes no bytes there.
+
+    Args:
+        choose: Returns the columns to read from those of a Parquet file.
+        are_objects: Returns whether the numbers of a field become Python objects, as texts do,
+            rather than an array.
     """
     check_no_pointer(path)
     arrow = pyarrow_for(str(path))
@@ -251,11 +256,11 @@ def record_batches(
 def _parquet_batches(
     path: Path, expansion: Expansion, choose: Callable[[list[str]], list[str]] | None
 ) -> tuple[Any, Iterator[Any]]:
-    """Return the schema of a Parquet file, and batches of as many rows as have a bounded size.
+    """Return the schema of a Parquet file, and batches of bounded size.
 
-    A text that repeats takes its whole size in a batch, so a batch has fewer rows if its dictionary
-    has a long one. In lists that is no limit: if they could be too large, their texts stay in
-    dictionaries.
+    A text that repeats takes its whole size in a batch each time, so a long text in a column's
+    dictionary means fewer rows per batch. In lists that sets no bound: where they could be too
+    large, their texts stay in dictionaries.
     """
     arrow = pyarrow_for(str(path))
     file_bytes = path.stat().st_size
@@ -299,9 +304,7 @@ def read_table(
     choose: Callable[[list[str]], list[str]] | None = None,
     are_objects: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Read a file whole, as a pyarrow.Table; arguments as of `record_batches`. DataError: it is
-    damaged.
-    """
+    """Read a whole file as a pyarrow.Table; arguments and errors as in `record_batches`."""
     with readable(path):
         schema, batches = record_batches(path, expansion, choose, are_objects)
         read = list(batches)
@@ -316,13 +319,14 @@ def readable(path: Path) -> AbstractContextManager[None]:
 
 
 def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
-    """Return the columns of a record batch; lists as arrays where all rows have one shape."""
+    """Convert a record batch; lists become arrays where all rows have one shape."""
     arrow = pyarrow_for("batch")
     block = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
         name = f"{where}: column {field.name}"
-        rule = "must hold values that Python has"
-        with DataError.on(name, rule, *_UNKNOWN, remedy="write the file without it"):
+        with DataError.on(
+            name, "must hold values that Python has", *_UNKNOWN, remedy="write the file without it"
+        ):
             if is_nested and _stays(field):
                 block[field.name] = _objects(arrow, column)
             else:
@@ -331,12 +335,12 @@ def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
 
 
 def _stays(field: Any) -> bool:
-    """Return whether a nested field holds objects, which `is_nested` does not divide."""
+    """Return whether `is_nested` leaves a field undivided, because it holds objects."""
     return "struct<" in str(field.type)
 
 
 def _leaves(arrow: Any, name: str, array: Any) -> Block:
-    """Return the values of a column, or those of its fields by dotted name."""
+    """Return the values of a column, or of its fields by dotted name."""
     kind = array.type
     types = arrow.types
     if isinstance(kind, arrow.FixedShapeTensorType) and not array.null_count:
@@ -376,8 +380,9 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
 
 
 def _has_no_nulls(arrow: Any, kind: Any) -> bool:
-    """Return whether a type has no nulls of its own: pyarrow ends a process that adds a struct's to
-    it.
+    """Return whether a type has no validity bitmap of its own.
+
+    For such a field, pyarrow ends the process when the nulls of its struct are added to it.
     """
     while isinstance(kind, arrow.BaseExtensionType):
         kind = kind.storage_type
@@ -385,16 +390,14 @@ def _has_no_nulls(arrow: Any, kind: Any) -> bool:
 
 
 def _objects(arrow: Any, array: Any) -> list[Any]:
-    """Return Python objects of a column."""
+    """Return a column as Python objects."""
     _check_inside(arrow, array.type)
     values: list[Any] = array.to_pylist()
     return values
 
 
 def _check_inside(arrow: Any, kind: Any) -> None:
-    """Raise if a type has an extension type inside, of which pyarrow ends the process in some
-    layouts.
-    """
+    """Raise if a type contains an extension type, for which pyarrow ends the process in places."""
     waiting = [kind]
     while waiting:
         part = waiting.pop()
@@ -405,9 +408,7 @@ def _check_inside(arrow: Any, kind: Any) -> None:
 
 
 def _nested(values: Any, offsets: np.ndarray) -> Any:
-    """Return the rows of a list column: of [0, 2, 4] an array [2, 2, ...], of [0, 1, 4]
-    two views.
-    """
+    """Return a list column's rows: for offsets [0, 2, 4] an array [2, 2], for [0, 1, 4] views."""
     lengths = np.diff(offsets)
     if isinstance(values, np.ndarray) and len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(lengths), lengths[0], *values.shape[1:])
@@ -415,9 +416,7 @@ def _nested(values: Any, offsets: np.ndarray) -> Any:
 
 
 def numeric(value: Any) -> np.ndarray | None:
-    """Return numbers as an array; None for other values, and for lists whose inner
-    lengths differ.
-    """
+    """Return numbers as an array; None for other values and for ragged lists."""
     try:
         array = np.asarray(value) if _is_numeric(value) or hasattr(value, "__array__") else None
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -426,7 +425,7 @@ def numeric(value: Any) -> np.ndarray | None:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Return whether all leaves are numbers: NumPy would make texts of a list that holds one."""
+    """Return whether all leaves are numbers; of a list with one text NumPy would make texts."""
     if not isinstance(value, (list, tuple)):
         return isinstance(value, (bool, int, float, np.generic, np.ndarray))
     return set(map(type, value)) <= {bool, int, float} or all(map(_is_numeric, value))
@@ -443,15 +442,13 @@ def null_place(value: Any) -> str | None:
 
 
 def plain(where: str, value: Any) -> Any:
-    """Return a value with arrays as lists, as JSON holds it; a DataError if it is nested too
-    deeply.
-    """
+    """Return a value with its arrays as lists, as JSON holds it; DataError if nested too deeply."""
     with DataError.on(where, "must not be nested too deeply", RecursionError, remedy=""):
         return _plain(value)
 
 
 def plain_bytes(value: Any) -> int:
-    """Return the bytes of the numbers that `plain` makes of arrays."""
+    """Return the bytes of the numbers that `plain` makes of a value's arrays."""
     waiting = [value]
     num_bytes = 0
     while waiting:

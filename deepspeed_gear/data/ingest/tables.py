@@ -1,5 +1,6 @@
-"""Tables: Parquet, Arrow and JSON files, and tables of a program, of episodes, steps or
-conversations.
+"""Reader of tables of episodes, steps or conversations.
+
+They are Parquet, Arrow and JSON files, or tables of a program.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Rows
 
 _NAMES = ("observation", "next_observation", "action", "reward", "terminated", "truncated")
-_ENDS = {"done": "terminated"}  # in a table
+_ENDS = {"done": "terminated"}  # a table's column `done` is taken for terminal states
 _USUAL = {key: name for key, kind in KINDS.items() if (name := _ENDS.get(kind, kind)) in _NAMES}
 _ROLES = {**{name: name for name in _NAMES}, "next_observation": "observation"}
 _FILL = "fill it in, or leave out the rows that lack it"
 _FLAGS = ("terminated", "truncated")
-_MEASURES = ("tokens", "action", *SCALARS)  # have a row per step: the first one that is there
+_MEASURES = ("tokens", "action", *SCALARS)  # the first one of them gives the number of steps
 _EPISODE_IDS = ("episode_index", "episode_id", "episode")
 
 
 class TableReader(Reader):
-    """Reads tables of episodes, of steps or of conversations, which their columns tell apart.
+    """Reads tables of episodes, of steps or of conversations; the columns show which.
 
-    - A conversation a row: token ids, messages, or a text that is tokenized (`token_rows`).
-    - A step a row: rows repeat the episode's id, or the reward (without one the action) is one
+    - A conversation per row: token ids, messages, or a text that is tokenized (`token_rows`).
+    - A step per row: rows repeat the episode's id, or the reward (without one the action) is one
       value. An episode is the rows with one id, or up to an end flag.
-    - An episode a row: lists of a value per step, or of T + 1 observations.
+    - An episode per row: lists of a value per step, or of T + 1 observations.
 
-    Roles follow the usual names. Texts, objects, and lists whose inner lengths differ become opaque
-    columns. An episode whose last step has no flag is truncated, where there is a column of
-    terminations. A column `done` beside one of time limits is set by these too, as Gym's was: such
-    a step does not terminate.
+    Roles follow the usual names. Texts, objects, and ragged lists become opaque columns. Where
+    there is a column of terminations, an episode whose last step has no flag is truncated. A column
+    `done` beside one of time limits is also set at time limits, as Gym's was: such a step does not
+    terminate.
     """
 
     format = "table"
@@ -62,8 +63,10 @@ class TableReader(Reader):
         return bool(table_files(path))
 
     def open(self) -> None:
-        """Find what a row is, and the columns. Cost: one pass over the source, none
-        with a schema.
+        """Find out what a row is, and the columns.
+
+        Cost: one pass over the source, or none with a schema; one more for columns of uneven
+        shapes.
         """
         self._tokenize = dict(self.options.get("tokenize") or {})
         self._id: str | None = None
@@ -74,11 +77,11 @@ class TableReader(Reader):
             self.columns = tuple(column for column in schema if column.name not in names)
             return
         if "rows" not in self.options and not table_files(self.path):
-            rule = (
-                "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder "
-                "of such files"
+            raise DataError(
+                str(self.path),
+                "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of "
+                "such files",
             )
-            raise DataError(str(self.path), rule)
         self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
         first = next((block for block in self._blocks(True) if any(map(len, block.values()))), None)
         if first is None:
@@ -115,9 +118,7 @@ class TableReader(Reader):
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
-        """Return what a pass over the source tells of each column that is kept, and its
-        trajectories.
-        """
+        """Return the facts of each kept column over all trajectories, and the number of these."""
         known: dict[str, _Facts | None] = {}
         number = self.num_steps = 0
         first = ""
@@ -168,9 +169,11 @@ class TableReader(Reader):
         self._id = self.options.get("episode_id")
         if self._id is not None:
             if self._id not in first:
-                rule = "must name a column of the source"
                 raise DataError(
-                    f"{self.path}: --episode-id", rule, self._id, known_names(self._id, first)
+                    f"{self.path}: --episode-id",
+                    "must name a column of the source",
+                    self._id,
+                    known_names(self._id, first),
                 )
             return "step"
         self._id = next((name for name in _EPISODE_IDS if name in first), None)
@@ -202,9 +205,7 @@ class TableReader(Reader):
                 number += 1
 
     def _trajectories(self) -> Iterator[tuple[str, dict[str, Any], int]]:
-        """Yield the label of each trajectory, its columns under their usual names, and
-        its steps.
-        """
+        """Yield each trajectory: its label, its columns under their usual names, and its steps."""
         make = TokenRows(self._tokenize)
         is_chat = self._row == "conversation"
         for label, given in self._of_steps() if self._row == "step" else self._rows(is_chat):
@@ -234,10 +235,11 @@ class TableReader(Reader):
             if self._id is not None:
                 ids = list(block.get(self._id, (None,)))
                 for number, one in enumerate(ids, num_rows):
-                    if one is None or not isinstance(one, Hashable) or one != one:
+                    if one is None or not isinstance(one, Hashable) or one != one:  # NaN
                         where = f"{self.path}: row {number}: {self._id}"
-                        rule = "must be a number or a text"
-                        raise DataError(where, rule, "null" if one is None else one)
+                        raise DataError(
+                            where, "must be a number or a text", "null" if one is None else one
+                        )
                 num_rows += len(ids)
             else:
                 with DataError.on(
@@ -249,24 +251,31 @@ class TableReader(Reader):
                         if _usual(name, ()) in _FLAGS
                     ]
                 if not flags:
-                    rule = (
-                        "must have a column of episode ids, or of end flags, with one step per row"
-                    )
                     raise DataError(
-                        str(self.path), rule, ", ".join(block), "name it with --episode-id"
+                        str(self.path),
+                        "must have a column of episode ids, or of end flags, with one step per row",
+                        ", ".join(block),
+                        "name it with --episode-id",
                     )
-                ends = ended + np.cumsum(
-                    np.any([f.any(tuple(range(1, f.ndim))) for f in flags], axis=0)
-                )
-                ids, ended = [ended, *ends.tolist()][: len(ends)], int(np.max(ends, initial=ended))
+                # The id of a row is the number of episodes that ended before it: with flags
+                # [0, 1, 0] after 4 episodes, `ends` is [4, 5, 5] and the ids are [4, 4, 5].
+                is_end = np.any([f.any(tuple(range(1, f.ndim))) for f in flags], axis=0)
+                ends = ended + np.cumsum(is_end)
+                ids = [ended, *ends.tolist()][: len(ends)]
+                ended = int(np.max(ends, initial=ended))
+            # Runs of equal ids; an episode may continue in the next block.
             bounds = sorted({0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)})
             for low, high in pairwise(bounds):
                 if parts and ids[low] != last:
                     yield f"episode {last}", self._joined(parts)
                     parts = []
                 if not parts and ids[low] in seen:
-                    rule = f"must have the rows of episode {ids[low]} after each other"
-                    raise DataError(f"{self.path}: {self._id}", rule, None, "sort the table by it")
+                    raise DataError(
+                        f"{self.path}: {self._id}",
+                        f"must have the rows of episode {ids[low]} after each other",
+                        None,
+                        "sort the table by it",
+                    )
                 last = ids[low]
                 seen.add(last)
                 parts.append({name: rows[low:high] for name, rows in block.items()})
@@ -274,9 +283,7 @@ class TableReader(Reader):
             yield f"episode {last}", self._joined(parts)
 
     def _joined(self, parts: list[Block]) -> dict[str, Any]:
-        """Return the rows of an episode; its id, and a text that all its steps have,
-        are one value.
-        """
+        """Join the rows of an episode; its id, and a text that all steps have, become one value."""
         joined: dict[str, Any] = {}
         for name in parts[0]:
             rows = [part.get(name, []) for part in parts]
@@ -303,7 +310,7 @@ class TableReader(Reader):
 
 
 class _Facts:
-    """What the values of one column have in common over all trajectories."""
+    """Facts about the values of one column, collected over all trajectories."""
 
     def __init__(self, where: str, name: str, row: str, is_json: bool) -> None:
         self.name = name
@@ -314,22 +321,21 @@ class _Facts:
         self._is_json = is_json
         self._role = "other" if is_token else _ROLES.get(name.split(".")[0], "other")
         self._dtype: np.dtype[Any] | None = None
-        self._shapes: dict[Rows, tuple[int, ...]] = {}  # of a row, by what the rows may be
-        # 4: null
+        # Shape of a row for each meaning that the rows may have: with T = 3, values [3, 5] are rows
+        # of shape (5,) for "T", and one row of shape (3, 5) for "1".
+        self._shapes: dict[Rows, tuple[int, ...]] = {}
         self._text_bytes = 0
-        self._json_bytes = 4
+        self._json_bytes = len("null")
         self._is_text = not is_json
         self._count = 0
         self._lacking = ""  # the first trajectory that lacks it
 
     def lack(self, where: str) -> None:
-        """Note a trajectory that lacks a value, or has null."""
+        """Record a trajectory without a value, or with null."""
         self._lacking = self._lacking or where
 
     def add(self, where: str, value: Any, length: int) -> None:
-        """Add a value of a trajectory with `length` steps; a DataError if a role needs
-        another one.
-        """
+        """Add the value of a trajectory of `length` steps; DataError if it does not suit a role."""
         array = None if self._is_json else numeric(value)
         self._count += 1
         if array is None:
@@ -337,8 +343,11 @@ class _Facts:
             if self._role != "other":
                 if (place := null_place(value)) is not None:
                     raise DataError(f"{where}{place}", "must not be null", None, _FILL)
-                rule = "must hold numbers, without gaps and in rows of one shape"
-                raise DataError(where, rule, type(value).__name__)
+                raise DataError(
+                    where,
+                    "must hold numbers, without gaps and in rows of one shape",
+                    type(value).__name__,
+                )
             self._is_text &= isinstance(value, (str, bytes))
             if isinstance(value, (str, bytes)):
                 self._text_bytes = max(self._text_bytes, len(byte_string(value, where)))
@@ -359,20 +368,20 @@ class _Facts:
         rounds = kinds == {"i", "u"} and self._dtype.kind == "f"  # int64 and uint64
         self.is_uneven |= not self._shapes or (rounds and self._known is None)
         if self._role != "other" and not {*self._shapes} - {"1"}:
-            rule = (
-                f"must have a row for each of {length} steps, of the shape of the episodes before"
+            raise DataError(
+                where,
+                f"must have a row for each of {length} steps, of the shape of the episodes before",
+                list(array.shape),
             )
-            raise DataError(where, rule, list(array.shape))
 
     def lacks_numbers(self, num_trajectories: int) -> bool:
-        """Return whether it has numbers, but not of all trajectories; a DataError if it
-        has a role.
-        """
+        """Return whether only some trajectories have numbers; DataError if it has a role."""
         is_partial = self._dtype is not None and self._count < num_trajectories
         if is_partial and (self._role != "other" or self._known is not None):
-            rule = "must be in every row, and not null"
-            found = f"{self._count} of {num_trajectories}"
-            raise DataError(f"{self._lacking}: {self.name}", rule, found, _FILL)
+            counts = f"{self._count} of {num_trajectories}"
+            raise DataError(
+                f"{self._lacking}: {self.name}", "must be in every row, and not null", counts, _FILL
+            )
         return is_partial
 
     def column(self, num_trajectories: int) -> Column:
@@ -393,8 +402,9 @@ class _Facts:
 
 
 def _usual(name: str, names: Any) -> str:
-    """Return the column's name: `obs.pos` is `observation.pos`, unless the table has
-    that name too.
+    """Return the usual name of a column.
+
+    `obs.pos` is `observation.pos`, unless the table has a column of that name as well.
     """
     head, *rest = name.split(".")
     usual = ".".join((_USUAL.get(head, head), *rest))
@@ -404,23 +414,27 @@ def _usual(name: str, names: Any) -> str:
 
 
 def _num_steps(where: str, arrays: dict[str, Any]) -> int:
-    """Return the steps of a trajectory: the rows of its actions, rewards or flags, or of any other
-    list.
+    """Return the steps of a trajectory.
+
+    They are the rows of its tokens, actions, rewards or flags, else of any list.
     """
     heads = [(name.split(".")[0], name) for name in arrays]
     measures = [name for measure in _MEASURES for head, name in heads if head == measure]
     for name in chain(measures, [name for head, name in heads if head != "observation"], arrays):
         if isinstance(arrays[name], np.ndarray) and arrays[name].ndim:
             return len(arrays[name])
-    remedy = "name a text to make tokens of with --tokenize COLUMN=module:function"
-    raise DataError(where, "must have a column with a value per step", ", ".join(arrays), remedy)
+    raise DataError(
+        where,
+        "must have a column with a value per step",
+        ", ".join(arrays),
+        "name a text to make tokens of with --tokenize COLUMN=module:function",
+    )
 
 
 def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> None:
-    """Give flags a row per step, and mark the last step of an episode without one as truncated.
+    """Give flags a row per step, and mark an episode without a flag at its end as truncated.
 
-    With `done_is_any_end`, "done" beside a flag of time limits is set by these too, and does not
-    terminate.
+    With `done_is_any_end`, "done" is also set at time limits: such a step does not terminate.
     """
     for name in SCALARS:
         value = arrays.get(name)

@@ -1,8 +1,8 @@
-"""Rows of language models: one conversation or response a row, as TRL, verl and NeMo-RL write them.
+"""Rows of language models, one conversation or response each, as TRL, verl and NeMo-RL write them.
 
-A row becomes columns of a row per token, `tokens`, `loss_mask` and `logp`, and values of the
-trajectory, `reward` and `prompt_id`, as docs/how-to/language-models.md trains from them. What a row
-has besides keeps its name.
+A row becomes the columns `tokens`, `loss_mask` and `logp`, with a row per token, and the values
+`reward` and `prompt_id` of the trajectory, from which docs/how-to/language-models.md trains. Other
+columns keep their names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from deepspeed_gear.errors import DataError, GearError
 from deepspeed_gear.schema import Schema
 
 COLUMNS = {column.name: column for column in Schema.from_json({"columns": recipes.COLUMNS})}
-_WHOLE = ("input_ids", "token_ids", "tokens")
+# Names of columns in the rows of other programs; the first one that a row has counts.
+_WHOLE = ("input_ids", "token_ids", "tokens")  # token ids of prompt and response
 _PROMPT = ("prompt_ids", "prompt_token_ids", "prompts")
 _RESPONSE = ("completion_ids", "response_ids", "response_token_ids", "responses")
 _MESSAGES = ("message_log", "messages", "conversations")
@@ -52,18 +53,16 @@ _MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat
 
 
 def has_tokens(names: Iterable[str]) -> bool:
-    """Return whether rows with these names are those of a language model: with token ids, or
-    messages.
-    """
+    """Return whether rows with these names have token ids or messages."""
     known = (*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES)
     return any(name in known or name.endswith("_input_ids") for name in names)
 
 
 class TokenRows:
-    """Turns rows into trajectories of tokens.
+    """Converts rows into trajectories of tokens.
 
-    The id of a group is its number, also one that is written as a text. Of any other text it is a
-    hash, which is equal in all sources.
+    A group's number is its id, also where that is written as text. For any other text it is a hash,
+    which is equal in all sources.
     """
 
     def __init__(self, tokenize: Mapping[str, str | Callable[..., Any]]) -> None:
@@ -73,8 +72,8 @@ class TokenRows:
             tokenize: Function, or its "module:function", by column. It returns token ids; the ids
                 and a mask of the tokens with loss; or a mapping with `input_ids`, as a chat
                 template does. Without a mask, only the tokens of the last of several columns have
-                loss. One with a parameter `row` gets the whole row by it, and applies the masks of
-                messages that are there.
+                loss. A function with a parameter `row` gets the whole row as well, and applies the
+                masks of messages that the row has.
         """
         self._tokenize = {name: imported(given, "--tokenize") for name, given in tokenize.items()}
         self._names = {name: _shown(given) for name, given in tokenize.items()}
@@ -113,16 +112,23 @@ class TokenRows:
         return row
 
     def _tokens_of(self, where: str, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tokens that the function makes of a column, with a mask if it makes one."""
+        """Return the tokens that the function makes of a column, and the mask if it makes one."""
         if name not in row:
-            remedy = f"columns are {', '.join(row)}"
-            raise DataError(f"{where}: --tokenize", "must name a column of every row", name, remedy)
+            raise DataError(
+                f"{where}: --tokenize",
+                "must name a column of every row",
+                name,
+                f"columns are {', '.join(row)}",
+            )
         at = f"{where}: --tokenize {name}"
         made = self._call(at, name, row)
         if isinstance(made, tuple):
             if len(made) != 2:
-                rule = f"must get token ids, or the ids and a mask, of {self._names[name]}"
-                raise DataError(at, rule, f"{len(made)} values")
+                raise DataError(
+                    at,
+                    f"must get token ids, or the ids and a mask, of {self._names[name]}",
+                    f"{len(made)} values",
+                )
             made = dict(zip(("input_ids", "loss_mask"), made, strict=True))
         made = {**made} if isinstance(made, Mapping) else {"input_ids": made}
         columns = _from_ids(at, made)
@@ -134,9 +140,7 @@ class TokenRows:
         }
 
     def _call(self, where: str, name: str, row: Mapping[str, Any]) -> Any:
-        """Return what the function makes of a column; a DataError with its name and place if it
-        fails.
-        """
+        """Call the function of a column; if it fails, raise a DataError with its name and line."""
         more = {"row": dict(row)} if name in self._take_row else {}
         try:
             return self._tokenize[name](row[name], **more)
@@ -144,20 +148,26 @@ class TokenRows:
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            rule = f"must hold a value that {self._names[name]} takes"
             place = f"raised in {last.filename}, line {last.lineno}"
-            raise DataError(where, rule, f"{type(error).__name__}: {error}", place) from error
+            raise DataError(
+                where,
+                f"must hold a value that {self._names[name]} takes",
+                f"{type(error).__name__}: {error}",
+                place,
+            ) from error
 
     def _check_masks(self, where: str, name: str, row: Mapping[str, Any], is_masked: bool) -> None:
-        """Raise DataError for masks in the source that the function of a column cannot have
-        applied.
-        """
+        """Raise DataError for masks in the source that a column's function cannot have applied."""
         if is_messages(row[name]):
             check_applied(where, row, row[name], is_masked)
         for key in (*_MASKS, "labels"):
             if isinstance(row.get(key), (list, np.ndarray)):
-                rule = "must be of token ids in the row, not of those that --tokenize makes"
-                raise DataError(f"{where}: {key}", rule, None, TAKE_ROW)
+                raise DataError(
+                    f"{where}: {key}",
+                    "must be of token ids in the row, not of those that --tokenize makes",
+                    None,
+                    TAKE_ROW,
+                )
 
 
 def _shown(function: str | Callable[..., Any]) -> str:
@@ -168,16 +178,14 @@ def _shown(function: str | Callable[..., Any]) -> str:
 
 
 def _takes_row(function: Callable[..., Any]) -> bool:
-    """Return whether a function has a parameter `row`; some of C have no signature."""
+    """Return whether a function has a parameter `row`; some functions in C have no signature."""
     with suppress(TypeError, ValueError):
         return "row" in inspect.signature(function).parameters
     return False
 
 
 def _group_number(where: str, group: str | int) -> int:
-    """Return the number of a group, also of one that is written as a text; of any other text 63
-    bits of its SHA-256.
-    """
+    """Return the number of a group id; for a text that is no number, 63 bits of its SHA-256."""
     if not isinstance(group, str):
         return int(group)
     if group.isdecimal() and len(group) < 20 and str(int(group)) == group and int(group) < 1 << 63:
@@ -211,7 +219,8 @@ def _value(where: str, name: str, value: Any) -> float:
 def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of token ids with its columns per token, without padding.
 
-    Columns of the response's length get zeros for the prompt.
+    Columns of the response's length get zeros for the prompt: with 2 + 3 tokens, the
+    log-probabilities [a, b, c] become [0, 0, a, b, c].
     """
     row = dict(row)
     prompt, response, whole = (
@@ -220,11 +229,8 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
     )
     if whole is None and response is None:
         raise DataError(where, "must have token ids", ", ".join(row), _MAKE_TOKENS)
-    tokens = (
-        whole
-        if whole is not None
-        else np.concatenate([*([] if prompt is None else [prompt]), response])
-    )
+    parts = [prompt, response] if whole is None else [whole]
+    tokens = np.concatenate([part for part in parts if part is not None])
     if response is not None and len(tokens) < len(response):
         raise DataError(
             where, f"must have at least the {len(response)} tokens of its response", len(tokens)
@@ -252,10 +258,10 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the tokens of each message; those that were generated have loss, or those of the
-    source's masks.
+    """Return the tokens of each message, with their loss masks.
 
-    Generated are messages of the assistant, of those with log-probabilities if any has them.
+    A message has loss where the source's masks say so, else where it was generated: messages of the
+    assistant, and of these only the ones with log-probabilities if any message has them.
     """
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -282,9 +288,7 @@ def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> l
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the parts of a row one after the other; the last one has loss where no
-    mask is given.
-    """
+    """Concatenate the parts of a row; without a mask, only the last part has loss."""
     for part in parts:
         part.setdefault("loss_mask", np.full(len(part["tokens"]), part is parts[-1]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

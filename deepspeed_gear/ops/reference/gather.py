@@ -17,9 +17,7 @@ from deepspeed_gear.ops.windows import is_no_sample, rows_of
 
 
 class Reads(NamedTuple):
-    """Steps that an op reads of each trajectory, and the number of rows of the column that holds
-    them.
-    """
+    """Steps that an op reads of each trajectory, and the length of the column that holds them."""
 
     step: Tensor  # [B, n], int64
     is_read: Tensor  # [B, n], bool
@@ -27,11 +25,11 @@ class Reads(NamedTuple):
 
 
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
-    """Check that resolutions have anchors and that the rows of `reads` lie in their columns; a
-    record that is no sample reads nothing.
+    """Check that resolutions have anchors, and that rows of `reads` lie in their columns.
 
-    Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present
-    may begin before its column, at a negative row, and end after it.
+    A record that is no sample reads nothing. Step t of a trajectory is row first_row + t. A
+    trajectory of which only some steps are present may begin before its column, at a negative row,
+    and end after it.
     """
     words = Resolution.FIRST_ROW, Resolution.NUM_STEPS, Resolution.ANCHOR, Resolution.SLOT
     first, steps, anchor, slot = (resolutions[:, word] for word in words)
@@ -66,8 +64,10 @@ def gather_(
     threads: int,
     order: Tensor | None = None,
 ) -> None:
-    """Gather all fields of a batch. Every row of a record that is no sample (`is_no_sample`) is
-    padding: 0 where the edge pads; a position stays one.
+    """Gather all fields of a batch.
+
+    Every row of a record that is no sample (`is_no_sample`) is padding: 0 where the edge pads. Only
+    positions keep their values.
 
     Args:
         outs: Every field's tensor, written whole: the rows [first, first + count) of its window.
@@ -79,8 +79,9 @@ def gather_(
             any shape.
         shifts, gains: Every field's, repeated any number of times; both empty without. [k *
             elements] or [1].
-        n_steps: What fields that follow n-step returns add to their offset; or where the fields
-            follow goals, all of them, the step of each sample's goal, below 0 for none. [B], int64.
+        n_steps: Steps that fields which follow n-step returns add to their offset. If the fields
+            follow goals (all of them), the step of each sample's goal, below 0 for none. [B],
+            int64.
         pad_values: Every field's padding, in units of its output.
         threads: Not used here. Threads of the host; on a GPU, above 1: the most blocks of a (short)
             launch.
@@ -170,16 +171,13 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
 
 
 def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:
-    """Round a padding to its dtype; -0.0 pads with 0.0, and an integer dtype must hold
-    it exactly.
-    """
+    """Round a padding to its dtype; an integer dtype must hold it exactly. -0.0 becomes 0.0."""
     exact = torch.tensor(0.0 if value == 0 else value, dtype=torch.float64)
     if dtype.is_floating_point:
         return narrow(exact, dtype)
-    low, end = (
-        (0, 2) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
-    )
-    if not (low <= value < end and value == int(value)):
+    low = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    high = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    if not (low <= value <= high and value == int(value)):
         raise ShapeError("pad value", f"must be a whole number that {dtype} can hold", value)
     return exact.to(dtype)
 
@@ -196,16 +194,17 @@ def pack_(
     first: int,
     rows: int,
 ) -> None:
-    """Write a part of a pack: the rows of whole trajectories, each at its place, one place a step.
+    """Write a part of a pack: the rows of whole trajectories, one place per step.
+
     A place holds the field's row of the step that is `offset` later in the same trajectory, or
     padding where there is none. Places of no trajectory are not written.
 
     Args:
-        outs: Of every per-step field: the pack's places [first, first + rows). [rows, elements] in
+        outs: The pack's places [first, first + rows) of every per-step field. [rows, elements] in
             any shape.
-        resolutions: Of the trajectories; read are slot, first row and number of steps. [S, 8],
-            int64.
-        places: Where each begins in the pack. [S], int64.
+        resolutions: Records of the trajectories, of which slot, first row and number of steps are
+            read. [S, 8], int64.
+        places: First place of each trajectory in the pack. [S], int64.
         spec: Single steps, padded by a value; it and the other arguments are those of `gather_`.
     Raises:
         ShapeError: A row that is read lies outside its column, or there is no conversion between
@@ -241,11 +240,11 @@ def pack_(
     every[:, Resolution.ANCHOR] = torch.cat([steps[:0], *map(torch.arange, steps.tolist())])
     place = places.repeat_interleave(steps) + every[:, Resolution.ANCHOR] - first
     is_inside = (place >= 0) & (place < rows)
-    found = [
+    gathered = [
         out.new_empty(len(every), field.elements) for out, field in zip(outs, fields, strict=True)
     ]
     unmasked = lower(replace(field, mask=-1) for field in fields)
     counters = torch.zeros(3, dtype=torch.int64)
-    gather_(found, [], counters, columns, shifts, gains, every, None, unmasked, pad_values, 1)
-    for out, values in zip(outs, found, strict=True):
+    gather_(gathered, [], counters, columns, shifts, gains, every, None, unmasked, pad_values, 1)
+    for out, values in zip(outs, gathered, strict=True):
         out.view(rows, values.size(1))[place[is_inside]] = values[is_inside]

@@ -1,5 +1,4 @@
-"""Integer arithmetic by int64 tensors: unsigned words, and powers by the same steps as
-common/power.h.
+"""Integer arithmetic on int64 tensors: unsigned words, and powers as in common/power.h.
 
 PyTorch adds and multiplies int64 modulo 2^64, so its bits are those of unsigned integers too.
 Logarithms are Q54 (2^54 is 1), factors and significands Q62. No floating-point operation takes
@@ -80,16 +79,15 @@ def _inverse(entry: int) -> int:
 
 
 def _log_of_inverse(entry: int) -> int:
-    """Return -log2 of an inverse, Q62, bit by bit: the square of a number has twice its
-    logarithm.
-    """
+    """Return -log2 of an inverse, Q62, bit by bit: squaring a number doubles its logarithm."""
     precision = 192
     log = 0
     value = (1 << precision + 63) // _inverse(entry)
     for _ in range(63):
         value = value * value >> precision
         is_two = value >> precision + 1
-        value, log = value >> is_two, 2 * log + is_two
+        value >>= is_two
+        log = 2 * log + is_two
     return (log + 1) >> 1
 
 
@@ -121,15 +119,19 @@ def _multiply_q62(a: Tensor, b: Tensor) -> Tensor:
 
 def highest_bit(x: Tensor) -> Tensor:
     """Return the position of the highest set bit. Rule: x > 0. [...], int64."""
+    # Bisection: of 0b10100 (20) the halves above 16 and 8 bits are 0, that above 4 bits is 1.
     top = torch.zeros_like(x)
     for bits in (32, 16, 8, 4, 2, 1):
         is_above = (x >> bits) > 0
-        top, x = top + bits * is_above, torch.where(is_above, x >> bits, x)
+        top = top + bits * is_above
+        x = torch.where(is_above, x >> bits, x)
     return top
 
 
 def log2(x: Tensor) -> Tensor:
     """Return binary logarithms, Q54; exact for powers of two. Rule: x > 0. [...], int64."""
+    # x = 2^top * (1 + entry / 64) * (1 + rest): a table has the logarithm of the second factor, a
+    # polynomial that of the third.
     top = highest_bit(x)
     significand = x << (63 - top)
     entry = shift_right(significand << 1, 64 - _TABLE_BITS)
@@ -145,8 +147,9 @@ def scale(log: Tensor, factor: int) -> Tensor:
 
 
 def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 2^log as significand / 2^62 * 2^exponent, the significand in [1, 2). [...], int64
-    each.
+    """Return 2^log as (significand, exponent): significand / 2^62 * 2^exponent. [...], int64.
+
+    The significand / 2^62 lies in [1, 2).
     """
     fraction = log << (64 - _LOG_BITS)
     power = _POWERS[shift_right(fraction, 64 - _TABLE_BITS)]
@@ -156,8 +159,11 @@ def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
-    """Raise priorities, as bits of float32 above 0, to alpha, Q62; exact for alpha 1. Return as
-    `exp2`.
+    """Raise priorities to the power alpha, as `exp2` returns powers; exact for alpha 1.
+
+    Args:
+        bits: Float32 bits of priorities above 0. [...], int64.
+        alpha: Exponent in [0, 1], Q62.
     """
     biased = bits >> 23
     low = bits & 0x7FFFFF
@@ -170,10 +176,11 @@ def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
 
 
 def float_bits(significand: Tensor, exponent: Tensor) -> Tensor:
-    """Round powers to float32 bits, ties to even; the largest beyond the range, 0 below the normal
-    ones.
+    """Round powers (`exp2`) to float32 bits, ties to even.
+
+    Powers beyond the range become the largest float, those below the normal floats 0.
     """
-    drop = 62 - 23
+    drop = 62 - 23  # bits of the significand that a float32 does not have
     largest = 0x7F7FFFFF
     is_odd = (significand >> drop) & 1
     below_half = (1 << (drop - 1)) - 1

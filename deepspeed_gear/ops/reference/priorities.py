@@ -28,8 +28,7 @@ _NOTHING = (1 << 63) - 1  # "no mass", in the search for the least one
 
 
 def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> None:
-    """Set masses[i] to round(priorities[i]^alpha * 2^24) in [1, 2^most_bits], 0 where the priority
-    is 0.
+    """Set masses[i] to round(priorities[i]^alpha * 2^24), in [1, 2^most_bits]; 0 for 0.
 
     Integer arithmetic only, halves are rounded up; alpha 2^62 (that is, 1) is exact.
 
@@ -41,8 +40,9 @@ def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> Non
 
 
 def order_of(bits: Tensor) -> Tensor:
-    """Check the float32 bits of priorities; without the sign of -0.0 they are ordered as the
-    priorities.
+    """Check float32 bits of priorities and return them without the sign of -0.0.
+
+    These bits have the order of the priorities.
     """
     bad = torch.nonzero(~is_priority(bits))
     if len(bad):
@@ -58,7 +58,7 @@ def is_priority(bits: Tensor) -> Tensor:
 
 
 def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
-    """Return masses of `order_of`'s bits and which were clamped, or are below 2^EXACT_MASS_BITS."""
+    """Return masses of `order_of`'s bits, and which were clamped or are below 2^EXACT_MASS_BITS."""
     _check_exponent("alpha", alpha)
     if not 1 <= most_bits <= MOST_MASS_BITS:
         raise ShapeError("most_bits", f"must be in [1, {MOST_MASS_BITS}]", most_bits)
@@ -99,8 +99,9 @@ def importance_(
 
 
 def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
-    """Set every node to the least non-zero of its 32 children, else 0; level 1's are leaves of
-    `sums`.
+    """Set every node to the least non-zero of its 32 children, or 0 without one.
+
+    The children of level 1 are the leaves of `sums`.
     """
     children = sums[: -(-max(num_items, 1) // FAN_OUT) * FAN_OUT]
     for offset, width in minima_levels(num_items):
@@ -125,18 +126,17 @@ def resolve_rows_(
     coordinates: Tensor,
     first: int,
 ) -> None:
-    """Set resolutions[i] to the record of coordinates[i] in a tree of rows: their slots are
-    `row_slots`.
+    """Set resolutions[i] to the record of the row that coordinates[i] hits in a tree of rows.
+
+    `row_slots` has the slot of each row.
     """
     select.check_coordinates(sums, len(row_slots), coordinates)
     row, _ = select.descend(sums, len(row_slots), coordinates)
     index = row_slots[row].long()
     is_slot = (index >= 0) & (index < len(slots))
-    slot = (
-        slots[torch.where(is_slot, index, 0)]
-        if len(slots)
-        else slots.new_zeros(len(row), slots.shape[1])
-    )
+    slot = slots.new_zeros(len(row), slots.shape[1])
+    if len(slots):
+        slot = slots[torch.where(is_slot, index, 0)]
     first_row = slot[:, Slot.FIRST_ROW]
     num_steps = slot[:, Slot.NUM_STEPS]
     anchor = row - first_row
@@ -159,8 +159,9 @@ def resolve_rows_(
 
 
 def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
-    """Set items to the leaves of highest priority that have a mass: descending, ties by number,
-    then -1.
+    """Set items to the leaves of highest priority that have a mass, in descending order.
+
+    Ties are ordered by number; items without a leaf are -1.
     """
     leaves = torch.nonzero(sums[: len(priorities)] > 0)[:, 0]
     order = torch.sort(priorities[leaves], descending=True, stable=True).indices[: len(items)]
@@ -186,8 +187,9 @@ def append_reports_(
 
 
 def updates_of(resolutions: Tensor, bits: Tensor) -> Tensor:
-    """Return a `PriorityUpdate` of each sample, of the float32 bits of its new priority. [B, 4],
-    int64.
+    """Return the `PriorityUpdate` of each sample. [B, 4], int64.
+
+    `bits` are the float32 bits of the new priorities.
     """
     words = [Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR]
     return torch.cat((resolutions[:, words], bits[:, None]), dim=1)
@@ -205,8 +207,7 @@ def prioritize_(
     unit: int,
     most_bits: int,
 ) -> None:
-    """Set the priorities of items in order, so that the last of equal ones wins; repair sums and
-    minima.
+    """Set priorities of items in order, so that the last of equal ones wins; repair the trees.
 
     An update is a slot, its generation, an anchor and a priority (float32 bits, in the lower half
     of its word). Updates come in their order; reports (see `append_reports_`) by batch and sample
@@ -222,7 +223,8 @@ def prioritize_(
     masses, is_clamped = mass_of(bits, alpha, most_bits)
     highest = max([int(counts[UpdateCount.HIGHEST_PRIORITY]), *bits.tolist()])
     current = _is_current(slots, updates, rule, unit)
-    item, bits = updates[current, PriorityUpdate.SLOT], bits[current]
+    item = updates[current, PriorityUpdate.SLOT]
+    bits = bits[current]
     if unit == MassUnit.STEP:
         item = slots[item, Slot.FIRST_ROW] + updates[current, PriorityUpdate.ANCHOR]
     select.check_items(item, len(priorities))
@@ -296,7 +298,8 @@ def slot_priorities_(
                 which = every[has_mass != anchors_among(rule, every, int(steps[slot]))]
             else:
                 which = every[:0]
-            items, has_mass = which + row, has_mass[which]
+            items = which + row
+            has_mass = has_mass[which]
         else:
             items = torch.tensor([slot] if differs else [], dtype=torch.int64)
             has_mass = torch.full((len(items),), base > 0)
@@ -306,7 +309,8 @@ def slot_priorities_(
         if len(minima):
             minima_update_(minima, sums, len(priorities), items)
         counts[UpdateCount.DRAWABLE] += (sums[items] > 0).sum()
-        if by_step:  # from here on: a process that dies before leaves the slot as it was
+        # Written last: if a process dies before this, the slot is done again from the start.
+        if by_step:
             steps[slot] = num_steps
         bases[slot] = base
         generations[slot] = record[Slot.GENERATION]
@@ -324,8 +328,9 @@ def anchors_among(rule: Sequence[int], steps: Tensor, num_steps: Tensor | int) -
 
 
 def _is_current(slots: Tensor, updates: Tensor, rule: Sequence[int], unit: int) -> Tensor:
-    """Return which updates apply: of a stored trajectory and, where items are steps, an anchor.
-    [n], bool.
+    """Return which updates apply. [n], bool.
+
+    Those of a stored trajectory do, and where items are steps, those of an anchor.
     """
     index = updates[:, PriorityUpdate.SLOT]
     anchor = updates[:, PriorityUpdate.ANCHOR]

@@ -17,9 +17,12 @@ from .integers import exp2, float_bits
 
 
 def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:
-    """Set out[row] to the sum of the rewards from `row` to its trajectory's end, added from the
-    end. `out`, [rows], float32, keeps rows of no extent; `extents` are first row and number of
-    steps, [n, 2], int64.
+    """Set out[row] to the sum of rewards from `row` to its trajectory's end, added from there.
+
+    Args:
+        out: [rows], float32; rows outside of all extents keep their values.
+        reward: [rows].
+        extents: First row and number of steps of each trajectory. [n, 2], int64.
     """
     rewards = widen(reward, torch.float64)
     num_rows = len(out)
@@ -47,8 +50,7 @@ def n_step_(
     resolutions: Tensor,
     n: int,
 ) -> None:
-    """Set the n-step return, discount, [B], float32, and number of steps k, int64, of each
-    resolution.
+    """Set n-step return and discount, [B], float32, and number of steps k, int64.
 
     With r the rewards from the anchor on, and k the number of steps until n, a termination, a
     truncation (None: never) or the trajectory's end: returns = sum of powers[i] * r[i] over i < k;
@@ -59,9 +61,8 @@ def n_step_(
     num_rows = min(len(x) for x in (reward, terminated, truncated) if x is not None)
     anchor = resolutions[:, Resolution.ANCHOR]
     left = resolutions[:, Resolution.NUM_STEPS] - anchor
-    ends = torch.stack(
-        (anchor, anchor + left.clamp(max=n) - 1), dim=1
-    )  # the first and the last step
+    last = anchor + left.clamp(max=n) - 1
+    ends = torch.stack((anchor, last), dim=1)
     check_rows(resolutions, [Reads(ends, torch.ones_like(ends, dtype=torch.bool), num_rows)])
     rewards = widen(reward, torch.float64)
     first = resolutions[:, Resolution.FIRST_ROW] + anchor
@@ -112,8 +113,8 @@ def advantages_(
         advantage, target: 0 where `mask` is False. [B, T], float32.
         reward, value, next_value: next_value[t] is the value of the state after step t. [B, T],
             float64.
-        log_prob, behaviour_log_prob: Of the actions, under the policy that is trained and the one
-            that has acted; both or none. [B, T], float64.
+        log_prob, behaviour_log_prob: Log-probabilities of the actions under the policy that is
+            trained and the one that has acted; both or none. [B, T], float64.
         factors: gamma, lambda, rho_bar and c_bar.
     """
     gamma, decay, rho_bar, c_bar = factors
@@ -121,23 +122,21 @@ def advantages_(
     is_on_policy = log_prob is None or behaviour_log_prob is None
     if log_prob is not None and behaviour_log_prob is not None:
         ratio = _exp(log_prob - behaviour_log_prob)
-    rho, c = (
-        ratio if is_on_policy else torch.where(ratio > bar, bar, ratio) for bar in (rho_bar, c_bar)
-    )
+    rho = ratio
+    c = ratio
+    if not is_on_policy:
+        rho = torch.where(ratio > rho_bar, rho_bar, ratio)
+        c = torch.where(ratio > c_bar, c_bar, ratio)
     ends = terminated | ~mask if truncated is None else terminated | truncated | ~mask
     later = reward.new_zeros(len(reward))
     for t in reversed(range(reward.size(1))):
         later = torch.where(ends[:, t], 0.0, later)
-        error = (
-            reward[:, t]
-            + gamma * torch.where(terminated[:, t], 0.0, next_value[:, t])
-            - value[:, t]
-        )
+        bootstrap = torch.where(terminated[:, t], 0.0, next_value[:, t])
+        error = reward[:, t] + gamma * bootstrap - value[:, t]
         own = rho[:, t] * (error + gamma * later)
         later = rho[:, t] * error + decay * c[:, t] * gamma * later
-        later, own = (
-            torch.where(mask[:, t], x, 0.0) for x in (later, later if is_on_policy else own)
-        )
+        own = torch.where(mask[:, t], later if is_on_policy else own, 0.0)
+        later = torch.where(mask[:, t], later, 0.0)
         advantage[:, t] = narrow(own, torch.float32)
         target[:, t] = narrow(torch.where(mask[:, t], value[:, t] + later, 0.0), torch.float32)
 

@@ -36,9 +36,7 @@ _NO_STEP = [-1, 0, 0, -1, 0, 0]
 
 
 class _Items:
-    """The items of a table, a slot or a row each: their priorities, masses, and the trees above
-    these.
-    """
+    """The items of a table, slots or rows: priorities, masses, and the trees above these."""
 
     def __init__(
         self,
@@ -74,9 +72,7 @@ class _Items:
         self.state[RingState.COUNTS + UpdateCount.DRAWABLE] += change
 
     def first_priority(self, initial: int, alpha: int, most_bits: int) -> tuple[int, int]:
-        """Return the float32 bits of the priority of new items, and their mass; 0 without
-        priorities.
-        """
+        """Return float32 bits and mass of new items' priority; the mass is 0 without priorities."""
         bits = initial if initial >= 0 else int(self.state[RingState.INITIAL])
         mass, _ = priority_ops.mass_of(torch.tensor([bits]), alpha, most_bits)
         return bits, int(mass) if len(self.priorities) else 0
@@ -125,10 +121,13 @@ def ring_add_(
         if not 0 < steps <= most_steps:
             continue
         rows = steps + final_row
+        # Of 10 rows with the head at 18 (row 8), a trajectory of 3 rows begins at 20 (row 0).
         at = head % num_rows
         begin = head if at + rows <= num_rows else head - at + num_rows
         placed[i] = torch.tensor([following % num_slots, begin % num_rows, steps, following, begin])
-        head, following = begin + rows, following + 1
+        head = begin + rows
+        following += 1
+    # Evict the oldest trajectories while the new ones take their rows or their slots.
     while tail < old_next:
         slot = tail % num_slots
         if int(begins[slot]) + num_rows >= head and tail >= following - num_slots:
@@ -136,15 +135,8 @@ def ring_add_(
         items.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
         tail += 1
     for slot, first, steps, number, begin in placed[placed[:, PlacedTrajectory.SLOT] >= 0].tolist():
-        record = [
-            SlotState.COMMITTED,
-            number // num_slots,
-            number,
-            first,
-            steps,
-            steps + final_row,
-            0,
-        ]
+        extent = [first, steps, steps + final_row]
+        record = [SlotState.COMMITTED, number // num_slots, number, *extent, 0]
         slots[slot] = torch.tensor([*record, int(state[RingState.BATCH])])
         begins[slot] = begin
         state[RingState.STEPS] += steps
@@ -386,8 +378,7 @@ def ring_select_limited_(
     unit: int,
     most: int,
 ) -> None:
-    """Draw the next global batch as `ring_select_`, of trajectories that may be drawn `most` times
-    each.
+    """Draw the next global batch as `ring_select_`; a trajectory is drawn at most `most` times.
 
     Samples are drawn one after the other. The slots count the draws; one that makes `most` of them
     sets the mass to 0 before the next sample is drawn, with all nodes above. The last sample leaves
@@ -435,8 +426,7 @@ def ring_top_k_(
     unit: int,
     counts: bool,
 ) -> None:
-    """Select the items of highest priority as the next global batch, each once, and count it in the
-    state.
+    """Select the items of highest priority, each once, as the next global batch.
 
     Of equal priorities those of the lowest trajectory ids come first, and of one trajectory its
     first steps. The weights are 1. Where fewer items have a mass than the batch has samples, it has
@@ -511,7 +501,7 @@ def _complete(
             numerator = int(resolutions[:, Resolution.MASS].min())
             divisor = 1
         elif normalize == Normalize.TABLE:
-            top = minima[-32:] if len(minima) else sums[:32]  # of a tree of one level: its leaves
+            top = minima[-32:] if len(minima) else sums[:32]  # a tree of one level has no minima
             numerator = int(top[top > 0].min())
             divisor = 1
         priority_ops.importance_(weights, resolutions, numerator, divisor, beta)

@@ -1,6 +1,4 @@
-"""Reference ops of selection: draws, the order of an epoch, the tree of masses,
-resolutions, goals.
-"""
+"""Reference ops of selection: draws, an epoch's order, tree of masses, resolutions, goals."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ _LEAST_BITS = 8
 
 
 def coordinate(high: Tensor, low: Tensor, total: int | Tensor) -> Tensor:
-    """Return floor(word * total / 2^128): uniform over [0, total) up to 2^-64 relative. [...],
-    int64.
-    """
+    """Return floor(word * total / 2^128): uniform over [0, total) up to 2^-64. [...], int64."""
     total = total if isinstance(total, Tensor) else torch.tensor(signed(total))
     middle = high * total
     return multiply_high(high, total) + less(middle + multiply_high(low, total), middle)
@@ -81,8 +77,9 @@ def permute_(
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finalizer. Source: Steele, Lea, Flood, "Fast splittable ...",
-    OOPSLA 2014.
+    """Apply SplitMix64's finalizer.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
@@ -108,8 +105,9 @@ def tree_update_(sums: Tensor, num_items: int, items: Tensor, masses: Tensor) ->
 def slot_masses_(
     sums: Tensor, slots: Tensor, log: Tensor, first: int, last: int, rule: Sequence[int], unit: int
 ) -> None:
-    """Set the masses of the slots in entries [first, last) of a ring: by the rule if committed,
-    else 0.
+    """Set the masses of the slots in entries [first, last) of a ring.
+
+    A committed slot has the mass by the rule, any other 0.
     """
     changed = entries_of(log, first, last, len(slots))
     records = slots[changed]
@@ -120,9 +118,7 @@ def slot_masses_(
 
 
 def entries_of(log: Tensor, first: int, last: int, num_slots: int) -> Tensor:
-    """Return entries [first, last) of a ring of slots, which must lie in it. [last -
-    first], int64.
-    """
+    """Return entries [first, last) of a ring of slots, checked. [last - first], int64."""
     if not 0 <= first <= last <= first + len(log):
         raise ShapeError("entries", f"must be in a log of {len(log)}", (first, last))
     entries = log[torch.arange(first, last) % max(len(log), 1)]
@@ -136,8 +132,9 @@ def check_items(items: Tensor, num_items: int) -> None:
 
 
 def descend(sums: Tensor, num_items: int, coordinates: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the item whose share of [0, total) holds each coordinate, and the rest inside it. [B]
-    each.
+    """Return the item whose share of [0, total) holds each coordinate, and the rest inside it.
+
+    For masses [3, 0, 5] the coordinates [2, 3, 7] hit the items [0, 2, 2] with the rests [2, 0, 4].
     """
     node = torch.zeros_like(coordinates)
     rest = coordinates.clone()
@@ -146,7 +143,8 @@ def descend(sums: Tensor, num_items: int, coordinates: Tensor) -> tuple[Tensor, 
         ends = children.cumsum(dim=1)
         child = (rest[:, None] >= ends[:, :-1]).sum(dim=1)
         begins = (ends - children).gather(1, child[:, None])[:, 0]
-        node, rest = node * FAN_OUT + child, rest - begins
+        node = node * FAN_OUT + child
+        rest = rest - begins
     return node, rest
 
 
@@ -161,9 +159,10 @@ def resolve_(
     stream: int,
     first: int,
 ) -> None:
-    """Set resolutions[i] to the record of the item that coordinates[i] hits; its sample number is
-    first + i. In a trajectory the anchor is a second draw over those that the rule admits; of a
-    step, the coordinate's rest.
+    """Set resolutions[i] to the record of the item that coordinates[i] hits.
+
+    Its sample number is first + i. The anchor in a trajectory is a second draw over the anchors
+    that the rule admits; where items are steps it follows from the rest of the coordinate.
     """
     check_coordinates(sums, len(slots), coordinates)
     item, rest = descend(sums, len(slots), coordinates)
@@ -188,9 +187,7 @@ def resolve_(
 
 
 def check_coordinates(sums: Tensor, num_items: int, coordinates: Tensor) -> None:
-    """Raise ShapeError unless all coordinates lie in [0, total of the tree): others would hit no
-    item.
-    """
+    """Raise ShapeError unless all coordinates lie in [0, total of the tree)."""
     total = int(sums[tree_levels(num_items)[-1][0] :].sum())
     if len(coordinates) and not 0 <= int(coordinates.min()) <= int(coordinates.max()) < total:
         raise ShapeError("coordinates", f"must lie in [0, {total})", coordinates.tolist())
@@ -203,9 +200,10 @@ def num_anchors(rule: Sequence[int], num_steps: Tensor) -> Tensor:
 
 
 def masses_by_rule(rule: Sequence[int], unit: int, num_steps: Tensor) -> Tensor:
-    """Return the masses of trajectories without priorities, [B]: one unit for each anchor (unit
-    step), or one unit or one for each step (unit trajectory, by length) if there is an anchor at
-    all.
+    """Return the masses of trajectories without priorities. [B], int64.
+
+    With the unit step it is the number of anchors. Otherwise it is 1, or by length the number of
+    steps; 0 without an anchor.
     """
     anchors = num_anchors(rule, num_steps)
     if unit == MassUnit.STEP:
@@ -214,6 +212,7 @@ def masses_by_rule(rule: Sequence[int], unit: int, num_steps: Tensor) -> Tensor:
 
 
 def anchor_at(rule: Sequence[int], num_steps: Tensor, index: Tensor) -> Tensor:
+    """Return the step of the anchor with this index among those of its trajectory. [B], int64."""
     first, _, stride, _, from_end = rule
     distance = first + index * stride
     return num_steps - 1 - distance if from_end else distance
@@ -243,9 +242,8 @@ def draw_goals_(
         GoalStrategy.FINAL: rows - 1,
         GoalStrategy.EPISODE: torch.zeros_like(rows),
     }[strategy]
-    chosen = (
-        shift_right(philox_words(seed, numbers, stream, RandomPurpose.RELABELLING)[0], 2) < fraction
-    )
+    high, _ = philox_words(seed, numbers, stream, RandomPurpose.RELABELLING)
+    chosen = shift_right(high, 2) < fraction  # as Q62
     room = (rows - first).clamp(min=1)
     goals = first + coordinate(*philox_words(seed, numbers, stream, RandomPurpose.GOAL), room)
     goal_step.copy_(torch.where(chosen & (first < rows), goals, -1))

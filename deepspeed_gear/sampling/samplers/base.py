@@ -35,7 +35,7 @@ class Draw:
     lie in the order of trajectories in the store, node by node.
     """
 
-    selector: Any  # the stream's LocalSelector
+    selector: Any  # the stream's Selector
     count: int  # samples to draw
     first: int  # sample number of the first one
     total: int  # sum of all masses; in epochs, the number of items of this epoch

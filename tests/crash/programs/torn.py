@@ -222,7 +222,7 @@ def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> di
     held = 0
     random = np.random.default_rng(count)
     writer = TrajectoryWriter.attach(SECTION, wait_s=60)
-    holder = np.ndarray((1,), np.int64, buffer=writer._table.memory.buffer, offset=HOLDER_OFFSET)
+    holder = np.ndarray((1,), np.int64, buffer=writer.parts[0].memory.buffer, offset=HOLDER_OFFSET)
     while COUNTS[STOPS] < count and not is_over:
         number = int(random.integers(len(children)))
         calls = COUNTS[:WRITERS].sum()

@@ -1,5 +1,7 @@
 """Actors of `start_actors`: what they add, how they stop, and what is left when they fail."""
 
+from __future__ import annotations
+
 import functools
 import os
 import signal
@@ -7,7 +9,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -47,14 +49,18 @@ def config_of(columns: dict[str, Any] = COLUMNS, writers: int = 2, **table: Any)
 class WarmActor(WarmProcess):
     """An actor's process that has imported torch."""
 
+    started: ClassVar[list[WarmActor]] = []  # by this test, in the order of actors
+
     def __init__(self, command: list[str], **options: Any) -> None:
         super().__init__(command[1:], options.pop("env"), text=False, **options)
+        WarmActor.started.append(self)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
     plain = {name: getattr(subprocess, name) for name in ("PIPE", "TimeoutExpired")}
     module = sys.modules["deepspeed_gear.actors.start_actors"]
+    WarmActor.started.clear()
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(**plain, Popen=WarmActor))
     yield
     assert shared_files(prefix()) == []
@@ -168,7 +174,7 @@ def test_an_actor_that_dies_is_an_error(policy: Any, checks: bool, text: str) ->
     with Replay(config_of()) as replay:
         actors = start_actors(policies.counting, policy, num_actors=2, num_envs=1, replay=replay)
         pids = actors.pids
-        failed = actors._processes[1]
+        failed = WarmActor.started[1]
         with pytest.raises(PeerError, match=text), actors:
             wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure")
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
@@ -231,7 +237,7 @@ def test_actors_end_with_the_run() -> None:
     wait_until(lambda: len(replay) >= 1, "collecting")
     replay.close()  # the second actor may not have attached yet
     wait_until(
-        lambda: all(process.poll() is not None for process in actors._processes), "their end"
+        lambda: all(process.poll() is not None for process in WarmActor.started), "their end"
     )
     actors.check()
     assert len(actors.stop()) == 2

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Gatherer, GatherOptions
-from deepspeed_gear.distributed.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.row_exchange.exchange_plan import needs_of
 
 LENGTHS = (1, 2, 5, 9, 14)
 FIELDS = {

@@ -9,12 +9,12 @@ import torch
 from gear_support import config_of
 
 from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
-from deepspeed_gear.distributed.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import RandomPurpose
+from deepspeed_gear.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.sampling.mass_rules import random_key_of
 
 COLUMNS = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media_support import group, image, media_section, pages_of
+from media_tables import group, image, media_section, pages_of
 from rollout_support import micros
 
 from deepspeed_gear import CheckpointError, Replay, StoreFullError

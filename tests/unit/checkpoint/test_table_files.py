@@ -12,7 +12,7 @@ import pytest
 import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
 from replay_support import same, streams_of, take
-from snapshot_support import into_shards
+from saved_shards import into_shards
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.checkpoint.rollout_file import write_rollout

@@ -24,7 +24,7 @@ from gear_support import (
 from group_support import GROUP, add, add_groups, check_groups, section, train
 from process_support import environment
 from replay_support import streams_of
-from snapshot_support import into_shards
+from saved_shards import into_shards
 from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import DeviceReplay, Replay

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusal_cases import refusals
+from refusal_table import refusals
 
 from deepspeed_gear.config import GearConfig, batch_sizes, ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.config.model import difference, shared_options

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from refusal_cases import refusals
+from refusal_table import refusals
 
 from deepspeed_gear.config import ResolvedField, check_against, parse
 from deepspeed_gear.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from gear_support import STEP, config_of, lengths_of, write_dataset
-from hopper_support import digests, hopper_data
+from hopper_batches import digests, hopper_data
 from ring_cases import PRIORITIZED, SAMPLERS, WINDOWS, assert_same, device_and_host, on_device
 
 from deepspeed_gear import DeviceReplay

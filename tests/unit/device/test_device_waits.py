@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import device_support
+import device_steps
 import pytest
 import torch
 from device_stub import DEVICE, DeviceStub, held, on_device
@@ -50,7 +50,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def columns(turn: int) -> dict[str, Tensor]:
-    return {name: on_device(values) for name, values in device_support.columns(turn, "cpu").items()}
+    return {name: on_device(values) for name, values in device_steps.columns(turn, "cpu").items()}
 
 
 def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
@@ -61,7 +61,7 @@ def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
         lengths = on_device(torch.tensor([4, 0, 1, 2, 3, 4, 4, 4]))
         following = {"observation": added[0]["observation"][:, 1]}
         row = {name: values[:, 0] for name, values in added[0].items()}
-        mask = on_device(torch.tensor([True, False] * (device_support.ENVS // 2)))
+        mask = on_device(torch.tensor([True, False] * (device_steps.ENVS // 2)))
         stub.waits.clear()
         for turn in range(STEPS):
             if replay.table.num_envs:
@@ -80,15 +80,15 @@ def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
                     )
                     replay.update_priorities_(batch, values)
             replay.sample()
-        assert stub.elements.get("min", 0) <= device_support.BATCH  # no scan of all items
+        assert stub.elements.get("min", 0) <= device_steps.BATCH  # no scan of all items
         return list(stub.waits)
 
 
 def section_of(sampler: str) -> dict[str, Any]:
-    section = device_support.section(sampler)
+    section = device_steps.section(sampler)
     section["fields"] = {
-        **device_support.FIELDS,
-        "late": {"column": "frame", "length": device_support.STEPS},
+        **device_steps.FIELDS,
+        "late": {"column": "frame", "length": device_steps.STEPS},
     }
     return section
 
@@ -124,7 +124,7 @@ def test_the_stub_notes_a_wait(wait: Callable[[Tensor], object]) -> None:
 
 
 @pytest.mark.parametrize(("replica", "accumulation"), [(None, 1), (None, 2), (0, 1), (1, 1)])
-@pytest.mark.parametrize("sampler", [*device_support.SAMPLERS, *device_support.LIMITED])
+@pytest.mark.parametrize("sampler", [*device_steps.SAMPLERS, *device_steps.LIMITED])
 def test_a_step(sampler: str, replica: int | None, accumulation: int, replicate: Replicate) -> None:
     """Also of a replica among several, each with a table of its own."""
     if replica is not None:
@@ -133,10 +133,10 @@ def test_a_step(sampler: str, replica: int | None, accumulation: int, replicate:
     assert waits_of(section, (replica or 0) * STEPS) == []
 
 
-@pytest.mark.parametrize("sampler", device_support.SAMPLERS)
+@pytest.mark.parametrize("sampler", device_steps.SAMPLERS)
 def test_a_step_of_environments(sampler: str) -> None:
     section = section_of(sampler)
-    section["tables"]["main"] |= {"num_envs": device_support.ENVS}
+    section["tables"]["main"] |= {"num_envs": device_steps.ENVS}
     assert waits_of(section) == []
 
 
@@ -150,7 +150,7 @@ def test_replicas_draw_alone_and_share_no_random_word(
     table = section["tables"]["main"]
     names = ["main"]
     if adds == "steps":
-        table["num_envs"] = device_support.ENVS
+        table["num_envs"] = device_steps.ENVS
     else:
         names = ["a", "b"]
         section["sampler"] = {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": of}
@@ -160,7 +160,7 @@ def test_replicas_draw_alone_and_share_no_random_word(
         replicate(replica)
         added = columns(replica)
         with DeviceStub() as stub, DeviceReplay(section, DEVICE) as replay:
-            assert replay.table.num_envs == (device_support.ENVS if adds == "steps" else 0)
+            assert replay.table.num_envs == (device_steps.ENVS if adds == "steps" else 0)
             batches = [replay.new_batch() for _ in range(accumulation)]
             stub.waits.clear()
             for turn in range(STEPS):
@@ -178,7 +178,7 @@ def test_replicas_draw_alone_and_share_no_random_word(
                 source = [0] * batch.num_samples if adds == "steps" else held(batch.source).tolist()
                 drawn += zip(source, held(batch.sample_number).tolist(), strict=True)
     counts = [sum(source == index for source, _ in drawn) for index in range(len(names))]
-    batch_size = device_support.BATCH
+    batch_size = device_steps.BATCH
     assert counts == ([batch_size] if adds == "steps" else [batch_size // 4, batch_size * 3 // 4])
     assert len(set(drawn)) == len(drawn)
 
@@ -196,7 +196,7 @@ def test_a_step_of_replicas_with_the_same_data_set(
     sampler: str, replicate: Replicate, tmp_path: Path
 ) -> None:
     replicate(1)
-    assert waits_of(of_data(tmp_path, device_support.SAMPLERS[sampler])) == []
+    assert waits_of(of_data(tmp_path, device_steps.SAMPLERS[sampler])) == []
 
 
 def test_top_k_of_copies_of_a_data_set_is_refused(replicate: Replicate, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from thread_ranks import ThreadPlane, on_ranks
@@ -20,8 +19,8 @@ from deepspeed_gear.errors import (
     StoreError,
     relayed,
 )
-from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld
+from deepspeed_gear.sampling.rate_rounds import RateRounds
 
 
 def test_one_process_agrees_with_itself() -> None:
@@ -100,15 +99,6 @@ def test_values_that_differ_are_an_error_on_every_rank() -> None:
 
 def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> None:
     def missing(plane: ThreadPlane) -> int:
-        readiness: Any = Readiness.__new__(Readiness)
-        topology = SimpleNamespace(place=RankCoordinates())
-        plan = SimpleNamespace(control_plane=plane, leads_shard=True, topology=topology)
-        readiness._parts = SimpleNamespace(plan=plan)
-        readiness._peer = 0
-        readiness._asked = np.zeros(1, np.int64)
-        readiness._answers = np.zeros((2, 2), np.int64)
-        readiness._wait_for_slowest = lambda number: None  # each rank is alone on its node
-
         def held_items(key: int) -> ItemsHeld:
             if plane.rank == 1:
                 raise StoreError("the lock of table main", "must be free within 20 s")
@@ -117,7 +107,7 @@ def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> Non
         table = SimpleNamespace(lock=contextlib.nullcontext(), ledger=None)
         spec = SimpleNamespace(num_shards=2)
         stream: Any = SimpleNamespace(table=table, spec=spec, held_items=held_items)
-        return int(readiness.missing(stream, 0))
+        return RateRounds(plane, leads=True).missing_items(stream, 0)
 
     other, own = on_ranks(2, missing)
     assert type(own) is StoreError

@@ -16,18 +16,19 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
 from deepspeed_gear.data.dataset_writer import write_parts
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.row_exchange.exchange_plan import grid, shards_of
 from deepspeed_gear.distributed.shard_placement import (
     NOTHING,
     ShardPlacement,
     _place,
     non_empty,
     shard_of_node,
+    shards_of,
 )
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.plan.resolved_plan import open_data
 from deepspeed_gear.plan.table_resolution import store_of
+from deepspeed_gear.row_exchange.exchange_plan import grid
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import Shard, TableSpec
 

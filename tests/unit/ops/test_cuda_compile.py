@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_support import CSRC, HOME, JUDGED, KERNELS, compiled_kernels, nvcc, release
-from op_cases import ON_DEVICE
+from compiled_kernels import CSRC, HOME, JUDGED, KERNELS, compiled_kernels, nvcc, release
+from op_arguments import ON_DEVICE
 from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import include_paths
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_ops import WITHOUT_REFERENCE, reference_ops
+from op_kit import REFERENCE, WITHOUT_REFERENCE
 
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
@@ -68,7 +68,7 @@ def test_every_op_follows_from_the_op_table() -> None:
         schema = getattr(torch.ops.gear, name).default._schema
         arguments = [argument.name for argument in schema.arguments]
         if name not in WITHOUT_REFERENCE:
-            assert arguments == [*inspect.signature(getattr(reference_ops(), name)).parameters]
+            assert arguments == [*inspect.signature(getattr(REFERENCE, name)).parameters]
         plain = getattr(native, name, None)
         if plain is None:
             assert name.startswith("ring_") or name == "scatter_"

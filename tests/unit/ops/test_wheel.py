@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_support import compiled_kernels, flags_for, folder_of
+from compiled_kernels import compiled_kernels, flags_for, folder_of
 
 from deepspeed_gear.ops import jit, toolchain
 from deepspeed_gear.ops.backends import load_native

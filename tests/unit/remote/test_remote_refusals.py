@@ -45,6 +45,7 @@ from deepspeed_gear.errors import (
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, read_token
 from deepspeed_gear.remote.gateway import Gateway, Sessions, read_certificate
+from deepspeed_gear.remote.remote_writer import begin_session
 
 
 def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +218,7 @@ def test_a_message_that_is_too_large_is_not_buffered(token: str | None, tmp_path
             metadata = [("authorization", f"Bearer {token}")] if token else []
             for _ in range(3):
                 with pytest.raises(grpc.RpcError, match=wanted):
-                    _raw(writer._sender._line, bytes(128 << 20), metadata)
+                    _raw(url, bytes(128 << 20), metadata)
             assert _peak_bytes(gateway.pid) - before < 64 << 20
             writer.add(trajectory(1))
         gateway.terminate()
@@ -265,8 +266,7 @@ def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
 
 def test_garbage_is_refused_and_harms_nobody() -> None:
     with served(section()) as (replay, gateway), connect(gateway.url) as writer:
-        line = writer._sender._line
-        who = writer._sender._who
+        who = begin_session(Connection(gateway.url, TOKEN, None, False), 5.0)["who"]
         short = gateway_messages.pack(
             who, gateway_messages.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2])
         )
@@ -277,7 +277,7 @@ def test_garbage_is_refused_and_harms_nobody() -> None:
             bytes(gateway_messages.pack(who)) + b"\0",
             bytes(short),
         ):
-            answer = _raw(line, message, line._metadata)
+            answer = _raw(gateway.url, message, [("authorization", f"Bearer {TOKEN}")])
             assert answer["error"]["kind"] == "DataError", (message, answer)
         writer.add(trajectory(0))
         writer.flush()
@@ -334,9 +334,9 @@ def test_what_a_call_takes_is_bounded_whatever_it_holds(monkeypatch: pytest.Monk
     ):
         with pytest.raises(DataError, match=text):
             gateway_messages.unpack(pa.py_buffer(len(header).to_bytes(4, "little") + header))
-    with served(section()) as (_, gateway), connect(gateway.url) as writer:
+    with served(section()) as (_, gateway):
         header = {"version": gateway_messages.VERSION, "client": "c" * 65}
-        answer = writer._sender._line.call("hello", header, 5.0)
+        answer = Connection(gateway.url, TOKEN, None, False).call("hello", header, 5.0)
         assert "name of at most 64 characters" in str(answer["error"])
 
     def refuse(_: Any) -> int:
@@ -372,8 +372,9 @@ def test_a_call_of_another_version_is_refused() -> None:
             line.call("do", {}, 5.0)
 
 
-def _raw(line: Any, message: bytes, metadata: Any) -> Any:
-    with grpc.insecure_channel(line._target, [("grpc.enable_http_proxy", 0)]) as channel:
+def _raw(url: str, message: bytes, metadata: Any) -> Any:
+    target = url.removeprefix("grpc://")
+    with grpc.insecure_channel(target, [("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary(f"/{gateway_messages.SERVICE}/put")
         return gateway_messages.unpack(pa.py_buffer(call(message, timeout=20, metadata=metadata)))[
             0

@@ -23,7 +23,7 @@ from ledger_support import (
     responses,
     write_prompts,
 )
-from media_support import image, with_media
+from media_tables import image, with_media
 from process_support import environment, free_port
 from remote_support import (
     SCHEMA,
@@ -55,9 +55,10 @@ from deepspeed_gear import (
     StoreError,
     TrajectoryWriter,
 )
-from deepspeed_gear.remote.connection import ConnectionLost
+from deepspeed_gear.remote.connection import Connection, ConnectionLost
 from deepspeed_gear.remote.gateway import Gateway, LeaseSessions
-from deepspeed_gear.remote.gateway_messages import lease_words
+from deepspeed_gear.remote.remote_writer import begin_session, end_session
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import remove_garbage
 
@@ -76,32 +77,23 @@ def sessions_of(gateway: Any) -> LeaseSessions:
     return gateway.sessions
 
 
-def test_leases_end_in_any_order_as_those_of_a_node(data: Path) -> None:
-    config = ledger_section(data, {"max_lag": 1})
-    with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
-        leases = worker.lease(99, timeout_s=0)
-        found = [(lease.number, lease.version, lease.attempt) for lease in leases]
-        assert found == [(number, 0, 1) for number in range(6)]
-        assert all((lease.prompt["tokens"] == lease.prompt["index"]).all() for lease in leases)
-        assert len({int(lease.prompt["index"]) for lease in leases}) == 6
-        assert worker.lease(timeout_s=0.05) == []
-        ids = leases[4].commit(responses(leases[4])) + leases[3].commit(responses(leases[3]))
-        assert ids == [0, 1, 2, 3]
-        leases[5].fail("too long", retry=False)
-        leases[2].fail()
-        leases[1].heartbeat()
-        books = check_books(replay)
-        assert (books["leased"], books["returned"], books["dropped"]) == (2, 1, {"too long": 1})
-        with RolloutWorker.attach(config) as local:
-            again, more = local.lease(9)
-            assert (again.number, again.attempt, more.number) == (2, 2, 6)
-            for lease in (*leases[:2], again, more):
-                lease.commit(responses(lease))
-        replay.fill(ids[0], reward=2.0)  # a late column may be left out
+def test_workers_of_the_node_and_of_others_share_a_ledger(data: Path) -> None:
+    config = ledger_section(data, {"max_lag": 0})
+    with (
+        served(config, schema=None) as (replay, gateway),
+        RolloutWorker.attach(config) as local,
+        attach(gateway.url) as worker,
+    ):
+        mine, failed = worker.lease(2)
+        failed.fail()
+        again, more = local.lease(9)
+        assert (again.number, again.attempt, more.number) == (1, 2, 2)
+        ids = [lease.commit(responses(lease)) for lease in (again, mine, more)]
+        assert ids == [[0, 1], [2, 3], [4, 5]]
+        replay.fill(2, reward=2.0)  # a late column may be left out
         with pytest.raises(DataError, match="reward must be written once"):
-            replay.fill(ids[0], reward=2.0)
+            replay.fill(2, reward=2.0)
         assert replay.rollout().values("prompt").tolist() == [0, 0, 1, 1, 2, 2]
-        assert check_books(replay)["waiting"] == 3
 
 
 def test_what_a_lease_keeps_goes_to_a_worker_of_the_node_and_back(data: Path) -> None:
@@ -228,11 +220,14 @@ def test_a_commit_that_waits_for_rows_holds_up_no_other(
         assert check_books(replay)["expired_refused"] == 0
 
 
+def lost(line: Connection, action: str, *more: Any) -> Any:
+    raise ConnectionLost("as if the machine was gone")
+
+
 def test_leases_come_back_with_the_end_of_their_session(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(ledger_section(data, {"attempts": 9}), schema=None) as (replay, gateway):
-        sessions = sessions_of(gateway)
         with attach(gateway.url) as other, attach(gateway.url) as worker:
             other.lease()
             worker.lease(2)
@@ -244,11 +239,9 @@ def test_leases_come_back_with_the_end_of_their_session(
         first, second = worker.lease(2)
         time.sleep(2.5)  # a thread calls
         first.commit(responses(first))
-        monkeypatch.setattr(worker._ledger._line, "call", lambda *_: pytest.fail("it sleeps"))
-        worker._ledger._lock.acquire()  # as if it was stopped
+        monkeypatch.setattr(Connection, "call", lost)  # as if the worker was stopped
         wait_until(lambda: check_books(replay)["leased"] == 0, "the end of the session")
         monkeypatch.undo()
-        worker._ledger._lock.release()
         for lease, text in (
             (first, "it was committed"),
             (second, "it was given back, by .* the end of its"),
@@ -257,14 +250,11 @@ def test_leases_come_back_with_the_end_of_their_session(
                 lease.commit(responses(lease))
         (again,) = worker.lease()  # in another session
         assert (again.number, again.attempt) == (1, 3)
-        assert list(sessions._sessions) == [worker._ledger._hello["who"]["client"]]
         books = check_books(replay)
         assert (books["leased"], books["waiting"], books["expired_refused"]) == (1, 1, 2)
         worker.close()
         worker.close()
-        assert list(sessions._sessions) == []
-        with pytest.raises(StoreError, match="worker must be open"):
-            worker.lease()
+        assert check_books(replay)["leased"] == 0
 
 
 @pytest.mark.parametrize("num_sessions", [0, 60])
@@ -305,24 +295,9 @@ def test_what_a_remote_worker_refuses(data: Path) -> None:
         with attach(gateway.url) as worker:
             (lease,) = worker.lease()
             one, two = responses(lease)
-            wrong: list[tuple[Any, str]] = [
-                ([one], "must have 2 trajectories"),
-                ([one, {**two, "prompt": np.int64(5)}], "must have the prompt's number in prompt"),
-                ([one, {**two, "weight": np.float32(np.nan)}], "finite"),
-                ([one, {**two, "tokens": np.zeros(99, np.int32)}], "at most max_length"),
-                (
-                    [one, {**two, "tokens": np.zeros(1 << 18, np.int32)}],
-                    "at most 1 MiB, the gateway's --max",
-                ),
-                ([one, {**two, "more": 1}], "column more must be in the schema"),
-            ]
-            for given, match in wrong:
-                with pytest.raises(DataError, match=match):
-                    lease.commit(given)
-            with pytest.raises(ConfigError, match="1 to 32 bytes"):
-                lease.fail("x" * 33)
-            with pytest.raises(ConfigError, match="count must be an integer"):
-                worker.lease(0)
+            large = {**two, "tokens": np.zeros(1 << 18, np.int32)}
+            with pytest.raises(DataError, match="at most 1 MiB, the gateway's --max"):
+                lease.commit([one, large])
             assert (len(replay), check_books(replay)["leased"]) == (0, 1)
             lease.commit([one, {**two, "reward": 1.0}])
             gateway.sessions.end(
@@ -339,14 +314,23 @@ def test_what_a_remote_worker_refuses(data: Path) -> None:
         attach("grpc://127.0.0.1:9", timeout_s=0.2)
 
 
+def faulty_leases(line: Connection, hello: dict[str, Any]) -> list[list[Any]]:
+    """Lease two prompts by a call of a session; return the words of the leases in further calls."""
+    take = {**hello["who"], "number": 1, "do": "lease", "count": 2, "wait_s": 0.0}
+    leases = line.call("put", take, 5.0)["leases"]
+    return [[*words[:5], None, hello["run"]] for words in leases]
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, data: Path) -> None:
     """Of a faulty worker, or one of another ledger: an error of that call."""
     config = ledger_section(data)
     config["shared_memory"]["keep"] = keep
     with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
-        mine, lost, other = worker.lease(3)
-        known: list[Any] = [*lease_words(mine._lease)]
+        line = Connection(gateway.url, TOKEN, None, False)
+        hello = begin_session(line, 5.0, grace_s=20.0)
+        known, other = faulty_leases(line, hello)
+        (mine,) = worker.lease(1)
         leases: list[Any] = [None, 7, "lease", {}, [], known[:4], [*known, 1], [known] * 7]
         wrong = [
             (0, (None, "0", 0.5, True, [0], -1, 1 << 70, 1 << 40, 99)),
@@ -354,7 +338,7 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
         ]
         wrong += [(1, (1 << 63,)), (2, (1, -1, None, 1 << 70)), (3, (1, -1, "x")), (4, ("x",))]
         leases += [[*known[:at], word, *known[at + 1 :]] for at, words in wrong for word in words]
-        leases += [[*other._lease[:2], *known[2:]]]
+        leases += [[*other[:2], *known[2:]]]
         calls: list[dict[str, Any]] = [
             {"lease": known},
             {"do": "renew"},
@@ -370,30 +354,30 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
         calls += [{"do": "lease", "count": count, "wait_s": 0} for count in (None, "x", -1)]
         for number, call in enumerate(calls, 10):
             header = {
-                **worker._ledger._hello["who"],
+                **hello["who"],
                 "number": number,
                 "more": [],
                 "absent": [],
                 **call,
             }
-            kind = worker._ledger._line.call("put", header, 5.0)["error"]["kind"]
+            kind = line.call("put", header, 5.0)["error"]["kind"]
             assert kind in ("LeaseExpiredError", "ConfigError", "DataError", "StoreError"), call
-        worker._ledger._number = 1000
         table = replay.tables["main"]
         books = check_books(replay)
         assert (books["leased"], books["returned"], books["dropped"], len(replay)) == (3, 0, {}, 0)
         assert table.control[Control.RECOVERIES] == 0, (
             "nothing has failed while the store was locked"
         )
+        mine.commit(responses(mine))
+        assert check_books(replay)["waiting"] == 1
         assert table.ledger is not None
-        with table.lock:
-            table.ledger.fail(lost._lease, "lost", retry=False)
-        with pytest.raises(LeaseExpiredError):
-            lost.heartbeat()
-        for lease in (mine, other):
-            lease.commit(responses(lease))
-        (session,) = sessions_of(gateway)._sessions.values()
-        assert (check_books(replay)["waiting"], session.leases) == (2, {})
+        with table.lock:  # its lease is lost
+            table.ledger.fail(LeaseRecord(*known[:5], b""), "lost", retry=False)
+        renew = {**hello["who"], "number": 1000, "do": "renew", "lease": known, "more": []}
+        assert line.call("put", renew, 5.0)["error"]["kind"] == "LeaseExpiredError"
+        end_session(line, hello["who"])
+        books = check_books(replay)
+        assert (books["leased"], books["returned"], books["dropped"]) == (0, 1, {"lost": 1})
     remove_garbage(config["shared_memory"]["prefix"], kept=True)
 
 
@@ -497,8 +481,8 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
     def start() -> None:
         running.append(serve(config, token, "--port", port)[0])
 
-    def lose(action: str, header: Any, *more: Any) -> None:
-        assert (call(action, header, *more)["ids"], header["do"]) == ([0, 1], "commit")
+    def lose(line: Connection, action: str, header: Any, *more: Any) -> None:
+        assert (call(line, action, header, *more)["ids"], header["do"]) == ([0, 1], "commit")
         monkeypatch.undo()
         kill()
         start()
@@ -507,9 +491,9 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
     with Replay(str(config)) as replay:
         start()
         worker = attach(f"grpc://127.0.0.1:{port}", timeout_s=200.0)  # its thread does not call
-        call = worker._ledger._line.call
+        call = Connection.call
         leases = worker.lease(6)
-        monkeypatch.setattr(worker._ledger._line, "call", lose)
+        monkeypatch.setattr(Connection, "call", lose)
         with pytest.raises(LeaseExpiredError):  # it is made again
             leases[0].commit(responses(leases[0]))
         books = check_books(replay)

@@ -149,7 +149,7 @@ def test_opaque_values_are_lists() -> None:
             assert micro.opaque("origin") == [{"number": number} for number in ids]
             seen += len(ids)
             assert "prompt" not in micro
-            with pytest.raises(FieldError, match="there are: prompt, origin"):
+            with pytest.raises(FieldError, match="it has prompt, origin"):
                 micro.opaque("tokens")
         assert seen == 9
 

@@ -16,13 +16,13 @@ from rollout_support import COLUMNS, TABLE, filled, micros, responses, section
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.rollout_trajectories import TableTrajectories
-from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves
 from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout
 from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
+from deepspeed_gear.row_exchange.trajectory_places import Moves
 from deepspeed_gear.store.table_spec import Shard
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gear_support import prefix, run_command
 from ledger_support import check_books, write_prompts
-from media_support import MEDIA, image
+from media_tables import MEDIA, image
 from pyarrow import parquet
 from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gear_support import prefix, run_command, shared_files
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
-from media_support import image, with_media
+from media_tables import image, with_media
 
 from deepspeed_gear import (
     ConfigError,
@@ -25,6 +25,7 @@ from deepspeed_gear import (
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import node_stores
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
 from deepspeed_gear.store.records import Control, MediaPage
@@ -67,9 +68,12 @@ def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> No
     with Replay(config) as replay, RolloutWorker.attach(config) as worker:
         run = replay.run
         leases = worker.lease(6)
-        other = leases[0]._lease._replace(number=6)  # of a store of the run that was lost
-        with pytest.raises(LeaseExpiredError, match="the lease of prompt 6 must be held by"):
-            worker._ledger.fail(other, "failed", True)
+        table = replay.tables["main"]
+        other = LeaseRecord(0, 1, 6)  # of a store of the run that was lost
+        assert table.ledger is not None
+        expected = pytest.raises(LeaseExpiredError, match="the lease of prompt 6 must be held by")
+        with table.lock, expected:
+            table.ledger.fail(other, "failed", True)
         commit(leases[:4])  # leases of 4 and 5 are open
         assert train(replay) == [0, 1, 2]
         replay.save(tmp_path / "saved")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media_support import MEDIA, SIZE, group, image, media_section, pages_of
+from media_tables import MEDIA, SIZE, group, image, media_section, pages_of
 from process_support import exit_status, in_child
 from rollout_support import micros
 

@@ -13,7 +13,7 @@ from gear_support import wait_until
 from group_support import add, section
 from process_support import exit_status, in_child
 
-from deepspeed_gear import ConfigError, DataError, FillWorker, Replay, StoreError
+from deepspeed_gear import ConfigError, DataError, FillWorker, Replay, StoreError, TrajectoryWriter
 from deepspeed_gear.store.late_columns import absent, fill_each
 
 
@@ -95,9 +95,8 @@ def test_a_death_inside_a_fill_leaves_whole_columns(config: dict[str, Any], coun
         values = np.arange(4, dtype=np.float32)
 
         def work() -> None:
-            worker = FillWorker.attach(config, "reward")
-            table = worker._table
-            native = worker._table.ops.native
+            table, _ = TrajectoryWriter.attach(config).parts
+            native = table.ops.native
             mark = native.late_rows_mark
 
             def mark_some(store: int, bit: int, slots: np.ndarray) -> None:
@@ -107,7 +106,7 @@ def test_a_death_inside_a_fill_leaves_whole_columns(config: dict[str, Any], coun
             native.late_rows_mark = mark_some
             with table.lock:
                 records = absent(table, "reward")
-            fill_each(table, worker._column, records, values, table.lineage)
+            fill_each(table, table.schema["reward"], records, values, table.lineage)
 
         assert exit_status(in_child(work)) == -signal.SIGKILL
         assert replay.statistics()["late"]["main"]["reward"]["absent"] == 4 - count

@@ -237,7 +237,7 @@ def test_versions_are_known_when_changes_are_not(how: str) -> None:
             name = found.tables["main"].memory.path.name
 
             def die() -> None:
-                TrajectoryWriter.attach(name=name)._table.lock.__enter__()
+                TrajectoryWriter.attach(name=name).parts[0].lock.__enter__()
                 os.kill(os.getpid(), signal.SIGKILL)
 
             exit_status(in_child(die))

@@ -10,13 +10,11 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from gear_support import run_command
-from group_support import trained
 from ledger_support import (
     check_books,
     ledger_section,
@@ -26,6 +24,7 @@ from ledger_support import (
     write_prompts,
 )
 from process_support import exit_status, in_child
+from replay_support import streams_of
 
 from deepspeed_gear import (
     CheckpointError,
@@ -33,8 +32,6 @@ from deepspeed_gear import (
     DataError,
     FillWorker,
     Lease,
-    LeaseExpiredError,
-    NotReadyError,
     Replay,
     RolloutWorker,
     StoreError,
@@ -44,9 +41,8 @@ from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect import of_living
 from deepspeed_gear.data.ingest import ingested
 from deepspeed_gear.plan.table_resolution import prompt_spec_of
-from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.live_stores import living_stores
-from deepspeed_gear.store.prompt_ledger import EntryState, Left, PromptCount
+from deepspeed_gear.store.prompt_ledger import Entry, EntryState, Left, PromptCount, PromptLedger
 from deepspeed_gear.store.table_spec import Shard
 
 
@@ -55,103 +51,25 @@ def data(tmp_path: Path) -> Path:
     return write_prompts(tmp_path / "prompts", 7)
 
 
-def test_leases_end_in_any_order_and_groups_are_trained_in_that_of_leases(data: Path) -> None:
-    with Replay(ledger_section(data, {"max_lag": 1})) as replay, replay.rollout_worker() as worker:
-        leases = worker.lease(99, timeout_s=0)
-        assert [lease.number for lease in leases] == [0, 1, 2, 3, 4, 5]
-        assert len({int(lease.prompt["index"]) for lease in leases}) == 6
-        assert all((lease.prompt["tokens"] == lease.prompt["index"]).all() for lease in leases)
-        assert worker.lease(timeout_s=0.05) == []
-        for lease in leases[:0:-1]:  # the straggler is the first
-            lease.commit(responses(lease))
-            assert not replay.can_sample()
-        with pytest.raises(NotReadyError, match="5 complete, 1 leased, 0 returned, 0 incomplete"):
-            replay.rollout()
-        first = leases[0].commit(responses(leases[0]))
-        assert trained(replay)[0] == first
-        assert [lease.number for lease in worker.lease(99)] == [6, 7, 8]  # of two epochs
-        books = check_books(replay)
-        assert (books["issued"], books["trained"], books["waiting"], books["leased"]) == (
-            9,
-            3,
-            3,
-            3,
-        )
-        assert replay.statistics()["prompts"]["main"] == books
-
-
-def test_a_lease_that_expires_is_leased_again_and_dropped_at_last(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(prompt_ledger, "time", SimpleNamespace(monotonic_ns=lambda: int(now * 1e9)))
-    config = ledger_section(data, {"max_lag": 0, "lease_s": 10.0, "attempts": 2})
-    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
-        first, second, third = worker.lease(9)
-        now = 6.0
-        second.heartbeat()
-        now = 11.0
-        again = worker.lease(9, timeout_s=0)  # the third one too
-        assert [(lease.number, lease.attempt) for lease in again] == [(0, 2), (2, 2)]
-        for change in (
-            lambda: first.commit(responses(first)),
-            first.heartbeat,
-            lambda: third.fail("late"),
-        ):
-            with pytest.raises(LeaseExpiredError, match="must be held by this worker"):
-                change()
-        assert len(replay) == 0
-        second.commit(responses(second))
-        again[0].fail("no answer")  # the last attempt
-        now = 30.0
-        books = replay.statistics()["prompts"]["main"]
-        assert books["dropped"] == {"lease expired": 1, "no answer": 1}
-        assert (books["expired_refused"], books["leases_returned"]) == (3, 4)
-        more = worker.lease(9, timeout_s=0)
-        assert [lease.number for lease in more] == [3, 4]
-        more[0].fail("too_long", retry=False)
-        worker.close()
-        fourth, _ = replay.rollout_worker().lease(9)
-        assert fourth.number == 4
-        fourth.fail("lease expired", retry=False)  # a name that is taken
-        dropped = {"too_long": 1, "lease expired": 1, "lease expired (worker)": 1, "no answer": 1}
-        assert check_books(replay)["dropped"] == dropped
-
-
-def test_a_commit_is_a_whole_group(data: Path) -> None:
-    config = ledger_section(data, {"max_lag": 0}, group={"size": 2})
+def test_groups_of_prompts_come_by_their_leases(data: Path) -> None:
+    config = ledger_section(data, {"max_lag": 0})
     with Replay(config) as replay, RolloutWorker.attach(config) as worker:
         lease = worker.lease()[0]
-        one, two = responses(lease)
-        wrong: list[tuple[Any, str]] = [
-            ([one], "must have 2 trajectories"),
-            ([one, two, two], "must have 2 trajectories"),
-            ([one, {**two, "prompt": np.int64(5)}], "must have the prompt's number in prompt"),
-            ([one, {**two, "weight": np.float32(np.nan)}], "finite"),
-            ([one, {**two, "tokens": np.zeros(99, np.int32)}], "at most max_length"),
-        ]
-        for given, match in wrong:
-            with pytest.raises(DataError, match=match):
-                lease.commit(given)
-        with pytest.raises(ConfigError, match="1 to 32 bytes"):
-            lease.fail("x" * 33)
-        assert (len(replay), check_books(replay)["leased"]) == (0, 1)
-        lease.commit([one, {**two, "prompt": np.int64(0)}])
+        group = responses(lease)
+        lease.commit(group)
+        other = {**group[0], "prompt": np.int64(9)}
         with pytest.raises(StoreError, match=r"must come by `lease\.commit`"):
-            replay.add(one | {"prompt": np.int64(9)})
+            replay.add(other)
         with (
             TrajectoryWriter.attach(config) as writer,
             pytest.raises(StoreError, match=r"lease\.commit"),
         ):
-            writer.add(one | {"prompt": np.int64(9)})
+            writer.add(other)
         replay.remove([0])
         assert check_books(replay)["dropped"] == {"removed": 1}
         worker.lease(2)
         replay.clear()
         assert check_books(replay)["leased"] == 2
-        worker._ledger._writer.close()
-        with pytest.raises(StoreError, match="must be open"):
-            worker.lease()
 
 
 def test_the_books_of_a_running_process_are_shown(
@@ -284,43 +202,6 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
         RolloutWorker.attach(plain)
 
 
-def test_what_a_lease_keeps_goes_to_the_next_one(data: Path, tmp_path: Path) -> None:
-    """Of a worker that dies, after a load, and with the version of the first tokens."""
-    config = ledger_section(data, {"max_lag": 3, "keep_bytes": 600})
-    with Replay(config) as replay:
-        with RolloutWorker.attach(config) as worker:
-            (lease, *others) = worker.lease(3)
-            assert lease.kept == {}
-            lease.keep(tokens=np.arange(5, dtype=np.int32), versions=np.zeros(5, np.int32))
-            wrong: tuple[tuple[str, Any, str], ...] = (
-                ("tokens", np.zeros(99), "at most prompts.keep_bytes = 600"),
-                ("tokens", None, "array of numbers"),
-                ("tokens", [[1], [1, 2]], "tokens must be an array of numbers"),
-                ("allow_pickle", [1], "not named file or allow_pickle"),
-            )
-            for name, value, match in wrong:
-                with pytest.raises(DataError, match=match):
-                    lease.keep(**{name: value})
-            for other in others:
-                other.commit(responses(other))
-            replay.save(tmp_path / "saved")
-        for _ in range(2):
-            with RolloutWorker.attach(config) as worker:
-                again = worker.lease(1)[0]
-                assert (again.number, again.version) == (0, 0)
-                assert again.kept["tokens"].tolist() == [0, 1, 2, 3, 4]
-                again.keep(tokens=again.kept["tokens"])
-                again.keep()
-                again.fail("from the beginning")
-                assert worker.lease(1)[0].kept == {}
-            replay.load(tmp_path / "saved")
-    with (
-        Replay(ledger_section(data, {"max_lag": 3})) as replay,
-        pytest.raises(CheckpointError, match="0 bytes"),
-    ):
-        replay.load(tmp_path / "saved")
-
-
 def test_prompts_that_cannot_be_read_are_no_leases(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,30 +214,11 @@ def test_prompts_that_cannot_be_read_are_no_leases(
         assert [lease.attempt for lease in worker.lease(3)] == [2, 2, 2]
 
 
-def test_a_load_ends_leases(data: Path, tmp_path: Path) -> None:
-    config = ledger_section(data, {"max_lag": 0})
-    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
-        replay.save(tmp_path / "empty")
-        (first,) = worker.lease()
-        replay.save(tmp_path / "leased")
-        replay.load(tmp_path / "empty")
-        (again,) = worker.lease()
-        assert (again.number, again.attempt) == (0, 1)
-        with pytest.raises(LeaseExpiredError):
-            first.commit(responses(first))
-        replay.load(tmp_path / "leased")
-        books = check_books(replay)
-        assert (books["issued"], books["leased"], books["returned"]) == (1, 0, 1)
-        leases = worker.lease(2)
-        assert [(lease.number, lease.attempt) for lease in leases] == [
-            (0, 1),
-            (1, 1),
-        ]  # a load is none
-        for lease in (first, again):
-            with pytest.raises(LeaseExpiredError):
-                lease.commit(responses(lease))
-        assert [lease.commit(responses(lease)) for lease in leases] == [[0, 1], [2, 3]]
-        assert check_books(replay)["waiting"] == 2
+def entry_of(ledger: PromptLedger, lease: Lease) -> np.ndarray:
+    """Return the words of the entry that has a lease's number."""
+    (entry,) = np.flatnonzero(ledger.entries[:, Entry.NUMBER] == lease.number)[:1]
+    words: np.ndarray = ledger.entries[entry]
+    return words
 
 
 @pytest.mark.parametrize("words", range(6))
@@ -366,54 +228,22 @@ def test_a_death_while_a_number_is_counted(data: Path, words: int) -> None:
         (lease, _) = worker.lease(2)
         ledger = replay.tables["main"].ledger
         assert ledger is not None
-        ledger._states[lease._lease.entry] = EntryState.LEFT + Left.EXPIRED
+        left = ledger.views["prompt_left"]
+        epochs = ledger.views["prompt_epochs"]
+        entry_of(ledger, lease)[Entry.STATE] = EntryState.LEFT + Left.EXPIRED
         if words > 0:
-            ledger._left[1, Left.EXPIRED] = 1
+            left[1, Left.EXPIRED] = 1
         if words > 1:
-            ledger._epochs[1, 0, [0, 1 + Left.EXPIRED]] = 1
+            epochs[1, 0, [0, 1 + Left.EXPIRED]] = 1
         if words > 2:
             ledger.counts[PromptCount.SWEEPING] = 1
         if words > 3:
-            ledger._left[0] = ledger._left[1]
+            left[0] = left[1]
         if words > 4:
-            ledger._epochs[0] = ledger._epochs[1]
+            epochs[0] = epochs[1]
         ledger.recover(lambda _: None)
         books = check_books(replay)
         assert (books["issued"], books["leased"], books["dropped"]) == (2, 1, {"lease expired": 1})
-
-
-def test_a_group_is_open_until_its_late_columns_are_filled(data: Path, tmp_path: Path) -> None:
-    config = ledger_section(data, {"max_lag": 1}, group={"needs": ["reward"]})
-    with Replay(config) as replay, replay.rollout_worker() as worker:  # it never waits
-        leases = worker.lease(9)
-        ids = [lease.commit(responses(lease)) for lease in leases]
-        books = check_books(replay)
-        assert (books["waiting"], books["incomplete"], replay.can_sample()) == (0, 6, False)
-        assert worker.lease(1, timeout_s=0) == []  # they are under way
-        rewards = FillWorker.attach(config, "reward")
-        taken = rewards.lease(99)
-        assert [lease.trajectory_id for lease in taken] == [
-            number for group in ids for number in group
-        ]
-        for lease in taken[2:]:  # the first group is the straggler
-            lease.fill(np.float32(1))
-        assert (check_books(replay)["waiting"], replay.can_sample()) == (5, False)
-        with pytest.raises(NotReadyError, match="5 complete, 0 leased, 0 returned, 1 incomplete"):
-            replay.rollout()
-        replay.save(tmp_path / "saved")
-        for lease in taken[:2]:
-            lease.fill(np.float32(0))
-        assert trained(replay) == ids[:3]
-        replay.load(tmp_path / "saved")
-        assert (check_books(replay)["incomplete"], replay.can_sample()) == (1, False)
-        taken[0].fill(np.float32(2))  # of the run before the load
-        again = rewards.lease(99)
-        assert [lease.trajectory_id for lease in again] == ids[0]
-        for lease in again:
-            lease.fill(np.float32(3))
-        assert trained(replay) == ids[:3]
-        assert replay.read(ids[3])[0]["reward"] == 1
-        rewards.close()
 
 
 def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> None:
@@ -426,7 +256,7 @@ def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> 
         group = [one | {"reward": np.float32(0)} for one in responses(lease)]
         assert ledger is not None
         lease.commit(group)
-        ledger._states[lease._lease.entry] = EntryState.LEASED
+        entry_of(ledger, lease)[Entry.STATE] = EntryState.LEASED
         with table.lock:
             ledger.recover(table.extents.retire)
         assert (len(replay), check_books(replay)["leased"]) == (0, 1)
@@ -505,113 +335,5 @@ def test_the_longest_wait_for_items_is_one_of_all_sides(
     config = recipe_section(data, **options)
     config["tables"]["main"].update(table)
     with Replay(config) as replay, TrajectoryWriter.attach(config) as writer:
-        assert replay._inserter(None).timeout_s == writer.parts[1].timeout_s == limit
-        (stream,) = replay._parts.train
-        assert stream.spec.rate_timeout_s == limit
-
-
-def _expire(scene: Any) -> None:
-    scene.clock.now += 11.0
-    scene.replay.statistics()
-
-
-def _expire_last(scene: Any) -> None:
-    scene.lease = _again(scene)
-    _expire(scene)
-
-
-def _again(scene: Any) -> Lease:
-    scene.clock.now += 11.0
-    return next(
-        one for one in scene.worker.lease(9, timeout_s=0) if one.number == scene.lease.number
-    )
-
-
-def _commit_again(scene: Any) -> None:
-    again = _again(scene)
-    again.commit(responses(again))
-
-
-def _commit_elsewhere(scene: Any) -> None:
-    """By another object of the same lease, as after an answer that was lost."""
-    Lease(scene.worker._ledger, scene.lease._lease, scene.lease.prompt).commit(
-        responses(scene.lease)
-    )
-
-
-def _release(scene: Any) -> None:
-    scene.worker._ledger.release([scene.lease._lease])
-
-
-def _load(scene: Any) -> None:
-    scene.replay.save(scene.folder)
-    scene.replay.load(scene.folder)
-
-
-def _load_of_before(scene: Any) -> None:
-    _load(scene)
-    scene.lease = scene.worker.lease(9)[-1]
-    scene.replay.load(scene.folder)
-
-
-def _train_others(scene: Any) -> None:
-    for _ in range(2):
-        (one,) = scene.worker.lease(1)
-        one.commit(responses(one))
-        trained(scene.replay)
-    scene.replay.can_sample()
-
-
-@pytest.mark.parametrize(
-    ("end", "text"),
-    [
-        (lambda it: it.lease.commit(responses(it.lease)), "it was committed; end a lease once"),
-        (lambda it: it.lease.fail("bad"), "it was failed as 'bad'; end a lease once"),
-        (lambda it: it.lease.fail("bad", retry=False), "it was failed as 'bad'; end a lease once"),
-        (_commit_elsewhere, "it was committed; commit a group once"),
-        (
-            _expire,
-            r"prompts.lease_s = 10 s passed without a heartbeat, .* waits .*; call heartbeat\(\)",
-        ),
-        (_again, r"it came back, and attempt 2 has its prompt; call heartbeat\(\)"),
-        (_commit_again, "attempt 2 was committed"),
-        (_expire_last, "its prompt was trained or dropped, as the last of 2 attempts"),
-        (_release, "it was given back, .* the end of its worker"),
-        (_load, r"it was given back, by fail\(\), .* or a load, .*; lease again"),
-        (
-            _load_of_before,
-            "a checkpoint was loaded in which its prompt had not been leased; lease again",
-        ),
-        (
-            _train_others,
-            "too old: 2 batches are selected, its version is 0 and prompts.max_lag 1; raise "
-            "max_lag",
-        ),
-    ],
-)
-def test_an_error_of_a_lease_names_how_it_ended(
-    end: Any, text: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = SimpleNamespace(now=1.0)
-    clock.monotonic_ns = lambda: int(clock.now * 1e9)
-    monkeypatch.setattr(prompt_ledger, "time", clock)
-    prompts = {"max_lag": 1, "lease_s": 10.0, "attempts": 2, "order": "completion", "late": "drop"}
-    config = ledger_section(data, prompts, groups=1)
-    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
-        (lease,) = worker.lease(1)
-        scene = SimpleNamespace(
-            replay=replay, worker=worker, lease=lease, clock=clock, folder=tmp_path / "saved"
-        )
-        end(scene)
-        held = len(replay)
-        lease = scene.lease
-        for change in (
-            lease.heartbeat,
-            lambda: lease.commit(responses(lease)),
-            lease.keep,
-            lease.fail,
-        ):
-            with pytest.raises(LeaseExpiredError, match=f"must be held by this worker: .*{text}"):
-                change()
-        assert len(replay) == held
-        check_books(replay)
+        assert [one.parts[1].timeout_s for one in (writer, replay.writer())] == [limit, limit]
+        assert streams_of(replay)["train"].spec.rate_timeout_s == limit

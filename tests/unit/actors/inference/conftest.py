@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from gear_support import SCHEMA, prefix, shared_files
-from simulator_support import Envs, loader_of, section, short
+from simulators import Envs, loader_of, section, short
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.actors.inference_client import InferenceClient

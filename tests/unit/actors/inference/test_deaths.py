@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gear_support import SCHEMA, STEP, prefix, shared_files, wait_until
 from process_support import exit_status, in_child, kill
-from simulator_support import (
+from simulators import (
     Envs,
     check_one,
     loader_of,

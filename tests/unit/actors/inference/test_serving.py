@@ -7,7 +7,7 @@ import pytest
 import torch
 from gear_support import SCHEMA, STEP, prefix, shared_files, wait_until
 from process_support import exit_status, free_port, in_child
-from simulator_support import (
+from simulators import (
     ASKS,
     Envs,
     any_runs,

@@ -6,18 +6,18 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import op_wrappers
+import op_kit
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadPlane, on_ranks
 
-from deepspeed_gear.distributed.row_exchange.trajectory_exchange import NO_BATCH, TrajectoryExchange
-from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
-from deepspeed_gear.distributed.sharded_selection import StatusMessage
 from deepspeed_gear.errors import PeerError
+from deepspeed_gear.row_exchange.trajectory_exchange import NO_BATCH, TrajectoryExchange
+from deepspeed_gear.row_exchange.trajectory_places import TrajectoryPlaces
 from deepspeed_gear.sampling.mass_rules import AgeWindow, WindowEdge
+from deepspeed_gear.sampling.selection_rounds import StatusMessage
 
 SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
 
@@ -32,21 +32,21 @@ def test_draws_over_shards_are_those_of_one_table(num_shards: int, spread: int) 
     sizes = SIZES[num_shards]
     masses = 2 ** torch.randint(0, spread, (1000,), generator=torch.Generator().manual_seed(0))
     masses[::7] = 0
-    whole = op_wrappers.tree(masses)
-    shards = [op_wrappers.tree(part) for part in parts_of(masses, sizes)]
-    totals = [op_wrappers.tree_total(s, n) for s, n in zip(shards, sizes, strict=True)]
-    coordinates = op_wrappers.draw(3, 1, 0, op_wrappers.tree_total(whole, 1000), 20_000)
+    whole = op_kit.tree(masses)
+    shards = [op_kit.tree(part) for part in parts_of(masses, sizes)]
+    totals = [op_kit.tree_total(s, n) for s, n in zip(shards, sizes, strict=True)]
+    coordinates = op_kit.draw(3, 1, 0, op_kit.tree_total(whole, 1000), 20_000)
     slots = torch.zeros(1000, 8, dtype=torch.int64)
     slots[:, 2] = torch.arange(1000)
     slots[:, 4] = 1
     rule = (0, 0, 1, 1, 0)
-    wanted = op_wrappers.resolve(whole, slots, coordinates, rule)[:, 0]
+    wanted = op_kit.resolve(whole, slots, coordinates, rule)[:, 0]
     found = torch.full_like(wanted, -1)
     for index, (sums, of_shard) in enumerate(zip(shards, parts_of(slots, sizes), strict=True)):
-        shard, mine, part = op_wrappers.assign_draws(coordinates, torch.tensor(totals), index)
+        shard, mine, part = op_kit.assign_draws(coordinates, torch.tensor(totals), index)
         assert torch.nonzero(shard == index)[:, 0].equal(mine)
         if len(part):
-            found[mine] = op_wrappers.resolve(sums, of_shard.contiguous(), part, rule)[:, 0]
+            found[mine] = op_kit.resolve(sums, of_shard.contiguous(), part, rule)[:, 0]
     assert found.equal(wanted)
 
 
@@ -59,14 +59,14 @@ def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> 
     masses[::7] = 0
     starts = np.cumsum([0, *sizes])
     items = [
-        op_wrappers.top_k(p, m, min(count, len(p)))
+        op_kit.top_k(p, m, min(count, len(p)))
         for p, m in zip(parts_of(priorities, sizes), parts_of(masses, sizes), strict=True)
     ]
     every = np.concatenate(
         [start + i[i >= 0].numpy() for start, i in zip(starts, items, strict=False)]
     )
     found = every[np.lexsort((every, -priorities.numpy()[every]))[:count]]
-    wanted = op_wrappers.top_k(priorities, masses, count)
+    wanted = op_kit.top_k(priorities, masses, count)
     assert found.tolist() == wanted[wanted >= 0].tolist()
 
 

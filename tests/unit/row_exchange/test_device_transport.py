@@ -13,8 +13,8 @@ import torch
 from device_stub import DEVICE, DeviceStub, StubStream
 from torch import Tensor
 
-from deepspeed_gear.distributed.row_exchange import device_transport
-from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.row_exchange import device_transport
+from deepspeed_gear.row_exchange.device_transport import DeviceTransport
 
 SIZES = (0, 3, 5000, 7, 20_000, 20_000)  # words from each node; the buffers grow twice
 

@@ -14,9 +14,9 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import LEARNS, MASK, read_fields
 from deepspeed_gear.config.types import dotted
-from deepspeed_gear.distributed.row_exchange.row_messages import RowReads, WindowRead
 from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.row_exchange.row_messages import RowReads, WindowRead
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
@@ -220,13 +220,3 @@ def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
     ranks = itertools.product(*(range(size) for size in sizes.values()))
     names = [f"{axis}_rank" for axis in sizes]
     return [RankCoordinates(**named, **dict(zip(names, where, strict=True))) for where in ranks]
-
-
-def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S +
-    1].
-    """
-    before = np.concatenate([[0], np.cumsum(sizes)])
-    wanted = before[-1] * np.arange(1, num_nodes) / num_nodes
-    inner = np.clip(np.searchsorted(before, wanted), 0, len(sizes))
-    return np.concatenate([[0], inner, [len(sizes)]]).astype(np.int64)

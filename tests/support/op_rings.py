@@ -2,21 +2,18 @@
 single ops.
 """
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from op_cases import ALL_ANCHORS, SCRATCH, tensors_of
-from op_comparison import REFERENCE, same_bits
+from op_kit import REFERENCE, same_bits, tensors_of
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
     MassUnit,
-    Normalize,
     OpenTrajectory,
     PlacedStep,
     PlacedTrajectory,
@@ -24,12 +21,13 @@ from deepspeed_gear.ops.records import (
     RingState,
     Slot,
     SlotState,
-    Source,
     UpdateCount,
 )
 from deepspeed_gear.sampling.mass_rules import AnchorRule
 
 ONE = 0x3F800000
+ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
+SCRATCH = slice(16, 22)  # of a ring's state: what kernels pass to each other
 
 
 @dataclass
@@ -292,70 +290,3 @@ class Both:
         one, other = (ring.content for ring in self.rings)
         for name, tensor in one.items():
             assert same_bits(tensor, other[name]), name
-
-
-@functools.cache
-def ring_arguments(name: str) -> tuple[Any, ...]:
-    """Return arguments of an op: of a table that is full and has lost some, prioritized by step."""
-    shape = [5000, 1500, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
-    if name == "ring_extend_":
-        envs = Environments(REFERENCE, 100, (MassUnit.STEP, ALL_ANCHORS, True, True, 1), 9, 50, 15)
-        assert envs.shape == shape
-        for turn in range(70):
-            flags = [torch.rand(100) < share for share in (0.1, 0.05, 0.9)]
-            if turn < 69:
-                envs.step(*flags, next_step=True)
-        outs = envs.zeros(100, PlacedStep.NUM_WORDS), envs.zeros(100, 3), envs.truncations
-        how = envs.rule, shape, envs.unit, envs.alpha, HIGHEST_SO_FAR, envs.most_bits, True
-        return *envs.tensors.values(), *outs, *flags, *how
-    unit = MassUnit.TRAJECTORY if name == "ring_select_limited_" else MassUnit.STEP  # of items
-    ring = Ring(REFERENCE, *shape, unit, ALL_ANCHORS, True, True)
-    for _ in range(7):
-        placed = ring.add(torch.randint(-1, 11, (200,)).tolist())
-    state, slots, _, sums, minima, priorities, row_slots = ring.tensors.values()
-    betas = [0, ONE_Q62 // 2, ONE_Q62]
-    draw = [1, 2, 1, 0, 0, Normalize.TABLE]
-    batch = ring.select(300, draw, betas) if name == "ring_update_" else ring.batch(300)
-    adding = unit, ring.alpha, HIGHEST_SO_FAR, ring.most_bits
-    drawing = ring.rule, shape, draw, unit
-    rows = torch.randint(0, 256, (200, 9, 7), dtype=torch.uint8), torch.randn(200, 10, 3)
-    columns = ring.zeros(5000, 7, dtype=torch.uint8), ring.zeros(5000, 3, dtype=torch.float32)
-    reported = torch.rand(300) * 3
-    reported[::50] = -1.0  # no priority: it changes nothing
-    lengths = torch.randint(-1, 11, (200,))
-    ids = int(state[RingState.NEXT]) - 2 * torch.arange(300)
-    arguments: dict[str, tuple[Any, ...]] = {
-        "ring_add_": (*ring.tensors.values(), placed, lengths, ring.rule, shape, *adding),
-        "ring_remove_": (state, slots, sums, minima, priorities, ring.zeros(300), ids, shape, unit),
-        "ring_select_": (
-            state,
-            *batch,
-            slots,
-            sums,
-            minima,
-            row_slots,
-            torch.tensor(betas),
-            *drawing,
-        ),
-        "ring_select_limited_": (
-            state,
-            *batch,
-            slots,
-            sums,
-            minima,
-            torch.tensor(betas),
-            *drawing,
-            2,
-        ),
-        "ring_top_k_": (state, *batch, slots, sums, priorities, row_slots, *drawing, False),
-        "ring_update_": (
-            *(state, sums, minima, priorities, slots, batch[0], reported),
-            *(ring.rule, shape, unit, ring.alpha, ring.most_bits),
-        ),
-        "scatter_": (
-            [*columns, ring.zeros(1500, 2, dtype=torch.float64)],
-            [*rows, torch.randn(200, 2, dtype=torch.float64)],
-            *(placed, [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]),
-        ),
-    }
-    return arguments[name]

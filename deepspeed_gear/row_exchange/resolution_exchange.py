@@ -4,62 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution, RowSample
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.row_messages import RowExchange
+from deepspeed_gear.sampling.selection import NodeDraws
 from deepspeed_gear.sampling.stream_state import StreamState
 
 MOST_MASS = (1 << 62) - 1  # no mass is greater
 NO_ROW = -1  # first row of a trajectory that another node holds: gathering it is an error
 Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
-
-
-@dataclass
-class NodeSelection:
-    number: int
-    entry: int  # of the ring
-    count: int  # samples
-    offset: int  # of its first sample among those of all tables
-    needs_all: bool  # whether every node gets the resolutions of all samples, as for a digest
-    asked: (
-        np.ndarray
-    )  # samples whose resolutions this node gets: that its ranks need, or all; ascending
-    owner: np.ndarray  # node that holds each of these
-    is_saved: bool = False  # whether it is one of a checkpoint
-    first: int = 0  # sample number of the first one
-    own: list[np.ndarray] = field(
-        default_factory=list
-    )  # samples that this node holds, by draw; ascending
-    resolutions: list[torch.Tensor] = field(
-        default_factory=list
-    )  # their resolutions. [n, 8] each, int64
-
-    def draw(
-        self, first: int, own: np.ndarray, resolutions: torch.Tensor, owner: np.ndarray, done: int
-    ) -> None:
-        """Add draws after the `done` in the selection, from sample number `first`: this node's
-        `own`, with their resolutions; `owner` is the node of each of all draws. [count], int64.
-        """
-        self.first = first - done
-        self.own.append(own + done if done else own)
-        self.resolutions.append(resolutions)
-        begin, end = np.searchsorted(self.asked, [done, done + len(owner)])
-        self.owner[begin:end] = owner[self.asked[begin:end] - done]
-
-    def drawn(self) -> tuple[np.ndarray, torch.Tensor]:
-        if len(self.own) == 1:
-            return self.own[0], self.resolutions[0]
-        own = np.concatenate([np.empty(0, np.int64), *self.own])
-        return own, torch.cat(
-            [torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *self.resolutions]
-        )
 
 
 class ResolutionExchange:
@@ -68,10 +27,19 @@ class ResolutionExchange:
     """
 
     def __init__(
-        self, state: StreamState, plan: ExchangePlan, rows: RowExchange, goals: Goals
+        self,
+        state: StreamState,
+        plan: ExchangePlan,
+        rows: RowExchange,
+        goals: Goals,
+        verify_every: int,
     ) -> None:
         self._state = state
+        self._plan = plan
+        self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._rows = rows
+        # A pass is not verified.
+        self._verify_every = 0 if state.spec.sampler.is_pass else verify_every
         self._goals = goals
         self._index = plan.index
         self._num_nodes = plan.num_nodes
@@ -93,23 +61,27 @@ class ResolutionExchange:
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
 
-    def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
+    def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
         """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number
         of resolutions, and this node's, [n, 8], int64.
         """
-        own, resolutions = selection.drawn()
-        ring = self._state.ring[selection.entry][: selection.count]
+        spec = self._state.spec
+        owner, own, resolutions = draws.joined()
+        # Index of the first sample among those of all tables.
+        offset = 0 if spec.offset is None else spec.offset(draws.number)
+        verifies = self._verify_every > 0 and draws.number % self._verify_every == 0
+        # Samples whose resolutions this node gets, ascending: those that its ranks need, or for a
+        # digest all.
+        asked = np.arange(draws.count) if verifies else self._wanted_of(draws.count, offset)
+        owner = owner[asked]
+        ring = self._state.ring[draws.entry][: draws.count]
         assert self._state.origins is not None
         with self._rows.channel.abandoned_on_error():
             sample = torch.from_numpy(own)
             steps = self._rows.steps_of(resolutions)
-            goals = (
-                self._goals(self._state.spec.random_key, resolutions) if self._draws_goals else None
-            )
-            samples, parts = self._encode(
-                (resolutions, sample, steps, goals), self._needs, selection.offset
-            )
-            if selection.needs_all:
+            goals = self._goals(spec.random_key, resolutions) if self._draws_goals else None
+            samples, parts = self._encode((resolutions, sample, steps, goals), self._needs, offset)
+            if verifies:
                 parts = self._encode((resolutions, sample, steps, None), self._everyone, 0)[1]
             parts[self._index] = NO_WORDS
             masses = resolutions.numpy()[:, Resolution.MASS]
@@ -117,38 +89,41 @@ class ResolutionExchange:
             received = self._rows.send(np.array([least]), parts, samples)
 
             self.least_drawn = min(int(words[0]) for words in received)
-            most = len(resolutions) + len(selection.asked)
+            most = len(resolutions) + len(asked)
             if most > len(self._which):
                 self._samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
                 self._which = torch.empty(most, dtype=torch.int64)
             outs = (
                 ring,
-                self._state.origins[selection.entry],
+                self._state.origins[draws.entry],
                 self._samples,
                 self._which,
                 self._found,
             )
             words = [torch.from_numpy(part[1:]) for part in received]
-            asked = (
-                torch.from_numpy(selection.owner),
-                torch.from_numpy(selection.asked),
-                self._needs[1],
-            )
-            route = selection.first, selection.offset, self._index, int(self._rows.takes_own)
-            self._ops.decode_draws_(*outs, words, resolutions, sample, steps, *asked, *route)
+            needed = torch.from_numpy(owner), torch.from_numpy(asked), self._needs[1]
+            route = draws.first, offset, self._index, int(self._rows.takes_own)
+            self._ops.decode_draws_(*outs, words, resolutions, sample, steps, *needed, *route)
             found = self._found_words[0]
             samples = self._samples[:found]
             which = self._which[:found]
-            goals = (
-                self._goals(self._state.spec.random_key, ring[which]) if self._draws_goals else None
-            )
+            goals = self._goals(spec.random_key, ring[which]) if self._draws_goals else None
             if goals is not None:
                 samples[:, RowSample.GOAL] = goals
-            counts: list[int] = np.bincount(selection.owner, minlength=self._num_nodes).tolist()
+            counts: list[int] = np.bincount(owner, minlength=self._num_nodes).tolist()
             counts[self._index] = 0
             sizes = [1 + count * self._words for count in counts]
-            self._rows.fill(selection.entry, ring, which, samples, received, sizes)
-        return selection.count, resolutions.numpy()
+            self._rows.fill(draws.entry, ring, which, samples, received, sizes)
+        return draws.count, resolutions.numpy()
+
+    def _wanted_of(self, count: int, offset: int) -> np.ndarray:
+        """Return the samples of a selection that this node's ranks need; mostly those of the one
+        before.
+        """
+        case = count, offset % self._plan.data_world
+        if case not in self._wanted:
+            self._wanted = {case: self._plan.wanted(*case)}
+        return self._wanted[case]
 
     def _encode(
         self,
@@ -179,15 +154,15 @@ class ResolutionSender:
         self._channel = channel
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
 
-    def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
-        """Exchange all resolutions to the ring; the selection has leaders, or of a checkpoint all
+    def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
+        """Exchange all resolutions to the ring; the draws are leaders, or of a checkpoint all
         members. Returns their number, and those of this node, [m, 8], int64.
         """
         state = self._state
-        entry = selection.entry
-        own, drawn = selection.drawn()
+        entry = draws.entry
+        _, own, drawn = draws.joined()
         words = drawn.numpy()
-        expands = state.spec.by_group and not selection.is_saved
+        expands = state.spec.by_group and not draws.is_saved
         with self._channel.abandoned_on_error():
             if expands:
                 with state.table.lock:

@@ -1,17 +1,16 @@
-"""Arguments of every op in host memory, of one size: what tests of the kernels give to two
-backends.
-"""
+"""Arguments of every op in host memory, of one size, for tests that compare two backends."""
 
+import functools
 from typing import Any
 
 import torch
-from op_wrappers import powers_of
-from reference_ops import reference_ops
+from op_kit import REFERENCE, moved, powers_of, tensors_of
+from op_rings import ALL_ANCHORS, SCRATCH, Environments, Ring
 from torch import Tensor
 
 from deepspeed_gear.ops.backends import OP_NAMES
-from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
-from deepspeed_gear.ops.records import RingState, SlotState, Source
+from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, ONE_Q62, minima_size, tree_size
+from deepspeed_gear.ops.records import MassUnit, Normalize, PlacedStep, RingState, Source
 
 RING_NAMES = [name for name in OP_NAMES if name.startswith("ring_") or name == "scatter_"]
 ON_DEVICE = [
@@ -30,13 +29,7 @@ LENGTH = 40
 COUNT = 33
 HOST_SLOTS = 40
 HOST_COUNT = 7
-ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
-SCRATCH = slice(16, 22)  # of a ring's state: what kernels pass to each other
 ALPHA = round(0.6 * ONE_Q62)
-SIZES = (0, 1, 7, 33)
-NUM_ITEMS = (0, 1, 7, 31, 32, 33, 1023, 1024, 1025, 33000)
-ALPHAS = (0, 1, round(0.6 * ONE_Q62), ONE_Q62 - 1, ONE_Q62)
-BAD_PRIORITIES = [-1.0, -1e-45, float("inf"), float("-inf"), float("nan")]
 
 
 def resolutions_of(count: int, slots: int = NUM_SLOTS, length: int = LENGTH) -> Tensor:
@@ -57,15 +50,13 @@ def arguments(name: str) -> tuple[Any, ...]:
         return host_arguments(name)
     torch.manual_seed(0)
     if name in RING_NAMES:
-        from ring_op_cases import ring_arguments  # which needs this module
-
         return tuple(moved(ring_arguments(name), "cpu"))
     out = torch.zeros(COUNT, dtype=torch.int64)
     masses = torch.randint(0, 1 << 40, (NUM_SLOTS,))
     sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
     sums[:NUM_SLOTS] = masses
     built = sums.clone()
-    reference_ops().tree_build_(built, NUM_SLOTS)
+    REFERENCE.tree_build_(built, NUM_SLOTS)
     rows = torch.randn(NUM_SLOTS * LENGTH, 11)
     reward = rows[:, 0].contiguous()
     ends = torch.rand(len(rows)) < 0.05
@@ -277,19 +268,6 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     }[name]
 
 
-def moved(value: Any, device: str) -> Any:
-    """Arguments with copies of their tensors on a device."""
-    if isinstance(value, (list, tuple)):
-        return [moved(v, device) for v in value]
-    return value.to(device, copy=True) if isinstance(value, Tensor) else value
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_of(v)]
-    return [value] if isinstance(value, Tensor) else []
-
-
 def assert_equal(got: Any, expected: Any) -> None:
     """Compare every tensor, of a ring's state what has a meaning behind the call."""
     for a, b in zip(tensors_of(got), tensors_of(expected), strict=True):
@@ -301,33 +279,68 @@ def assert_equal(got: Any, expected: Any) -> None:
         assert torch.equal(found, wanted)
 
 
-# ---- priorities, masses and slots of any magnitude -----------------------------------------------
-
-
-def any_priorities(count: int) -> Tensor:
-    """Finite floats of any magnitude, and zeros of both signs."""
-    priorities = torch.randint(0, 0x7F800000, (count,), dtype=torch.int32).view(torch.float32)
-    chosen = torch.rand(count)
-    return torch.where(chosen < 0.1, -0.0, torch.where(chosen < 0.2, 0.0, priorities))
-
-
-def masses_of(count: int) -> Tensor:
-    """Masses of any magnitude, a third of them 0, and small ones that repeat."""
-    masses = torch.randint(1, 1 << 40, (count,)) >> torch.randint(0, 40, (count,))
-    return masses * (torch.rand(count) < 0.67)
-
-
-def store_of(lengths: list[int], gap: int = 2) -> tuple[Tensor, Tensor]:
-    """Slots in falling order of their rows, with unused rows between them; and the slot of each
-    row.
-    """
-    slots = torch.randint(0, 1 << 40, (len(lengths), 8))
-    slots[:, 0] = SlotState.COMMITTED
-    row_slots = torch.full((sum(lengths) + gap * len(lengths),), -1, dtype=torch.int32)
-    first = len(row_slots)
-    for i, length in enumerate(lengths):
-        first -= length + gap
-        slots[i, 3] = first
-        slots[i, 4] = length
-        row_slots[first : first + length] = i
-    return slots, row_slots
+@functools.cache
+def ring_arguments(name: str) -> tuple[Any, ...]:
+    """Return arguments of an op: of a table that is full and has lost some, prioritized by step."""
+    shape = [5000, 1500, 1, 9]  # rows, slots, a row more than steps, the longest trajectory
+    if name == "ring_extend_":
+        envs = Environments(REFERENCE, 100, (MassUnit.STEP, ALL_ANCHORS, True, True, 1), 9, 50, 15)
+        assert envs.shape == shape
+        for turn in range(70):
+            flags = [torch.rand(100) < share for share in (0.1, 0.05, 0.9)]
+            if turn < 69:
+                envs.step(*flags, next_step=True)
+        outs = envs.zeros(100, PlacedStep.NUM_WORDS), envs.zeros(100, 3), envs.truncations
+        how = envs.rule, shape, envs.unit, envs.alpha, HIGHEST_SO_FAR, envs.most_bits, True
+        return *envs.tensors.values(), *outs, *flags, *how
+    unit = MassUnit.TRAJECTORY if name == "ring_select_limited_" else MassUnit.STEP  # of items
+    ring = Ring(REFERENCE, *shape, unit, ALL_ANCHORS, True, True)
+    for _ in range(7):
+        placed = ring.add(torch.randint(-1, 11, (200,)).tolist())
+    state, slots, _, sums, minima, priorities, row_slots = ring.tensors.values()
+    betas = [0, ONE_Q62 // 2, ONE_Q62]
+    draw = [1, 2, 1, 0, 0, Normalize.TABLE]
+    batch = ring.select(300, draw, betas) if name == "ring_update_" else ring.batch(300)
+    adding = unit, ring.alpha, HIGHEST_SO_FAR, ring.most_bits
+    drawing = ring.rule, shape, draw, unit
+    rows = torch.randint(0, 256, (200, 9, 7), dtype=torch.uint8), torch.randn(200, 10, 3)
+    columns = ring.zeros(5000, 7, dtype=torch.uint8), ring.zeros(5000, 3, dtype=torch.float32)
+    reported = torch.rand(300) * 3
+    reported[::50] = -1.0  # no priority: it changes nothing
+    lengths = torch.randint(-1, 11, (200,))
+    ids = int(state[RingState.NEXT]) - 2 * torch.arange(300)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "ring_add_": (*ring.tensors.values(), placed, lengths, ring.rule, shape, *adding),
+        "ring_remove_": (state, slots, sums, minima, priorities, ring.zeros(300), ids, shape, unit),
+        "ring_select_": (
+            state,
+            *batch,
+            slots,
+            sums,
+            minima,
+            row_slots,
+            torch.tensor(betas),
+            *drawing,
+        ),
+        "ring_select_limited_": (
+            state,
+            *batch,
+            slots,
+            sums,
+            minima,
+            torch.tensor(betas),
+            *drawing,
+            2,
+        ),
+        "ring_top_k_": (state, *batch, slots, sums, priorities, row_slots, *drawing, False),
+        "ring_update_": (
+            *(state, sums, minima, priorities, slots, batch[0], reported),
+            *(ring.rule, shape, unit, ring.alpha, ring.most_bits),
+        ),
+        "scatter_": (
+            [*columns, ring.zeros(1500, 2, dtype=torch.float64)],
+            [*rows, torch.randn(200, 2, dtype=torch.float64)],
+            *(placed, [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]),
+        ),
+    }
+    return arguments[name]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import op_wrappers
+import op_kit
 import pytest
 import torch
 from gear_support import SCHEMA
@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
-from deepspeed_gear.distributed.row_exchange.exchange_plan import (
+from deepspeed_gear.distributed.shard_placement import shards_of
+from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.records import Resolution, RowSample
+from deepspeed_gear.row_exchange.exchange_plan import (
     ExchangePlan,
     grid,
     needs_of,
     routes_of,
     row_needs,
-    shards_of,
 )
-from deepspeed_gear.distributed.row_exchange.row_messages import RowReads, WindowRead
-from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
-from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.records import Resolution, RowSample
+from deepspeed_gear.row_exchange.row_messages import RowReads, WindowRead
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
@@ -132,7 +132,7 @@ def test_samples_go_to_whoever_reads_them(
         records = torch.zeros(len(own), 8, dtype=torch.int64)
         records[:, Resolution.SLOT] = own
         tables = torch.from_numpy(found.readers), torch.from_numpy(found.need_of)
-        sent, _, _ = op_wrappers.encode_draws(records, own, *tables, offset, index)
+        sent, _, _ = op_kit.encode_draws(records, own, *tables, offset, index)
         wanted = [
             [n, s]
             for n in range(len(order))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from op_comparison import model_of, same_bits
+from op_kit import model_of, same_bits
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
@@ -16,6 +16,7 @@ LENGTHS = (1, 2, 5, 40, 3, 11)  # steps of the trajectories; each has one row mo
 FIRST_ROWS = [sum(LENGTHS[:i]) + i for i in range(len(LENGTHS))]
 NUM_ROWS = sum(LENGTHS) + len(LENGTHS)
 NONE = torch.empty(0)
+SCALING_ELEMENTS = 128  # of a field, at least, where its scaling has one per element
 SPECIAL = [
     0.0,
     -0.0,
@@ -57,6 +58,12 @@ def resolutions_of(count: int) -> Tensor:
     return torch.stack(
         (slot, slot, rest, torch.tensor(FIRST_ROWS)[slot], length, anchor, rest, rest), dim=1
     )
+
+
+def scaling(shift: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Prepare the (x - shift) * gain of one field for `gather_`."""
+    repeats = 1 if shift.numel() == 1 else -(-SCALING_ELEMENTS // shift.numel())
+    return shift.reshape(-1).double().repeat(repeats), gain.reshape(-1).double().repeat(repeats)
 
 
 @dataclass

@@ -19,9 +19,9 @@ import torch
 from deepspeed_gear.batching.gather import N_STEP_DTYPES, NStepReturns
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.distributed.node_channel import NodeChannel, message_of
-from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops.records import RowColumn, RowWindow
+from deepspeed_gear.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
