@@ -23,9 +23,8 @@ class Readiness:
         self._parts = parts
         self._rates = parts.rates
         self._timeout_s = parts.plan.config.rollout_timeout_s
-        barrier = parts.barrier
         # Raises if a rank is lost.
-        self._check = parts.context.check if barrier is None else barrier.check
+        self._check = parts.context.check if parts.barrier is None else parts.barrier.check
         self._streams = parts.train
         self._table = parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
