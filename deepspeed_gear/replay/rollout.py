@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.loss_weights import group_advantages
+from deepspeed_gear.batching.group_advantages import group_advantages
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
 from deepspeed_gear.config.describe_options import translate
 from deepspeed_gear.config.options import AdvantageConfig

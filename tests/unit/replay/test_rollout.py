@@ -25,7 +25,8 @@ from rollout_support import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_gear import DatasetWriter, Replay, Schema
-from deepspeed_gear.batching.loss_weights import group_advantages, loss_weights
+from deepspeed_gear.batching.group_advantages import group_advantages
+from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.options import LossConfig
 from deepspeed_gear.errors import (
