@@ -1,4 +1,4 @@
-"""Selection rounds: what the nodes that select together tell each other before they draw.
+"""Selection rounds: the messages in which nodes that select together share their totals and draws.
 
 Each selection begins with a status message of every node, its failure included, so that all nodes
 make the selection or none does. It has the totals of the node's store, from which every node
@@ -56,7 +56,7 @@ class StatusMessage:
 
 
 class SelectionRounds:
-    """What the nodes that make a stream's selections together tell each other, or one store alone.
+    """The rounds of messages by which the nodes of a stream make its selections together.
 
     `begin` and `apply` are collective over the node leaders. They take the table's lock themselves,
     and never hold it while they wait for other nodes. A store alone calls neither.
