@@ -312,7 +312,7 @@ def gather_into(call: int, resolutions: torch.Tensor, n_steps: torch.Tensor | No
     """Call `gather_` with the arguments of a GatherCall, by its address; releases the GIL."""
 
 def stream_take(
-    stream: int, key: int, alpha: int, beta: int, part: int, num_parts: int, /
+    stream: int, number: int, alpha: int, beta: int, part: int, num_parts: int, /
 ) -> tuple[list[int], torch.Tensor, torch.Tensor | None] | None:
     """Make or find the selection of a global batch; take its samples part, part + num_parts, ...
 
@@ -320,7 +320,7 @@ def stream_take(
 
     Args:
         stream: Address of a Stream.
-        key: Number of the global batch.
+        number: Number of the global batch.
         alpha: Exponent of the priorities, Q62; 0 without priorities.
         beta: Exponent of the PER weights, Q62; 0 without priorities.
         part: Index of the first sample.

@@ -160,7 +160,7 @@ class Inserter:
         try:
             columns = [trajectory[name] for name in self._names]
             num_steps = len(trajectory[self._measured]) - self._extra
-        except (KeyError, TypeError, IndexError):
+        except (KeyError, TypeError, IndexError, RuntimeError):  # a nested tensor has no length
             return None
         if len(trajectory) != len(columns) or num_steps < 1:
             return None

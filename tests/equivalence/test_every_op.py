@@ -242,7 +242,7 @@ CPU_CASES = [
     ),
     ("gather_", "order must have 33 values, got 2", {"order": torch.arange(2)}),
     ("gather_", "order must be Long", {"order": torch.arange(33, dtype=torch.int32)}),
-    ("plan_packs_", "must have [17] values, got", {"micro": first(6)}, {"rank": first(6)}),
+    ("plan_packs_", "must have [17] values, got", {"micro_step": first(6)}, {"rank": first(6)}),
     ("plan_packs_", "must have [17] values, got", {"num_micro_steps": torch.zeros(2).long()}),
     ("plan_packs_", "lengths must be", {"lengths": torch.ones(HOST_COUNT, dtype=torch.int32)}),
     ("encode_draws_", "readers must be nodes", {"readers": torch.tensor([[2]])}),
