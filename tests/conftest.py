@@ -1,6 +1,7 @@
 """Settings of every test run: accelerator, threads, folder of builds, reproducible hypothesis."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,10 +36,15 @@ use_builds()
 
 
 def pytest_sessionstart() -> None:
-    """Remove what killed builds of earlier runs have left."""
+    """Remove what killed builds of earlier runs have left, and heed SIGINT.
+
+    A shell's background job ignores SIGINT, and so would the programs that tests interrupt.
+    """
     from deepspeed_gear.ops import stale_locks
 
     stale_locks.remove()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
