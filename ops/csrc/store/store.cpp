@@ -417,8 +417,13 @@ int64_t ReserveWithRemoval(Store& store, const Wanted& wanted) {
   if (is_near) PrepareRun(store, wanted.last, num_rows);
   while (true) {
     const bool is_over = IsOver(store, wanted.num_steps);
-    int64_t found =
-        is_over ? int64_t{kNoRows} : ReserveAmong(store, num_rows, wanted.inserts, kNear);
+    int64_t found = kNoRows;
+    if (!is_over && store.frees_in_parts) {
+      // A retired group that is freed is generated again by the next job: search everywhere first.
+      found = Reserve(store, num_rows, wanted.inserts);
+    } else if (!is_over) {
+      found = ReserveAmong(store, num_rows, wanted.inserts, kNear);
+    }
     if (found >= 0) return found;
     if (is_near && found == kScattered) {
       is_near = false;
