@@ -64,7 +64,7 @@ def is_legal_name(name: str) -> bool:
     return bool(name) and not name.startswith(".") and all(c.isalnum() or c in "_-." for c in name)
 
 
-def _check(name: str, holds: bool, rule: str, value: Any = None, remedy: str = "") -> None:
+def _check(name: str, holds: bool, rule: str, value: Any, remedy: str) -> None:
     if not holds:
         raise SchemaError(name, rule, value, remedy)
 
@@ -98,7 +98,10 @@ class Column:
         for what in ("name", "dtype", "role", "rows"):
             if not isinstance(given := getattr(self, what), str):
                 raise SchemaError(
-                    f"column {self.name}: {what}", "must be a string", type(given).__name__
+                    f"column {self.name}: {what}",
+                    "must be a string",
+                    type(given).__name__,
+                    "give a str",
                 )
         try:
             if isinstance(self.shape, bytes):
@@ -106,33 +109,64 @@ class Column:
             object.__setattr__(self, "shape", tuple(operator.index(n) for n in self.shape))
         except TypeError:
             raise SchemaError(
-                f"column {self.name}: shape", "must be integers", type(self.shape).__name__
+                f"column {self.name}: shape",
+                "must be integers",
+                type(self.shape).__name__,
+                "give a list of integers; [] for a scalar",
             ) from None
         if not is_legal_name(self.name):
             raise SchemaError(
-                "column name", "must consist of letters, digits, '_', '-' and '.'", self.name
+                "column name",
+                "must consist of letters, digits, '_', '-' and '.'",
+                self.name,
+                "rename the column",
             )
         name = f"column {self.name}"
         kinds = (*DTYPES, *OPAQUE)
         shape = self.shape
         _check(
-            f"{name}: dtype", self.dtype in kinds, f"must be one of {', '.join(kinds)}", self.dtype
+            f"{name}: dtype",
+            self.dtype in kinds,
+            f"must be one of {', '.join(kinds)}",
+            self.dtype,
+            known_names(self.dtype, kinds),
         )
-        _check(f"{name}: role", self.role in ROLES, f"must be one of {', '.join(ROLES)}", self.role)
         _check(
-            f"{name}: rows", self.rows in ("T", "T+1", "1"), "must be 'T', 'T+1' or '1'", self.rows
+            f"{name}: role",
+            self.role in ROLES,
+            f"must be one of {', '.join(ROLES)}",
+            self.role,
+            '"other" suits every column',
+        )
+        _check(
+            f"{name}: rows",
+            self.rows in ("T", "T+1", "1"),
+            "must be 'T', 'T+1' or '1'",
+            self.rows,
+            "a row per step, one more at the end, or one per trajectory",
         )
         must_be_there = self.role in ("reward", "terminated", "truncated", "media")
         _check(
-            name, not (self.late and must_be_there), f"must not be late with the role {self.role}"
+            name,
+            not (self.late and must_be_there),
+            f"must not be late with the role {self.role}",
+            None,
+            "store it with the trajectory",
         )
         _check(
             f"{name}: allow_nan",
             self.is_floating or not self.allow_nan,
             f"must be left out unless the dtype is one of {', '.join(FLOATING)}",
             self.dtype,
+            "leave it out",
         )
-        _check(f"{name}: shape", all(n >= 1 for n in shape), "must have positive sizes", shape)
+        _check(
+            f"{name}: shape",
+            all(n >= 1 for n in shape),
+            "must have positive sizes",
+            shape,
+            "[] is a scalar",
+        )
         most = self.max_bytes
         if not self.is_opaque:
             _check(
@@ -140,6 +174,7 @@ class Column:
                 most == 0,
                 f"must be left out unless the dtype is one of {', '.join(OPAQUE)}",
                 most,
+                "leave it out",
             )
             return
         of = f"for the dtype {self.dtype}"
@@ -156,8 +191,15 @@ class Column:
             self.rows == "1",
             f"must be '1' {of}: one value per trajectory",
             self.rows,
+            "set it to '1'",
         )
-        _check(f"{name}: role", self.role == "other", f"must be 'other' {of}", self.role)
+        _check(
+            f"{name}: role",
+            self.role == "other",
+            f"must be 'other' {of}",
+            self.role,
+            "leave it out",
+        )
         stored = (LENGTH_BYTES + most,)
         _check(
             f"{name}: shape",
@@ -238,7 +280,11 @@ class Schema:
         given = tuple(columns) if is_list else (columns,)
         for one in given:
             _check(
-                "schema", isinstance(one, Column), "must be a list of Columns", type(one).__name__
+                "schema",
+                isinstance(one, Column),
+                "must be a list of Columns",
+                type(one).__name__,
+                "give [Column(...), ...]",
             )
         self.columns: tuple[Column, ...] = given  # type: ignore[assignment]
         self._by_name = {column.name: column for column in self.columns}
@@ -253,17 +299,36 @@ class Schema:
         self.end_columns = tuple(c for c in self.columns if c.role in ("terminated", "truncated"))
         names = [c.name for c in self.columns]
         few_late = len(self.late_columns) <= MOST_LATE
-        _check("schema", bool(names), "must have at least one column")
-        _check("schema", len(self.names) == len(names), "must have unique column names", names)
-        _check("schema", few_late, f"must have at most {MOST_LATE} late columns")
+        _check("schema", bool(names), "must have at least one column", None, "add the columns")
         _check(
-            "schema", bool(self.step_columns), "must have at least one column with a row per step"
+            "schema",
+            len(self.names) == len(names),
+            "must have unique column names",
+            names,
+            "rename one",
+        )
+        _check(
+            "schema",
+            few_late,
+            f"must have at most {MOST_LATE} late columns",
+            None,
+            "join some into vectors",
+        )
+        _check(
+            "schema",
+            bool(self.step_columns),
+            "must have at least one column with a row per step",
+            None,
+            "set the rows of one to 'T'",
         )
         for role, dtypes in _SCALAR_ROLES.items():
             columns = [c for c in self.columns if c.role == role]
             if len(columns) > 1:
                 raise SchemaError(
-                    "schema", f"must have at most one {role} column", [c.name for c in columns]
+                    "schema",
+                    f"must have at most one {role} column",
+                    [c.name for c in columns],
+                    'give the others the role "other"',
                 )
             for column in columns:
                 fits = column.dtype in dtypes or not dtypes
@@ -273,6 +338,7 @@ class Schema:
                         f"column {column.name}",
                         f"has role {role} and must be a scalar with rows 'T'{of_dtype}",
                         column.dtype if dtypes else None,
+                        'store one value for each step, or give it the role "other"',
                     )
         to_go = self.role("return_to_go")
         if to_go is not None and not (to_go.late and self.role("reward") is not None):
@@ -346,16 +412,32 @@ class Schema:
             SchemaError: An entry is malformed.
         """
         if not isinstance(data, Mapping):
-            raise SchemaError("schema", "must be a mapping that has columns", type(data).__name__)
+            raise SchemaError(
+                "schema",
+                "must be a mapping that has columns",
+                type(data).__name__,
+                'write {"columns": {...}}',
+            )
         entries = data.get("columns")
         if not isinstance(entries, (Mapping, list)):
-            raise SchemaError("schema.columns", "must be a list or a mapping of columns", entries)
+            raise SchemaError(
+                "schema.columns",
+                "must be a list or a mapping of columns",
+                entries,
+                'write {name: {"dtype": ..., "shape": ...}, ...}',
+            )
         rule = "must hold name, dtype, shape, role and rows"
         kinds = (TypeError, AttributeError)
         columns = []
         for name, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
             named = {"name": name} if isinstance(entries, Mapping) else {}
-            with SchemaError.on("schema.columns", rule, *kinds, value=entry):
+            with SchemaError.on(
+                "schema.columns",
+                rule,
+                *kinds,
+                value=entry,
+                remedy='write {"dtype": "float32", "shape": [3]} for each column',
+            ):
                 columns.append(Column(**{**named, **entry, "shape": tuple(entry.get("shape", ()))}))
         return cls(columns)
 

@@ -104,7 +104,12 @@ class InferenceClient(VectorWriter):
             resting = asking[self._waits[asking]]
             asking = asking[~self._waits[asking]]
             if (self._next[resting] == self._open_rows.first[resting]).any():
-                raise DataError("reset", "must come first", None)
+                raise DataError(
+                    "reset",
+                    "must come first",
+                    None,
+                    "send the first observation of each environment with reset",
+                )
             zeros = [
                 np.zeros((len(resting), *c.shape), c.numpy_dtype) for c in self._answer_rows.columns
             ]
@@ -140,7 +145,7 @@ class InferenceClient(VectorWriter):
         which = self._places[slice(None) if mask is None else mask]
         if (self._slots.states[which] < PlaceState.IDLE).any():
             raise StoreError(
-                "reset", "must not come while an answer is waited for", None, "call act again"
+                "reset", "must not be called while an answer is pending", None, "call act again"
             )
         completed = super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0
@@ -166,7 +171,10 @@ class InferenceClient(VectorWriter):
         places = self._places if envs is None else self._places[envs]
         if not self._slots.are_ready(places).all():
             raise StoreError(
-                "step", "must come after the answers", None, "call act, or take those of ready"
+                "step",
+                "must be called after the answers have arrived",
+                None,
+                "call act, or take those of ready",
             )
         given = dict(flatten("step", columns, self._column_names))
         unwanted = [column.name for column in self._answer_rows.columns if column.name in given]

@@ -73,12 +73,20 @@ class InferenceRequest:
         if not self._loader._finalizer.alive:
             raise StoreError(slots.name, "must be open", None, "it was closed")
         if not self._open:
-            raise StoreError("a request", "must be answered once")
+            raise StoreError(
+                "a request",
+                "must be answered only once",
+                remedy="take the next request from the loader",
+            )
         wrong = sorted({column.name for column in answers.columns} ^ set(columns))
         if wrong:
             wanted = [column.name for column in answers.columns]
             rule = f"must be one of the answers, all of which must be given: {wanted}"
-            raise DataError(f"{slots.name}: column {wrong[0]}", rule)
+            raise DataError(
+                f"{slots.name}: column {wrong[0]}",
+                rule,
+                remedy="give every answer column, and no others",
+            )
         # Places of processes that have ended meanwhile may be used again.
         valid = (slots.states[places] == PlaceState.TAKEN) & (slots.stamps[places] == self._stamps)
         values = []
@@ -140,7 +148,10 @@ class InferenceLoader(ProcessBound):
         config = replay.config
         if not store.spec.num_writers:
             raise ConfigError(
-                f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0
+                f"gear.tables.{name}.writers",
+                "must be positive for simulators to attach",
+                0,
+                "set it to the number of simulators",
             )
         self.batch_size = arguments.count("batch_size", batch_size)
         self.timeout_s = None if timeout is None else check_timeout("timeout", timeout)
@@ -206,6 +217,6 @@ def _columns(
         wrong = [name for name in names if name not in known]
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
-            raise ConfigError(what, rule, wrong or "nothing")
+            raise ConfigError(what, rule, wrong or "nothing", "name columns of the table's schema")
     reads = tuple(c.name for c in schema if c.name in asked)
     return reads, tuple(c.name for c in schema if c.name in given)

@@ -103,7 +103,11 @@ class PolicyBoard(ProcessBound):
         with undo_on_error(memory.close):
             layout, _ = read_header(memory.fd, str(memory.path))
             if "board" not in layout.meaning:
-                raise StoreError(str(memory.path), "must be a policy board")
+                raise StoreError(
+                    str(memory.path),
+                    "must be a policy board",
+                    remedy="give the name that the learner's PolicyBoard has",
+                )
             return cls(memory, layout)
 
     @property
@@ -135,10 +139,19 @@ class PolicyBoard(ProcessBound):
         Cost: the parameters are copied and read once.
         """
         if self._memory.peer != _PUBLISHER:
-            raise StoreError(f"board {self.name}", "must be published by the process that made it")
+            raise StoreError(
+                f"board {self.name}",
+                "must be published by the process that made it",
+                remedy="publish in the learner, load in the actors",
+            )
         number = self.version + 1 if version is None else arguments.count("version", version)
         if number <= self.version:
-            raise DataError("version", f"must be more than {self.version}", number)
+            raise DataError(
+                "version",
+                f"must be more than {self.version}",
+                number,
+                "leave it out to count up by one",
+            )
         state = self._check(module)
         slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
         self._slots[slot, _VERSION] = 0  # invalidates it for readers that are copying it
@@ -170,7 +183,12 @@ class PolicyBoard(ProcessBound):
         version = wait_until(self._read, _PATIENCE_S, _POLL_S)
         if version is None:
             rule = f"must hold a whole version within {_PATIENCE_S:g} s"
-            raise StoreError(f"board {self.name}", rule, self.version)
+            raise StoreError(
+                f"board {self.name}",
+                rule,
+                self.version,
+                "the publisher may have died while it wrote; start it again",
+            )
         _copy(state, self._parts(self._copy))
         self.loaded = version
         return version
@@ -201,7 +219,12 @@ class PolicyBoard(ProcessBound):
         shapes = [(name, list(tensor.shape)) for name, tensor in state]
         if shapes != self._shapes:
             odd = next((s for s in shapes if s not in self._shapes), None) or "fewer parameters"
-            raise DataError("module", "must have the parameters that the board was made for", odd)
+            raise DataError(
+                "module",
+                "must have the parameters that the board was made for",
+                odd,
+                "load into a module of the same architecture",
+            )
         return [tensor for _, tensor in state]
 
     def close(self) -> None:

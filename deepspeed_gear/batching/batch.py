@@ -187,7 +187,11 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
             if name in SAMPLE_NAMES:
                 values: torch.Tensor = getattr(self, name)
                 return values
-        raise FieldError(f"{name!r}", "must be a field or part of the batch")
+        raise FieldError(
+            f"{name!r}",
+            "must be a field or part of the batch",
+            remedy=f"it has {', '.join([*self._tensors, *SAMPLE_NAMES])}",
+        )
 
     def opaque(self, name: str) -> list[Any]:
         """Return the values of a field whose column has the dtype "bytes" or "json", one a sample.
@@ -641,12 +645,18 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
     if key.dtype == torch.bool:
         if key.shape != (num_samples,):
             raise ShapeError(
-                "the mask of samples", f"must have shape [{num_samples}]", list(key.shape)
+                "the mask of samples",
+                f"must have shape [{num_samples}]",
+                list(key.shape),
+                "give a mask with one bool for each sample",
             )
         return key.nonzero()[:, 0]
     if key.is_floating_point():
         raise DataError(
-            "the samples", "must be a slice, a mask of bools, or integers", str(key.dtype)
+            "the samples",
+            "must be a slice, a mask of bools, or integers",
+            str(key.dtype),
+            "convert them with .bool() or .long()",
         )
     if key.dtype == torch.uint8 and key.shape == (num_samples,):
         rule = "must be a mask of bools, or indices of int64"
@@ -661,7 +671,12 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
         high = index.max().item()
         if low < -num_samples or high >= num_samples:
             rule = f"must be in [{-num_samples}, {num_samples})"
-            raise ShapeError("an index of samples", rule, low if low < -num_samples else high)
+            raise ShapeError(
+                "an index of samples",
+                rule,
+                low if low < -num_samples else high,
+                f"the batch has {num_samples} samples",
+            )
     return torch.where(index < 0, index + num_samples, index)
 
 
@@ -696,9 +711,18 @@ def _alike(batches: Sequence[Batch]) -> list[Batch]:
         name = next((n for n in [*wanted, *here] if wanted.get(n) != here.get(n)), None)
         if name is not None:
             rule = f"must be as in batch 0: {wanted.get(name, 'missing')}"
-            raise ShapeError(f"field {name!r} of batch {number}", rule, here.get(name, "missing"))
+            raise ShapeError(
+                f"field {name!r} of batch {number}",
+                rule,
+                here.get(name, "missing"),
+                "join batches of one config only",
+            )
         if batch._samples.burn_in != given[0]._samples.burn_in:
-            raise ShapeError(f"the burn-in of batch {number}", "must be that of batch 0")
+            raise ShapeError(
+                f"the burn-in of batch {number}",
+                "must be that of batch 0",
+                remedy="join batches of one config only",
+            )
     return given
 
 

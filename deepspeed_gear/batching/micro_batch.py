@@ -187,7 +187,11 @@ class ForwardPass:
         for name, values in columns.items():
             if name not in self._filled:
                 rule = f"must be one of those that forward names ({', '.join(self._filled)})"
-                raise FieldError(f"column {name!r}", rule)
+                raise FieldError(
+                    f"column {name!r}",
+                    rule,
+                    remedy="add it to the columns that forward is called with",
+                )
             self._writer.write(name, micro, values)
             self._filled[name].add(micro.sources.number)
 
@@ -498,7 +502,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             remedy = "a member's trajectories may be in several micro batches"
             raise ConfigError("gear.loss.by", rule, self._loss.by, remedy)
         if how not in ("mean", "sum"):
-            raise ConfigError("how", "must be mean or sum", how)
+            raise ConfigError("how", "must be mean or sum", how, 'write how="mean" or how="sum"')
         kept = self._kept(values)
         mask = self._loss.mask[0]
         owner = torch.from_numpy(self.pack_shape.owners()).to(kept.device)

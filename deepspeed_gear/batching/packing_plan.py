@@ -42,7 +42,12 @@ class PackBudget:
         }
         for name, (value, least, most) in ranges.items():
             if not least <= value <= most:
-                raise ConfigError(f"PackBudget.{name}", f"must be in [{least}, {most}]", value)
+                raise ConfigError(
+                    f"PackBudget.{name}",
+                    f"must be in [{least}, {most}]",
+                    value,
+                    "choose a value in this range",
+                )
         if self.linear + self.quadratic == 0:
             rule = "must have a cost: linear and quadratic are 0"
             raise ConfigError("PackBudget", rule, [0, 0], "use 1, 0")
@@ -130,14 +135,29 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     """
     if lengths.dtype != torch.int64 or lengths.dim() != 1 or lengths.device.type != "cpu":
         given = f"{lengths.dtype} {list(lengths.shape)} on {lengths.device}"
-        raise ShapeError("lengths", "must be int64, [n], in host memory", given)
+        raise ShapeError(
+            "lengths",
+            "must be int64, [n], in host memory",
+            given,
+            "convert them with lengths.cpu().long()",
+        )
     if not 1 <= width <= MOST_PACK_WIDTH:
-        raise ShapeError("width", f"must be in [1, {MOST_PACK_WIDTH}]", width)
+        raise ShapeError(
+            "width",
+            f"must be in [1, {MOST_PACK_WIDTH}]",
+            width,
+            "use fewer replicas, or lower gear.pack.plan_width",
+        )
     steps = lengths.numpy()
     shortest, longest = (int(steps.min()), int(steps.max())) if len(steps) else (1, 1)
     if shortest < 1:
         i = int(lengths.argmin())
-        raise DataError(f"trajectory {i}", "must have at least 1 token to be packed", shortest)
+        raise DataError(
+            f"trajectory {i}",
+            "must have at least 1 token to be packed",
+            shortest,
+            "leave empty trajectories out",
+        )
     if longest > budget.room:
         i = int(lengths.argmax())
         rule = f"must have at most {budget.room} tokens, the budget of a pack"

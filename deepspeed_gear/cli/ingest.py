@@ -109,6 +109,8 @@ def _pairs(args: argparse.Namespace, option: str) -> dict[str, str]:
         if not name or not value:
             raise ConfigError(f"--{option}", f"must be {form}", pair, f"for example {example}")
         if name in pairs:
-            raise ConfigError(f"--{option}", "must give every name once", pair)
+            raise ConfigError(
+                f"--{option}", "must give every name once", pair, "remove one of them"
+            )
         pairs[name] = value
     return pairs

@@ -69,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
     held_in, tables = (None, []) if folder is None else find_saves(folder)
     if args.verify and (folder is None or held_in is not None or tables):
         raise ConfigError(
-            "--verify", "must be of a data set", None, "a checkpoint is always verified"
+            "--verify",
+            "must be given for a data set only",
+            None,
+            "leave it out: a checkpoint is always verified",
         )
     if folder is None:
         document, lines = describe_living(args.living or None)

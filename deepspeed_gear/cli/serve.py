@@ -50,7 +50,12 @@ def run(args: argparse.Namespace) -> int:
     # grpc logs a traceback for each token that is not text, at any rate of requests.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
     if bool(args.tls_cert) != bool(args.tls_key):
-        raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
+        raise ConfigError(
+            "--tls-cert",
+            "must be given together with --tls-key",
+            None,
+            "give both, or neither with --insecure",
+        )
     certificate = read_certificate(args.tls_cert, args.tls_key) if args.tls_cert else None
     token = read_token(args.token_file)
     max_bytes = args.max_message << 20

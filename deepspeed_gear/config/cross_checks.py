@@ -46,7 +46,7 @@ class Part:
     at: str
     options: BaseModel
 
-    def leave_out(self, names: str, when: str, remedy: str = "") -> None:
+    def leave_out(self, names: str, when: str, remedy: str = "leave it out") -> None:
         """Require that options have their defaults.
 
         Args:
@@ -58,17 +58,25 @@ class Part:
             if value != default:
                 self.refuse(name, f"must not be given {when}", remedy)
 
-    def need(self, name: str, when: str, remedy: str = "") -> None:
+    def need(self, name: str, when: str, remedy: str) -> None:
         """Require that an option is not null."""
         if self._value_and_default(name)[0] is None:
             self.refuse(name, f"must be given {when}", remedy)
 
     def admit(self, name: str, values: Sequence[Any], when: str, remedy: str = "") -> None:
-        """Require that an option has one of some values, which the rule lists."""
-        if self._value_and_default(name)[0] not in values:
-            self.refuse(name, f"must be {' or '.join(map(json.dumps, values))} {when}", remedy)
+        """Require that an option has one of some values, which the rule lists.
 
-    def at_most(self, name: str, limit: int | None, rule: str, remedy: str = "") -> None:
+        Args:
+            remedy: "" is to set the first of the values.
+        """
+        if self._value_and_default(name)[0] not in values:
+            admitted = [json.dumps(value) for value in values]
+            remedy = remedy or f"set it to {admitted[0]}"
+            self.refuse(name, f"must be {' or '.join(admitted)} {when}", remedy)
+
+    def at_most(
+        self, name: str, limit: int | None, rule: str, remedy: str = "choose a smaller number"
+    ) -> None:
         """Require that an option is null or at most `limit`.
 
         Args:
@@ -79,7 +87,7 @@ class Part:
         if value is not None and limit is not None and value > limit:
             self.refuse(name, f"must be at most {rule} ({limit})", remedy)
 
-    def refuse(self, name: str, rule: str, remedy: str = "") -> NoReturn:
+    def refuse(self, name: str, rule: str, remedy: str) -> NoReturn:
         """Raise ConfigError for an option's value; a value that is itself a part is not shown."""
         value = self._value_and_default(name)[0]
         if isinstance(value, dict) and any(
@@ -291,10 +299,14 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
 def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
     if (group.member is None) != (group.max_trajectories is None):
         part.refuse(
-            "max_trajectories", f"must be given together with {part.at}.member, and only then"
+            "max_trajectories",
+            f"must be given together with {part.at}.member, and only then",
+            "give both, or neither",
         )
     if group.member == group.column:
-        part.refuse("member", "must be another column than that of the group")
+        part.refuse(
+            "member", "must be another column than that of the group", "name the member's column"
+        )
     if group.max_trajectories is not None and group.max_trajectories < group.size:
         part.refuse(
             "max_trajectories",
@@ -302,7 +314,11 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
             "a member has at least one trajectory",
         )
     if (group.after_s is None) != (group.min_size is None):
-        part.refuse("min_size", f"must be given together with {part.at}.after_s, and only then")
+        part.refuse(
+            "min_size",
+            f"must be given together with {part.at}.after_s, and only then",
+            "give both, or neither",
+        )
     part.at_most("min_size", group.size, f"{part.at}.size")
     most = group.max_trajectories or group.size
     held = table.capacity_trajectories
@@ -311,11 +327,12 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
             f"{part.at.removesuffix('.group')}.capacity_trajectories",
             f"must be at least the trajectories of a group ({most})",
             held,
+            f"raise it to {most} or more",
         )
     if table.data is not None:
         for option in ("needs", "after_s", "remember"):
             if getattr(group, option):
-                part.refuse(option, "must not be given for a data set")
+                part.refuse(option, "must not be given for a data set", "leave it out")
 
 
 def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
@@ -368,7 +385,9 @@ def _check_rate(
         part.leave_out(others, f"together with {part.at}.queue", "drop one")
         if sampler.kind != "fifo" or sampler.unit == "step":
             part.refuse(
-                "queue", 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"'
+                "queue",
+                'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"',
+                "change the sampler, or leave queue out",
             )
         Part(at_table, table).admit("max_times_sampled", (0, 1), "in a queue")
     if rate.samples_per_insert is None:
@@ -381,7 +400,7 @@ def _check_rate(
     held = table.capacity_steps if sampler.unit == "step" else table.capacity_trajectories
     if held is not None and table.group is not None:
         held //= table.group.size
-    part.at_most("min_size", held, "what the table holds")
+    part.at_most("min_size", held, "what the table holds", "lower it, or raise the capacity")
 
 
 def _check_sampler(config: GearOptions) -> None:
@@ -460,7 +479,11 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
             "offset", 'must not be "n_step" without gear.n_step', "give gear.n_step or a number"
         )
     if field.offset == "n_step" and field.length is not None and config.burn_in:
-        part.refuse("offset", "must be a number in a window where there is gear.burn_in")
+        part.refuse(
+            "offset",
+            "must be a number in a window where there is gear.burn_in",
+            "give the offset in steps",
+        )
     if field.normalize is not None and config.normalizes_online:
         for is_so, what in (
             (config.on_device, "a table on devices"),
@@ -487,7 +510,7 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
         part.leave_out("length align hindsight", "with gear.pack", _WHOLE)
         for option, value in (("offset", "n_step"), ("pad", "edge"), ("derived", "position")):
             if getattr(field, option) == value:
-                part.refuse(option, "must be another one with gear.pack", _WHOLE)
+                part.refuse(option, "must have another value with gear.pack", _WHOLE)
 
 
 def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
@@ -551,7 +574,7 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
         "minibatches", size.size, "the items of the batch", "a minibatch has one item at least"
     )
     if unit != "group":
-        rule = 'must be another one where gear.sampler.unit is not "group"'
+        rule = 'must have another value where gear.sampler.unit is not "group"'
         for option, value in (("normalize", "group"), ("by", "member")):
             if getattr(config.loss, option) == value:
                 Part("gear.loss", config.loss).refuse(option, rule, "sample groups")
@@ -573,7 +596,7 @@ def _check_names(config: GearOptions) -> None:
         for name in sampler.shares:
             if name not in tables:
                 at = dotted("gear", "sampler", "shares", name)
-                raise ConfigError(at, "must be of a table", None, known_names(name, tables))
+                raise ConfigError(at, "must name a table", None, known_names(name, tables))
     elif sampler.table is None and len(tables) > 1:
         raise ConfigError(
             "gear.sampler.table",

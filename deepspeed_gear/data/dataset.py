@@ -321,7 +321,12 @@ class Dataset(MapDataset[dict[str, Any]]):
             DataError: There is no such trajectory.
         """
         if not 0 <= i < len(self):
-            raise DataError("trajectory id", f"must be in [0, {len(self)})", i)
+            raise DataError(
+                "trajectory id",
+                f"must be in [0, {len(self)})",
+                i,
+                f"the data set holds {len(self)} trajectories",
+            )
         first = int(self.first_rows[i])
         length = int(self.lengths[i])
         result: dict[str, Any] = {}

@@ -354,7 +354,7 @@ class BatchBarrier:
 
     def _died(self, peer: int) -> PeerError:
         name = f"rank {self._ranks[peer]}"
-        rule = "must live as long as the others train"
+        rule = "must run while the others train"
         return PeerError(name, rule, None, f"it died after {self._passed(peer)}")
 
     def _passed(self, peer: int) -> str:

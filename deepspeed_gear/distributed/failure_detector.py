@@ -374,7 +374,11 @@ class FailureDetector:
 
     def _set_failure(self, found: str) -> None:
         self._report(found)
-        self._failure = LostNodeError(found, "must live and answer as long as the others train")
+        self._failure = LostNodeError(
+            found,
+            "must run and answer while the others train",
+            remedy="start all ranks again, from the last checkpoint",
+        )
 
     def _has_failure(self) -> bool:
         with contextlib.suppress(LostNodeError):

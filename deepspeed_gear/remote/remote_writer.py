@@ -380,7 +380,12 @@ class RemoteWriter(WriterBase):
         arguments.one_of("schema", schema, (Schema, type(None)), "a Schema")
         most_bytes = gateway_messages.MOST_MAX_MESSAGE_BYTES
         if not 0 < batch_bytes <= most_bytes:
-            raise ConfigError("batch_bytes", f"must be in [1, {most_bytes}]", batch_bytes)
+            raise ConfigError(
+                "batch_bytes",
+                f"must be in [1, {most_bytes}]",
+                batch_bytes,
+                "choose a value in this range",
+            )
         line = Connection(url, token, ca, insecure)
         hello = begin_session(line, timeout_s, schema=None if schema is None else schema.to_json())
         if batch_bytes > hello["max_message_bytes"]:

@@ -217,7 +217,7 @@ def _decide_start(plan: Resolved) -> RunStart:
     kept = control_plane.all_results("the kept store", lambda: _kept_run(plan, name))
     known = sorted({run.id for run in kept if run is not None})
     if len(known) > 1:
-        rule = "must be of one run on all nodes"
+        rule = "must belong to one run on all nodes"
         remedy = f"use {clean_command(memory.prefix)} on each, or once with --hostfile"
         raise StoreError(f"the kept stores of {memory.prefix}", rule, known, remedy)
     job_id = secrets.token_hex(16)
@@ -238,7 +238,7 @@ def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
         run = read_header(fd, str(path))[1] if is_kept(fd) else None
         if run is not None and run.name == name:
             if is_held(fd, 0, topology.num_peers):
-                rule = "must have no living rank"
+                rule = "must not be in use by a running rank"
                 remedy = "give each job a shared_memory.run of its own"
                 raise StoreError(str(path), rule, None, remedy)
             return run

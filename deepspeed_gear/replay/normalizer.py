@@ -85,11 +85,18 @@ class FieldConversion:
             return values if values.dtype == dtype else _rounded(widen(values, by_way), dtype)
         if values.is_floating_point():
             raise DataError(
-                name, f"must be integers, as the field is {_NAMES[dtype]}", str(values.dtype)
+                name,
+                f"must be integers, as the field is {_NAMES[dtype]}",
+                str(values.dtype),
+                "convert them, or normalize to a floating-point dtype",
             )
         cast = values.to(dtype)
         if values.dtype != dtype and not bool((cast.to(values.dtype) == values).all()):
-            raise DataError(name, f"must hold values that {_NAMES[dtype]} can hold")
+            raise DataError(
+                name,
+                f"must hold values that {_NAMES[dtype]} can hold",
+                remedy="clip or round them first",
+            )
         return cast
 
     def to_json(self) -> dict[str, Any]:

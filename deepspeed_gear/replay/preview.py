@@ -207,9 +207,19 @@ def _row_bytes(field: ResolvedField) -> int:
 def read_lengths(path: Path) -> np.ndarray:
     """Read lengths from an .npy file of integers, or a text file of one a line; else DataError."""
     kinds = OSError, ValueError, OverflowError
-    with DataError.on(f"lengths {path}", "must be a file of whole numbers", *kinds):
+    with DataError.on(
+        f"lengths {path}",
+        "must be a file of whole numbers",
+        *kinds,
+        remedy="write one integer a line, or save an integer array as .npy",
+    ):
         if path.exists() and not path.is_file():
-            raise DataError(f"lengths {path}", "must be a file", stat.filemode(path.stat().st_mode))
+            raise DataError(
+                f"lengths {path}",
+                "must be a file",
+                stat.filemode(path.stat().st_mode),
+                "give a text file or an .npy file",
+            )
         check_no_pointer(path)
         if path.suffix == ".npy":
             found: np.ndarray = np.lib.format.open_memmap(path, mode="r")
@@ -219,7 +229,12 @@ def read_lengths(path: Path) -> np.ndarray:
             found = found.astype(np.int64) if (found % 1 == 0).all() else found
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or found.min() < 1:
         form = f"{found.dtype} {found.shape}"
-        raise DataError(f"lengths {path}", "must be whole numbers of at least 1", form)
+        raise DataError(
+            f"lengths {path}",
+            "must be whole numbers of at least 1",
+            form,
+            "write one integer a line, or save an integer array as .npy",
+        )
     return found.astype(np.int64)
 
 

@@ -89,7 +89,9 @@ class Replay(ReplayBase):
         to = arguments.device("device", device)
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         if not isinstance(turns, str) or turns not in get_args(Turns):
-            raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
+            raise ConfigError(
+                "turns", f"must be one of {', '.join(get_args(Turns))}", turns, "choose one of them"
+            )
         plan = resolve_plan(config, process_group, schemas, info, place)
         super().__init__(plan, to, engine_dtype)
         self.schemas = plan.schemas
@@ -697,7 +699,12 @@ class Replay(ReplayBase):
         masses = streams[TRAIN].state.priorities if TRAIN in streams else None
         if masses is None:
             rule = 'must be "prioritized" or "top_k" for priorities to be reported'
-            raise ConfigError("gear.sampler.kind", rule, self.config.sampler_of(name).kind)
+            raise ConfigError(
+                "gear.sampler.kind",
+                rule,
+                self.config.sampler_of(name).kind,
+                "choose such a sampler, or do not report priorities",
+            )
         return masses
 
     @property
@@ -776,7 +783,12 @@ class Replay(ReplayBase):
         self._check_open()
         if not self._place.reads:
             at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
-            raise StoreError("a batch", "must be sampled on the first or last stage", at)
+            raise StoreError(
+                "a batch",
+                "must be sampled on the first or last stage",
+                at,
+                "do not sample on the stages between; they get activations",
+            )
 
     def close(self) -> None:
         """Stop the prefetch thread and detach; safe to call twice and at exit.

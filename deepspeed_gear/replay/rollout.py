@@ -156,7 +156,12 @@ class Rollout(PublicNames):
         array = arguments.array(name, values)
         if array.shape not in ((self.num_trajectories,), (self.num_tokens,)):
             rule = f"must have shape [{self.num_trajectories}] or [{self.num_tokens}]"
-            raise ShapeError(name, rule, list(array.shape))
+            raise ShapeError(
+                name,
+                rule,
+                list(array.shape),
+                "give one value for each trajectory, or for each token",
+            )
         self._columns.set_column(name, array)
 
     def column(self, name: str) -> torch.Tensor:
@@ -219,7 +224,10 @@ class Rollout(PublicNames):
         if options:
             option, value = next(iter(options.items()))
             raise ConfigError(
-                f"rollout.advantages.{option}", f"is not an option of {kind!r}", value
+                f"rollout.advantages.{option}",
+                f"is not an option of {kind!r}",
+                value,
+                "leave it out for this estimator",
             )
         columns = self._columns
         settings = self._context.settings
@@ -277,7 +285,9 @@ class Rollout(PublicNames):
         """
         self.check_open()
         if over not in ("token", "sequence"):
-            raise ConfigError("over", "must be token or sequence", over)
+            raise ConfigError(
+                "over", "must be token or sequence", over, 'write over="token" or over="sequence"'
+            )
         values = self.column(name).double().numpy()
         columns = self._columns
         counted = values[columns.mask]
@@ -473,7 +483,10 @@ class TrainStep(PublicNames):
             raise fault
         if faults:
             raise PeerError(
-                f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks"
+                f"{self.name}: {', '.join(values)}",
+                rule,
+                f"other numbers on {faults:.0f} ranks",
+                "collect one number in each micro batch on every rank",
             )
         divisor = self._context.divisor.value
         return {name: value / divisor for name, value in zip(values, total, strict=True)}

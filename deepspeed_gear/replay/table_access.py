@@ -72,7 +72,7 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             used_up = np.array([place.get(number, -1) for number in numbers.tolist()], np.int64)
             slots = np.where(slots >= 0, slots, used_up)
         if (slots < 0).any():
-            remedy = ""
+            remedy = "it may have been evicted, or is stored on another node"
             if table.spec.retention.max_times_sampled:
                 remedy = "read samples before adding more: rows of evicted trajectories are reused"
             absent = int(numbers[slots < 0][0])
@@ -187,7 +187,12 @@ def copy_items(
     wanted = ~of_target if chosen is None else arguments.array("chosen", chosen)
     if wanted.dtype != bool or wanted.shape != of_target.shape:
         rule = f"must have shape [{trajectories.num_items}], one bool for each item"
-        raise ShapeError("chosen", rule, f"{wanted.dtype} {list(wanted.shape)}")
+        raise ShapeError(
+            "chosen",
+            rule,
+            f"{wanted.dtype} {list(wanted.shape)}",
+            "give one bool for each item of the rollout batch",
+        )
     name = target.spec.name
     if (wanted & of_target).any():
         at = int(np.nonzero(wanted & of_target)[0][0])
@@ -197,7 +202,10 @@ def copy_items(
     given = None if priorities is None else arguments.array("priorities", priorities)
     if given is not None and given.shape != of_target.shape:
         raise ShapeError(
-            "priorities", f"must have shape [{trajectories.num_items}]", list(given.shape)
+            "priorities",
+            f"must have shape [{trajectories.num_items}]",
+            list(given.shape),
+            "give one priority for each item of the rollout batch",
         )
     if given is not None:
         with np.errstate(over="ignore"):
@@ -208,7 +216,11 @@ def copy_items(
             continue
         if unknown := [one for one in names if one not in rows.table.schema]:
             rule = f"must be a column of table {rows.table.spec.name}, whose items are copied"
-            raise ConfigError(f"gear.tables.{name}.schema.columns.{unknown[0]}", rule)
+            raise ConfigError(
+                f"gear.tables.{name}.schema.columns.{unknown[0]}",
+                rule,
+                remedy="add the column to that table, or leave it out of this one",
+            )
         for column in rows.table.schema.late_columns:
             if column.name in names and not target.schema[column.name].late:
                 rows.check_filled(column.name)

@@ -63,7 +63,9 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
         except OSError as error:  # it has ended, or belongs to another user
             if process is not None:
                 rule = f"must be a running process of user {os.geteuid()}"
-                raise StoreError(f"process {pid}", rule, error.strerror) from error
+                raise StoreError(
+                    f"process {pid}", rule, error.strerror, "name a process of a running job"
+                ) from error
     for path, fd in opened(None) if process is None else ():
         if is_kept(fd):
             paths.setdefault((os.fstat(fd).st_dev, os.fstat(fd).st_ino), [path])
@@ -196,7 +198,7 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
             or not (letters.isalnum() or not letters)
         ):
             rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
-            raise ConfigError(what, rule, name)
+            raise ConfigError(what, rule, name, "choose another name")
     return sorted({*named.values()})
 
 

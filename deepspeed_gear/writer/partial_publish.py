@@ -258,7 +258,11 @@ class Publisher:
         once = [c.name for c in self._table.spec.schema if c.rows == "1" and not c.late]
         for name in once:
             if name not in part.columns:
-                raise DataError(f"{self._name}: column {name}", "must be in every trajectory")
+                raise DataError(
+                    f"{self._name}: column {name}",
+                    "must be in every trajectory",
+                    remedy="give it with the first steps of the trajectory",
+                )
         self.inserter.check({name: part.columns[name] for name in once})
         while not growing.is_published:
             slot = self.inserter.reserve(limit, part.num_steps, latest=growing.latest)
@@ -406,7 +410,9 @@ class OpenTrajectory(ProcessBound):
             )
         missing = sorted(self._rows.keys() - given.keys())
         if missing and given.keys() != self._ends:
-            remedy = f"after the last step append {sorted(self._ends)} alone" if self._ends else ""
+            remedy = "append every column of the schema with each step"
+            if self._ends:
+                remedy = f"after the last step append {sorted(self._ends)} alone"
             raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
         if self._has_ended and not missing:
             step = f"step {len(self._rows[self._flags[0]]) - 1}"
@@ -523,7 +529,12 @@ class OpenTrajectory(ProcessBound):
                 for name, rows in self._rows.items():
                     if len(rows) - int(name in self._ends) != self._num_steps:
                         rule = f"must have the rows of {self._num_steps} steps"
-                        raise DataError(f"{self._name}: column {name}", rule, len(rows))
+                        raise DataError(
+                            f"{self._name}: column {name}",
+                            rule,
+                            len(rows),
+                            "give a row of every column with each step",
+                        )
                 truncated = False
         finally:
             self.completed = publisher.end(self._growing, truncated)

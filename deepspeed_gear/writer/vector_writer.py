@@ -223,7 +223,11 @@ class VectorWriter(ProcessBound, PublicNames):
         try:
             return [given[column.name] for column in columns]
         except KeyError as error:
-            raise DataError(f"column {error.args[0]}", f"must be in every {what}") from None
+            raise DataError(
+                f"column {error.args[0]}",
+                f"must be in every {what}",
+                remedy=f"give every column that the schema requires in each {what}",
+            ) from None
 
     def _refuse_others(self, call: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
         """Raise a DataError if a call is given a column that it does not take."""
@@ -256,7 +260,12 @@ class VectorWriter(ProcessBound, PublicNames):
         if mask is not None:
             which = arguments.array("mask", mask).astype(bool)
         if which.shape != (self.num_envs,):
-            raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
+            raise DataError(
+                "mask",
+                f"must have shape [{self.num_envs}]",
+                list(which.shape),
+                "give one bool for each environment",
+            )
         given = flatten("reset", columns, self._column_names)
         self._refuse_others("reset", given, self._reset_names)
         begun = np.flatnonzero(which)
@@ -335,7 +344,12 @@ class VectorWriter(ProcessBound, PublicNames):
                 return taken
         envs = self._all if envs is None else arguments.integers("envs", envs)
         if len(envs) and not (envs.min() >= 0 and envs.max() < self.num_envs):
-            raise DataError("envs", f"must be in [0, {self.num_envs})", envs.tolist())
+            raise DataError(
+                "envs",
+                f"must be in [0, {self.num_envs})",
+                envs.tolist(),
+                f"environments are numbered from 0 to {self.num_envs - 1}",
+            )
         self._refuse_others("step", columns, self._step_names)
         waits = self._waits[envs]
         waiting = envs[waits]
@@ -509,7 +523,11 @@ class VectorWriter(ProcessBound, PublicNames):
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
         """Return masks of the episodes that end and of those truncated. [n] each, bool, new."""
         if self._names["terminated"] not in columns:
-            raise DataError(f"column {self._names['terminated']}", "must be in every step")
+            raise DataError(
+                f"column {self._names['terminated']}",
+                "must be in every step",
+                remedy="give the flags of the step, one for each environment",
+            )
         ended = np.zeros(num_envs, bool)
         truncated = np.zeros(num_envs, bool)
         for role, flags in (("terminated", ended), ("truncated", truncated)):
@@ -518,7 +536,10 @@ class VectorWriter(ProcessBound, PublicNames):
                 given = arguments.array(f"column {name}", columns[name])
                 if given.shape != flags.shape:
                     raise DataError(
-                        f"column {name}", f"must have shape [{num_envs}]", list(given.shape)
+                        f"column {name}",
+                        f"must have shape [{num_envs}]",
+                        list(given.shape),
+                        "give one flag for each environment",
                     )
                 flags |= cast(given, _FLAG, f"column {name}")
         return ended | truncated, truncated

@@ -342,7 +342,7 @@ def attaching(gear: dict[str, Any]) -> None:
     place = f"(data {dist.get_rank()} of 2; global batch {BATCH} = micro batch 3"
     refused(
         ConfigError,
-        f"must be of an engine like this one {place}",
+        f"must belong to an engine like this one {place}",
         attach,
         engine=other,
         replay=replay,

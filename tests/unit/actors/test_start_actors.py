@@ -160,7 +160,7 @@ def test_a_registered_environment_by_config_and_its_seed() -> None:
         (
             policies.failing,
             True,
-            r"actor 1 must go on until it is stopped, but:\nT(?s:.)*policy of actor 1 is",
+            r"actor 1 must run until it is stopped, but failed:\nT(?s:.)*policy of actor 1 is",
         ),
         (policies.dying, False, r"actor \d must go on .*\nexit status -9"),
         (
