@@ -80,7 +80,7 @@ def array(name: str, value: object) -> np.ndarray:
 def integers(name: str, value: object) -> np.ndarray:
     """Return integers as a flat array. [n], int64."""
     numbers = array(name, value)
-    # NumPy makes an empty list float64, so the dtype of no numbers says nothing.
+    # NumPy makes an empty list float64, so the dtype of no numbers is meaningless.
     if numbers.size and numbers.dtype.kind not in "iu":
         raise DataError(name, "must be integers", str(numbers.dtype), "convert them to int64")
     if numbers.dtype == np.uint64 and numbers.size and int(numbers.max()) > _INT64.max:

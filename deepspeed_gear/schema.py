@@ -257,7 +257,7 @@ class Column:
     def is_next_observation(self) -> bool:
         """Whether row t is the state after step t.
 
-        The role says so, or the name `next_observation` that data sets use for it.
+        By its role, or by the name `next_observation` that data sets use for it.
         """
         named = self.role == "observation" and self.name.split(".")[0] == "next_observation"
         return self.rows == "T" and (named or self.role == "next_observation")

@@ -45,7 +45,7 @@ OPTIONS: Options = {
     "--reward RULE": (
         "rewards of a source without any: none, last=1.0 (at the last step, 0 before) or each=-1"
     ),
-    "--episode-id COLUMN": "column of a table of steps that tells its episodes apart",
+    "--episode-id COLUMN": "column of a table of steps with a value for each episode",
     "--group-scope SCOPE": (
         "what group numbers that several files have mean: other groups (file) or the same ones "
         "(all)"

@@ -17,7 +17,7 @@ from deepspeed_gear.errors import differences
 
 # Options that may differ between nodes: they change speed and places, but no batch.
 _OF_THE_NODE = ("recipe", "backend", "data", "threads", "transfer", "timeout_s", "metrics")
-# Options that divide a global batch or say when it is made; the samples in it stay the same.
+# Options that divide a global batch or set when it is made; the samples in it stay the same.
 _OF_THE_RUN = (
     "prefetch batch_size micro_batch_size gradient_accumulation_steps pack batch rollout loss "
     "pipeline verify_every count_draws exchange shared_memory"

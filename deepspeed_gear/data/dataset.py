@@ -130,7 +130,7 @@ class Dataset(MapDataset[dict[str, Any]]):
 
         Raises:
             DataError: The folder or one of its files is missing, truncated, foreign or changed.
-        Cost: 16 bytes per trajectory and 128 KiB per column read, whatever the size of the data.
+        Cost: 16 bytes per trajectory and 128 KiB per column read, for data of any size.
         """
         path = arguments.folder("path", path)
         if not path.is_dir():

@@ -73,7 +73,7 @@ class FailureDetector:
         self._beat_s = min(MOST_BEAT_S, timeout_s / 8)
         self._ranks = topology.peers
         self._peer = memory.peer
-        self._problem = ""  # the first one that any rank has reported, as far as this rank knows
+        self._problem = ""  # the first one of any rank that has reached this rank
         self._failure: LostNodeError | None = None
         self._patience_s = STUCK_S
         self._stop = threading.Event()

@@ -122,7 +122,7 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             return {lack: "install a CUDA build of torch", **missing}
         remedy = f"install the CUDA {cuda} toolkit"
         if not torch.cuda.is_available():
-            missing["torch sees no CUDA device"] = "check the driver and CUDA_VISIBLE_DEVICES"
+            missing["torch finds no CUDA device"] = "check the driver and CUDA_VISIBLE_DEVICES"
         if toolchain.hook_cuda_home() is None:
             return {**missing, "no CUDA toolkit (nvcc)": f"{remedy}, set CUDA_HOME"}
         try:

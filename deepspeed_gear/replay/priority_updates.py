@@ -358,7 +358,7 @@ class AsyncPriorityUpdates:
             part.reports.check_room(len(part.resolutions))
         host, event = self._blocks.fetch(torch.cat([values, faults]))
         for part in parts:
-            part.reports.promise(len(part.resolutions))  # selections wait for these until `_report`
+            part.reports.defer(len(part.resolutions))  # selections wait for these until `_report`
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
             self._thread.start()

@@ -39,7 +39,7 @@ class PackSettings:
     schema: Schema  # of the first table; all have the fields of a pack
     fields: tuple[ResolvedField, ...]
     opaque: tuple[ResolvedField, ...] = ()
-    #: The column that tells the members of a group apart; None: each trajectory is one.
+    #: The column with a number for each member of a group; None: each trajectory is one.
     member: str | None = None
     #: The sum over the ranks that share this rank's sequences; None: there are no others.
     ranks: SequenceSum | None = None

@@ -296,7 +296,7 @@ class LowestValueGroup(EvictLowest):
         return np.where(np.isnan(values), -np.inf, values)
 
 
-#: By what a table of groups evicts; the native store does not know groups.
+#: Eviction policies of tables of groups, by name; the native store has no groups.
 GROUP_POLICIES: dict[str, type[EvictionPolicy]] = {
     "fifo": OldestGroup,
     "lifo": NewestGroup,

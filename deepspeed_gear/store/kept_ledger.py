@@ -1,10 +1,10 @@
 """Ledger of a store that outlives its job: numbers whose groups it still has are held, not
 generated again.
 
-A group that was drawn, and one that a load does not know, is retired: its rows stay until writers
-need them. Where its number is to be leased, the group is committed again instead, with the late
-columns that it has. So a new job and a load only retire what the store has (`begin`), and may die
-at any instruction: whole groups are found again by their numbers.
+A group that was drawn, and one that a load does not contain, is retired: its rows stay until
+writers need them. Where its number is to be leased, the group is committed again instead, with the
+late columns that it has. So a new job and a load only retire what the store has (`begin`), and may
+die at any instruction: whole groups are found again by their numbers.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ class LeaseRecord(NamedTuple):
     """
 
     entry: int  # where the ledger keeps it: the entry of a prompt, the slot of a trajectory
-    token: (
-        int  # tells it from other leases of the entry: its number among the leases of all prompts
-    )
+    token: int  # differs from other leases of the entry: its number among the leases of all prompts
     number: int  # what is leased: the number of a prompt, the id of a trajectory
     version: int = 0  # of a prompt: rollout batches that were trained when it was leased
     attempt: int = 1  # of a prompt: leases of it, with this one
@@ -40,7 +38,7 @@ def ended(
     Args:
         owners: Index of the process that holds each lease. [n], int64.
         deadlines: Monotonic nanoseconds at which each lease ends. [n], int64.
-        memory: Of the store; it tells which processes are alive.
+        memory: Memory of the store, whose locks show which processes are alive.
         now_ns: Monotonic nanoseconds.
     Returns:
         Two masks; a lease may be in both. [n] and [n], bool.

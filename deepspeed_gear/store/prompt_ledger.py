@@ -476,7 +476,7 @@ class PromptLedger:
         return words
 
     def _ending(self, lease: LeaseRecord) -> tuple[str, str]:
-        """Return how a lease has ended, as far as the ledger knows it, and what helps."""
+        """Return how a lease has ended, as far as the ledger records it, and the remedy."""
         at = np.nonzero((self._of_entries == lease.number) & (self._states != EntryState.FREE))[0]
         if not len(at):
             return self._left_as(lease)

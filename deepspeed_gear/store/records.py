@@ -37,7 +37,7 @@ class Control:
 
 
 class MomentHead:
-    """Words that say which copy of the running moments counts. Header: store/moments.h."""
+    """Words that select the valid copy of the running moments. Header: store/moments.h."""
 
     CURRENT: Final = 0
     STAGED: Final = 1  # 1 + the copy that holds a commit which is under way; 0: none

@@ -341,7 +341,9 @@ def _note_counted(readers: Sequence[Reader]) -> None:
     """Note for each source which numbers it counts anew, although other sources count them too."""
     for reader in readers:
         for name in reader.counted:
-            note = f"{name} counts anew in each source: the column source tells equal numbers apart"
+            note = (
+                f"{name} counts anew in each source: the column source distinguishes equal numbers"
+            )
             reader.notes.append(note)
 
 

@@ -134,7 +134,7 @@ class LerobotReader(Reader):
             self.notes.append("there is no next.done: every episode is truncated at its last frame")
         elif not {"next.truncated", "next.success"} & features.keys():
             self.notes.append(
-                "next.done is taken for a terminal state, as no feature tells a time limit"
+                "next.done is taken for a terminal state, as no feature marks time limits"
             )
 
     def _add_column(self, key: str, name: str, feature: Feature) -> None:

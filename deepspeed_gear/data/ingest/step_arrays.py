@@ -388,9 +388,9 @@ class ArrayReader(Reader):
             "next observations are not the shifted observations: stored as columns": (
                 self._has_own_next
             ),
-            f"{short} is left out, as the observation after it is not known": num_short,
-            "end flags are taken as terminated, as they do not tell a terminal "
-            "state from a time limit: --episode-length N takes an end after N "
+            f"{short} is left out, as the observation after it is missing": num_short,
+            "end flags are taken as terminated, as they do not distinguish a "
+            "terminal state from a time limit: --episode-length N takes an end after N "
             "steps as truncated": not has_cause,
         }
         self.notes += [note for note, is_so in notes.items() if is_so]

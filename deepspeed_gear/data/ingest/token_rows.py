@@ -273,8 +273,8 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
 def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
     """Return the tokens of each message, with their loss masks.
 
-    A message has loss where the source's masks say so, else where it was generated: messages of the
-    assistant, and of these only the ones with log-probabilities if any message has them.
+    A message has loss where the source's masks mark it, else where it was generated: messages of
+    the assistant, and of these only the ones with log-probabilities if any message has them.
     """
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
