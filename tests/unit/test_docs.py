@@ -48,7 +48,11 @@ def test_links_lead_somewhere(checkout: Path) -> None:
 def build_site(checkout: Path, folder: Path, pages: Path) -> Path:
     """Build a site of assembled pages with the options of mkdocs.yml; return its folder."""
     options = (checkout / "mkdocs.yml").read_text(encoding="utf-8")
-    moved = (("docs_dir: build/pages", f"docs_dir: {pages}"), ("[.]", f"[{checkout}]"))
+    moved = (
+        ("docs_dir: build/pages", f"docs_dir: {pages}"),
+        ("[.]", f"[{checkout}]"),
+        ("[docs/hooks/", f"[{checkout}/docs/hooks/"),
+    )
     for old, new in moved:
         assert old in options
         options = options.replace(old, new)
@@ -100,6 +104,22 @@ def test_the_site_and_the_api_reference_build(
     wide.write_text("<article><div style='width:1300px'>wide</div></article>", encoding="utf-8")
     found = [(row["page"], row["width"]) for row in look.overflows(site, browser)]
     assert found == [("/wide", 1280), ("/wide", 390)]
+
+
+def test_sections_of_docstrings_are_sections_of_the_api_page(checkout: Path) -> None:
+    """Not text: griffe shows what `Batch.cat` returns and raises as tables."""
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(str(checkout / "docs" / "hooks" / "docstring_sections.py"))
+    module = griffe.load(
+        "deepspeed_gear.batching.batch",
+        search_paths=[str(checkout)],
+        extensions=extensions,
+        docstring_parser="google",
+        allow_inspection=False,
+    )
+    sections = module["Batch.__getitem__"].docstring.parsed
+    assert [section.kind.value for section in sections] == ["text", "parameters", "raises", "text"]
+    assert sections[-1].value.startswith("Cost: ")
 
 
 def links_of(page: Path) -> list[str]:
