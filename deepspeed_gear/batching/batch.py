@@ -82,7 +82,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     one. `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
 
     `batch[:64]`, `batch[mask]` and `batch[indices]` are batches of some of the samples, with
-    everything that is known of them: masks, weights, probabilities, sample indices, and what
+    all that belongs to them: masks, weights, probabilities, sample indices, and what
     `update_priorities` needs. A slice shares the memory of its batch and lives as long; the others
     are copies.
 
@@ -392,7 +392,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         Args:
             batches: Batches with the same fields, masks, dtypes, windows and device.
         Raises:
-            DataError: They are no batches, or there is none.
+            DataError: An item is not a batch, or the list is empty.
             ShapeError: Their fields differ.
         """
         batches = _alike(batches)
@@ -441,7 +441,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         """Return a batch with a function applied to every tensor; shared masks stay shared.
 
         Raises:
-            ConfigError: `function` is no function.
+            ConfigError: `function` is not a function.
         """
         arguments.function("function", function)
         values, context = _flatten(self)

@@ -460,7 +460,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Returns:
             [], float32.
         Raises:
-            ShapeError: Another shape.
+            ShapeError: `values` has another shape.
         """
         return (self._kept(values) * self._loss.weights).sum() * self._loss.divisor.value
 
@@ -493,7 +493,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Returns:
             Of the shape of `values`, float32; 0 at padding and in sequences without loss tokens.
         Raises:
-            ShapeError: Another shape.
+            ShapeError: `values` has another shape.
             ConfigError: `gear.loss.by` is "member": other trajectories of a member may be in other
                 packs.
         """

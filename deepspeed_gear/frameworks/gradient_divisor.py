@@ -44,7 +44,7 @@ def gradient_divisor(model: Any) -> float:
         model: A DeepSpeed engine, a module in DistributedDataParallel or FSDP (1 or 2), or a plain
             module.
     Raises:
-        ConfigError: There is no one divisor for all parameters, or it is not known.
+        ConfigError: The parameters have no common divisor, or the framework is not supported.
     """
     model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     if "deepspeed" in sys.modules:

@@ -322,7 +322,7 @@ class RemoteWriter(WriterBase):
     is raised by a later call; and it returns this writer's own number of the trajectory, from 0,
     instead of the id.
 
-    Every trajectory is stored exactly once while the gateway lives, also if connections are lost.
+    Every trajectory is stored exactly once while the gateway lives, even if connections are lost.
     If the gateway dies, an unacknowledged trajectory may be stored or not; none is stored twice or
     in part.
 
@@ -402,7 +402,7 @@ class RemoteWriter(WriterBase):
 
     @property
     def unacknowledged(self) -> range:
-        """Numbers of the trajectories that are not known to be stored."""
+        """Numbers of the trajectories that the gateway has not confirmed as stored."""
         return self._sender.unacknowledged
 
     @property

@@ -306,7 +306,7 @@ class DeviceReplay(ReplayBase):
             table: As `add_`.
         Raises:
             StoreError: The table has no `num_envs`, or holds a data set.
-            SchemaError, ShapeError, DataError: `mask` is no tensor of bools on the device.
+            SchemaError, ShapeError, DataError: `mask` is not a tensor of bools on the device.
         """
         into = self._open_steps(table)
         if mask is not None:
@@ -359,7 +359,7 @@ class DeviceReplay(ReplayBase):
             ids: Ids as in `batch.trajectory_id` of this replica. [n], int64.
             table: As `add_`.
         Raises:
-            ShapeError, DataError: `ids` is no such tensor on the device.
+            ShapeError, DataError: `ids` is not such a tensor on the device.
             StoreError: The table holds a data set.
         """
         changing = self._changing(table)

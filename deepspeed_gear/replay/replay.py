@@ -497,7 +497,7 @@ class Replay(ReplayBase):
         Args:
             model: As `deepspeed_gear.gradient_divisor`.
         Raises:
-            ConfigError: The framework has no single divisor, or it is not known.
+            ConfigError: The parameters have no common divisor, or the framework is not supported.
         """
         self._divisor.set(gradient_divisor(model))
 

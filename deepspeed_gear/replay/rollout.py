@@ -281,7 +281,7 @@ class Rollout(PublicNames):
                 with loss tokens, each by the mean of its loss tokens.
         Raises:
             FieldError: There is no such column.
-            ConfigError: `over` is another word.
+            ConfigError: `over` is neither of these.
         """
         self.check_open()
         if over not in ("token", "sequence"):
