@@ -124,7 +124,7 @@ class Actors(ProcessBound):
         return PeerError(
             f"actor {index}",
             f"must run until it is stopped, but failed:\n{text}",
-            remedy="correct the actor's program; ranks stop when an actor fails",
+            remedy="correct the cause, and start the actors again",
         )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
