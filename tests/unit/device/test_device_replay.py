@@ -31,7 +31,7 @@ def test_an_empty_state_is_empty() -> None:
             replay.sample()
         sums = empty["content"]["main"].pop("sums")
         with pytest.raises(
-            CheckpointError, match=r"content of table main must be that of .*, got 'sums'"
+            CheckpointError, match=r"content of table main must have the tensors of .*, got 'sums'"
         ):
             replay.import_table(empty)
         empty["content"]["main"] |= {"sums": sums, "other": sums}
