@@ -80,27 +80,31 @@ def split_of(config: GearConfig, table: str, dataset: Dataset | None) -> dict[st
 def streams_of(
     config: GearConfig,
     name: str,
-    admitted: MassRule,
-    num_items: int,
+    schema: Schema,
+    dataset: Dataset | None,
+    fields: Sequence[ResolvedField],
     info: BatchInfo,
     placement: ShardPlacement | None,
     weight_total: float,
 ) -> dict[str, StreamSpec]:
     """Return the training stream and an evaluation stream per split of a sampled table, by name.
 
-    `admitted` is its `admission`. `num_items` and `weight_total` (0: not known yet) are of all
-    nodes; without a placement every replica samples a table of its own. ConfigError: the table has
-    groups and a split.
+    Args:
+        placement: Shards of the tables; None: every replica samples from a table of its own.
+        weight_total: Sum of the item weights over all nodes; 0: not known yet.
+    Raises:
+        ConfigError: The table has groups and a split.
     """
     options = config.sampler_of(name)
     table = config.resolved_tables[name]
+    admitted = admission(config, name, schema, fields, dataset)
     group = table.group
     split = admitted.split
     if group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
     sampler = sampler_for(options)
     waiting = 4 * info.micro * info.accumulation * (config.prefetch + 2)
-    bits = most_mass_bits(num_items)
+    bits = most_mass_bits(num_items_of(config, name, schema, dataset))
     scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, weight_total)
     sampling = sampler.spec(scope)
     is_spread = False

@@ -14,7 +14,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.field_rows import affine
 from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.config import GearConfig, ResolvedField, ds_config, parse
+from deepspeed_gear.config import GearConfig, ResolvedField, gear_config, parse
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.data.dataset import Dataset
@@ -176,7 +176,7 @@ class Normalizer:
             dataset = Dataset.open(dataset)
         arguments.one_of("dataset", dataset, (Dataset, type(None)), "a Dataset or a path")
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
-        checked = parse(ds_config.read(config)[0])
+        checked = parse(gear_config.read(config)[0])
         paths = {
             name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None
         }

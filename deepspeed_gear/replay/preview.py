@@ -96,9 +96,7 @@ def preview(
             raise ConfigError(
                 f"gear.tables.{table}", "must hold a data set for a preview", None, remedy
             )
-    first = places[0]
-    sizes = first.data_world, first.tensor_world, first.pipe_world, first.sequence_world
-    info = BatchInfo(micro, accumulation, *sizes)
+    info = BatchInfo.at(places[0], micro, accumulation)
     alone = {
         "batch_size": info.global_batch,
         "micro_batch_size": None,
