@@ -15,6 +15,7 @@ import torch
 from deepspeed_gear.context import LOG
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import WINDOW
 from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
@@ -163,6 +164,45 @@ class Progress:
         if self.lag is not None:
             parts.append(f"policy lag {self.lag:.1f}")
         return ", ".join(parts)
+
+
+def metrics_of(parts: ReplayParts, sums: Metrics) -> dict[str, float]:
+    """Return the metrics of a replay since the last call; see `Replay.take_metrics`."""
+    is_packed = parts.plan.config.pack is not None
+    taken = sums.take_trained() if is_packed else sums.take(parts.assembler.counters)
+    states = [stream.state for stream in parts.train]
+    if any(state.may_wait for state in states):
+        taken["rate_wait_s"] = sum(state.limiter_wait.total_s for state in states)
+    return {
+        **taken,
+        **of_groups([stream.table for stream in parts.train]),
+        **parts.links.take_metrics(),
+        **of_last_batch(parts.train),
+    }
+
+
+def progress_of(parts: ReplayParts, sums: Metrics, begin_s: float) -> Progress:
+    """Return the progress of a replay's training since `begin_s` of `time.perf_counter`."""
+    info = parts.plan.info
+    num_samples = int(sums.sums["batches"]) * info.micro * info.data_world
+    if parts.plan.config.pack is not None:
+        num_samples = int(sums.sums["trajectories"])
+    elapsed_s = time.perf_counter() - begin_s
+    return Progress(num_samples, elapsed_s, sums.sums["wait_s"], policy_lag(parts.train))
+
+
+def statistics_of(parts: ReplayParts, sums: Metrics) -> dict[str, Any]:
+    """Return the statistics of a replay; see `Replay.statistics`."""
+    transfer = parts.assembler.transfer
+    return {
+        **of_store([stream.table for stream in parts.train]),
+        "batches": int(sums.sums["batches"]),
+        "digest": sums.digest,
+        **of_streams(parts.train),
+        **metrics_of(parts, sums),
+        **of_selection(parts.train),
+        **({} if transfer is None else {"transfer": transfer.describe()}),
+    }
 
 
 Selections = list[tuple[BatchStream, Selection]]  # of one global batch: one a table

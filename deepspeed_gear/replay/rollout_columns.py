@@ -23,7 +23,7 @@ from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.node_links import SpreadTrajectories
+from deepspeed_gear.replay.builder import SpreadTrajectories
 from deepspeed_gear.replay.rollout_context import RolloutContext
 from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.schema import Column
