@@ -1,6 +1,7 @@
-"""Checks between options: what they require of one another, and exclude, without a schema.
+"""Cross-checks of options: which ones need or exclude one another, in any schema.
 
-`check_lengths` and `check_ranks` need data sets and a topology.
+`check_options` runs when a section is parsed; `check_lengths` and `check_ranks` run later, once
+data sets and topology are known.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ GOAL_EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the config and its name; each method raises ConfigError unless its rule holds."""
+    """A part of the config and its name; each method raises ConfigError unless its rule holds.
+
+    `part.leave_out("align", "without gear.fields.x.length", "drop it")` raises
+    "gear.fields.x.align must not be given without gear.fields.x.length, got 'left'; drop it".
+    """
 
     at: str
     options: BaseModel
@@ -184,6 +189,7 @@ def check_options(config: GearOptions) -> None:
 
 
 def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
+    """Reject options of a table that its data, its eviction policy or its sampler excludes."""
     sampler = config.sampler_of(name)
     sampled = name in config.sampled_tables
     if table.data is not None:
@@ -289,6 +295,7 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
 
 
 def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
+    """Reject sizes of groups that contradict one another, or the capacity of the table."""
     if (group.member is None) != (group.max_trajectories is None):
         part.refuse(
             "max_trajectories", f"must be given together with {part.at}.member, and only then"
@@ -304,12 +311,11 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
     if (group.after_s is None) != (group.min_size is None):
         part.refuse("min_size", f"must be given together with {part.at}.after_s, and only then")
     part.at_most("min_size", group.size, f"{part.at}.size")
-    most = group.max_trajectories or group.size
     held = table.capacity_trajectories
-    if held is not None and most > held:
+    if held is not None and table.most_trajectories > held:
         raise ConfigError(
             f"{part.at.removesuffix('.group')}.capacity_trajectories",
-            f"must be at least the trajectories of a group ({most})",
+            f"must be at least the trajectories of a group ({table.most_trajectories})",
             held,
         )
     if table.data is not None:
@@ -319,6 +325,7 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
 
 
 def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
+    """Reject prompts unless batches are a fixed number of whole groups, in the order of leases."""
     size = config.rollout_size
     share = config.share_of(name)
     groups = 0.0 if size is None or share is None else share * size.size
@@ -361,6 +368,7 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
 def _check_rate(
     config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part
 ) -> None:
+    """Reject options of a rate limiter that its kind excludes, or that the table cannot hold."""
     at_table = part.at.removesuffix(".rate_limiter")
     sampler = config.sampler_of(at_table.removeprefix("gear.tables."))
     if rate.queue is not None:
@@ -385,6 +393,7 @@ def _check_rate(
 
 
 def _check_sampler(config: GearOptions) -> None:
+    """Reject a sampler that its unit, its anchors or tables on devices exclude."""
     sampler = config.item_sampler
     mixture = isinstance(config.sampler, MixtureSampler)
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
@@ -447,6 +456,7 @@ def _check_sampler(config: GearOptions) -> None:
 
 
 def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part) -> None:
+    """Reject options of a field that exclude one another, or that the rest of the section does."""
     if field.column is not None:
         part.leave_out("derived", f"together with {part.at}.column ({field.column!r})", "drop one")
     if name in ("return_to_go", "timestep", "position", "advantage", "value_target"):
@@ -491,6 +501,7 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
 
 
 def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
+    """Reject options of windows in packed batches, and sizes that no pack can have."""
     when = "with gear.pack"
     sizes = "batch_size micro_batch_size gradient_accumulation_steps"
     part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", when, "leave it out")
@@ -532,9 +543,8 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
             "gear.batch",
             "or gear.rollout, one of them, must be given with gear.pack",
             given,
-            '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps '
-            "over "
-            "one batch",
+            '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps over one '
+            "batch",
         )
     size = config.rollout_size
     assert size is not None
@@ -558,6 +568,7 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
 
 
 def _check_names(config: GearOptions) -> None:
+    """Reject names of tables and fields that have another meaning, or that no table has."""
     tables = config.resolved_tables
     sampler = config.sampler
     for name in tables:

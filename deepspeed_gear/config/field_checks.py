@@ -176,6 +176,7 @@ def _check_listed(at: str, rule: str, name: str, columns: Iterable[Column]) -> N
 
 
 def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
+    """Reject options of a table that name a column which is missing or does not suit them."""
     at = dotted("gear", "tables", name)
     table = config.resolved_tables[name]
     opaque = [column for column in schema if column.is_opaque]
@@ -369,6 +370,7 @@ def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
 
 
 def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:
+    """Return the column that a field reads, or the quantity that it is derived as."""
     at = dotted("gear", "fields", name)
     derived: str | None = field.derived
     if derived is None and field.column is None and name in DERIVED and name not in schema:
@@ -392,6 +394,7 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
 def _resolve(
     config: GearOptions, name: str, field: FieldConfig, schema: Schema, statistics: Collection[str]
 ) -> ResolvedField:
+    """Return a field with its defaults filled in; ConfigError if it does not suit its column."""
     column, derived = _source(name, field, schema)
     part = Part(dotted("gear", "fields", name), field)
     if column is not None:
@@ -404,8 +407,8 @@ def _resolve(
         _check_derived(part, derived)
         own = DERIVED[derived]
     converted = field.normalize is not None or field.scale != 1.0
-    floating = own in ("float16", "bfloat16", "float32", "float64")
-    narrowed = own == "float64" or (converted and not floating)  # float64 breaks models of float32
+    # A float64 input fails in a model of float32.
+    narrowed = own == "float64" or (converted and not DTYPES[own].is_floating_point)
     dtype = field.dtype or ("float32" if narrowed else own)
     if field.dtype is not None:
         _check_dtype(part, own, field.dtype, column, converted)

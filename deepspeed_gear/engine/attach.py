@@ -297,6 +297,7 @@ def _own(engine: Any, replay: ReplayBase) -> None:
 
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
+    """Return this rank's place in an engine's grid, and the sizes of the engine's batches."""
     place = deepspeed_compat.place_of(engine)
     micro = int(engine.train_micro_batch_size_per_gpu())
     return place, BatchInfo.at(place, micro, deepspeed_compat.accumulation_of(engine))
@@ -387,8 +388,10 @@ class _StepReports:
 
 
 def _report_steps(engine: Any, replay: ReplayBase) -> None:
-    """Report each optimizer step: metrics to DeepSpeed's monitor, where one is enabled, and on the
-    first rank the progress to the log, every `steps_per_print` steps from the first one on.
+    """Report metrics and progress after each optimizer step.
+
+    Metrics go to DeepSpeed's monitor, where one is enabled; the first rank logs the progress every
+    `steps_per_print` steps, from the first one on.
     """
     writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
     every = engine.steps_per_print() if replay.topology.rank == 0 else None

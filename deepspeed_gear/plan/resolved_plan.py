@@ -132,10 +132,19 @@ def resolve_plan(
     *,
     on_device: bool = False,
 ) -> Resolved:
-    """Read config and data on every rank, compare and resolve; arguments of `Replay`.
+    """Resolve the plan of a replay from its config, its data and its ranks. Collective.
 
-    Collective, as its errors are. `on_device`: tables must lie on devices. `process_group` may be a
-    control plane of its ranks, which a caller has used before: the plan continues with it.
+    Each step is an action under a name, whose error is raised on every rank; `gear preview` prints
+    the names. The order: the config and the ranks, the data and the fields, each table.
+
+    Args:
+        config: As `Replay`; a parsed section is not parsed again.
+        process_group: As `Replay`; or a control plane that the caller has used before, with which
+            the plan continues.
+        schemas: As `Replay`.
+        info: As `Replay`.
+        place: As `Replay`.
+        on_device: Whether tables must lie on devices.
     """
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
@@ -211,6 +220,7 @@ def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, d
 
 
 def _check_placement(config: GearConfig, on_device: bool) -> None:
+    """Raise a ConfigError unless the sampled tables lie where the replay's class needs them."""
     if config.on_device != on_device:
         at = f"gear.tables.{config.sampled_tables[0]}.placement"
         if on_device:
