@@ -1,6 +1,6 @@
 """Parts of a replay, built in order: stores, failure detector, batch barrier, streams, assembler.
 
-`ReplayParts.__init__` is the order, `release` its reverse.
+`ReplayParts.__init__` is the order; `release` ends the parts.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class ReplayParts:
     ) -> None:
         self.plan = plan
         attempt = plan.control_plane.attempt
-        sampled = plan.config.sampled_tables
+        config = plan.config
+        sampled = config.sampled_tables
 
         # This node's stores, and the states of their batch streams in shared memory.
         stores = open_stores(plan)
@@ -207,9 +208,9 @@ class ReplayParts:
         self._states = [state for streams in stores.states.values() for state in streams.values()]
 
         # What `release` ends, empty so far.
-        self.late_updates = AsyncPriorityUpdates(plan.config.timeout_s)
+        self.late_updates = AsyncPriorityUpdates(config.timeout_s)
         self.releases = DeferredRelease()  # of selections that the device still reads
-        micro_batches_ahead = plan.config.prefetch * plan.info.accumulation
+        micro_batches_ahead = config.prefetch * plan.info.accumulation
         self.prefetcher = Prefetcher[Any](micro_batches_ahead)
         self.links = NodeLinks(plan, device)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
@@ -227,7 +228,12 @@ class ReplayParts:
             plan.control_plane.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
 
             # Batch streams, which select together with other nodes where tables are on several.
-            relabelling = attempt("the fields", partial(_relabelling, plan))
+            relabelling = attempt(
+                "the fields",
+                lambda: HindsightRelabelling(
+                    config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
+                ),
+            )
             selectors = self.links.selectors(self._states, relabelling.draw, self.detector)
             #: By table and name.
             self.streams = self._make_streams(selectors, self._count_items())
@@ -243,7 +249,9 @@ class ReplayParts:
             )
             self.assembler = attempt("the fields", assemble)
             self.rates = RateRounds(plan.control_plane, plan.leads_shard)
-            self._set_quotas()
+            # Numbers of a kept store are leased once a rank asks: it may load before.
+            keeps = config.shared_memory.keep
+            self.rates.set_quotas([s for s in self.all_streams if not (keeps and s.table.ledger)])
         self.leave_inner_stage()
 
     def _count_items(self) -> dict[StreamState, int]:
@@ -272,15 +280,6 @@ class ReplayParts:
             stream = BatchStream(state, selector, context.check, follows, num_items.get(state))
             streams[state.table.spec.name][spec.name] = stream
         return streams
-
-    def _set_quotas(self) -> None:
-        """Set the quotas of each node's writers. Collective.
-
-        Numbers of a kept store are leased once a rank asks: it may load before.
-        """
-        keeps = self.plan.config.shared_memory.keep
-        streams = [stream for stream in self.all_streams if not (keeps and stream.table.ledger)]
-        self.rates.set_quotas(streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank.
@@ -317,7 +316,10 @@ class ReplayParts:
                 stream.leave()
 
     def release(self) -> None:
-        """End the parts in the reverse of their order, and detach from the stores."""
+        """End the parts that wait for other ranks, then the assembler, and detach from the stores.
+
+        Lost nodes are no longer reported from here on: other ranks may have ended already.
+        """
         self.links.part()
         if self.detector is not None:
             self.detector.part()
@@ -337,13 +339,6 @@ class ReplayParts:
         for table in self.tables.values():
             table.close()
         self.plan.control_plane.close()
-
-
-def _relabelling(plan: Resolved) -> HindsightRelabelling:
-    config = plan.config
-    return HindsightRelabelling(
-        config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
-    )
 
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
