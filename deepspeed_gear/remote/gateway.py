@@ -49,7 +49,7 @@ from deepspeed_gear.remote.gateway_limits import (
 )
 from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.rollout_worker import LocalLedger, check_kept, check_reason
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter

@@ -23,7 +23,7 @@ from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.media import SENT
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 
 # Of the protocol: 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited
 # for commits.

@@ -22,7 +22,7 @@ from deepspeed_gear.remote.connection import Connection, ConnectionLost
 from deepspeed_gear.remote.gateway_messages import decode, encode, lease_words, trajectory_bytes
 from deepspeed_gear.remote.remote_writer import begin_session, call_again, end_session
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.rollout_worker import LeaseLedger, LeaseWorker
 

@@ -58,7 +58,7 @@ from deepspeed_gear import (
 from deepspeed_gear.remote.connection import Connection, ConnectionLost
 from deepspeed_gear.remote.gateway import Gateway, LeaseSessions
 from deepspeed_gear.remote.remote_writer import begin_session, end_session
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import remove_garbage
 
