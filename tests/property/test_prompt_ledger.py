@@ -26,6 +26,7 @@ from deepspeed_gear import (
     RolloutWorker,
     TrajectoryWriter,
 )
+from deepspeed_gear.sampling import batch_stream
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.prompt_spec import Entry, EntryState, PromptSpec
@@ -280,6 +281,9 @@ def test_each_prompt_once_within_the_lag(
     run = Run(seed, tmp_path, groups, max_lag, order, late, stages)
     clock = SimpleNamespace(monotonic_ns=lambda: int(run.now * 1e9))
     monkeypatch.setattr(prompt_ledger, "time", clock)
+    # A rank looks for ended leases once a second of real time. Whether an overdue lease still
+    # commits, and so all that follows, would depend on the machine's speed.
+    monkeypatch.setattr(batch_stream, "_CLEAN_S", 1e9)
     events = (
         [run.lease] * 6 + [run.work] * 12 + [run.train] * 4 + [run.fill] * 8 * ("needs" in stages)
     )
