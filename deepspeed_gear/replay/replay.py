@@ -605,6 +605,7 @@ class Replay(ReplayBase):
             table: As `add`.
         Returns:
             Number of the items that are stored and admitted by the sampler; others are ignored.
+            Ids whose trajectories other nodes would hold count without a look at those nodes.
         Raises:
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
