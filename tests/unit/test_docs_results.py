@@ -78,7 +78,7 @@ def test_pages_say_whether_the_kernels_have_changed(
 
 def test_the_page_of_a_gpu_names_the_card(checkout: Path) -> None:
     document = results(checkout, "gpu")
-    assert document["device"]["name"] in read(checkout, "docs/how-to/gpu.md")
+    assert document["device"]["name"] in read(checkout, "docs/how-to/gpu-figures.md")
 
 
 # ---- the comparison with others ------------------------------------------------------------------
@@ -88,6 +88,36 @@ def test_the_changelog_counts_the_other_systems(checkout: Path) -> None:
     counted = "nine other systems and with NumPy arrays"  # beside this project and the C loop
     assert len(results(checkout, "peers")["systems"]) == 9 + 3
     assert counted in read(checkout, "CHANGELOG.md")
+
+
+def test_the_device_agents_beside_their_peers_are_those_of_the_results(checkout: Path) -> None:
+    rows = results(checkout, "lean")["rows"]
+
+    def cell(algorithm: str, system: str, flags: str) -> str:
+        same = {"algorithm": algorithm, "system": system, "flags": flags}
+        measured = [row for row in rows if same.items() <= row.items()]
+        if algorithm == "ppo":
+            measured = [row for row in measured if row["envs"] == 4]
+        if not measured:
+            return ""
+        rate = measured[0]["steps_per_cpu_s"]
+        return f"{rate:.0f}" if rate < 1000 else f"{round(rate, -1):,.0f}"
+
+    pages = {
+        "gpu.md": [("gear", ""), ("LeanRL", ""), ("CleanRL", "")],
+        "gpu-agents.md": [
+            (system, flags) for system in ("gear", "LeanRL") for flags in ("", "--compile")
+        ]
+        + [("CleanRL", "")],
+    }
+    headers = {"gpu.md": "| this project | LeanRL", "gpu-agents.md": "| these | `--compile`"}
+    for page, columns in pages.items():
+        shown = table(checkout, f"docs/how-to/{page}", headers[page])
+        wanted = [
+            [cell(name, system, flags) for system, flags in columns]
+            for name in ("dqn", "c51", "td3", "sac", "ppo")
+        ]
+        assert [row[1:] for row in shown] == wanted, page
 
 
 # ---- returns of the tutorials --------------------------------------------------------------------
