@@ -26,9 +26,9 @@ from deepspeed_gear import (
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import node_stores
-from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Control, MediaPage
 from deepspeed_gear.store.shared_memory import remove_garbage
 
