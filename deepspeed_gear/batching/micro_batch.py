@@ -189,7 +189,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @cached_property
     def media(self) -> PackMedia:
-        """Media that places of the pack name (docs/how-to/language-models.md).
+        """Media that places of the pack name (docs/how-to/media.md).
 
         Read it before the train step ends: its rows are free to go then.
 
@@ -278,7 +278,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
         Without a cache, since with one the model takes the pack for a single sequence. A model is
         accepted if its family is known to keep trajectories apart with its attention:
-        docs/how-to/language-models.md has the table. Packs of one trajectory suit every model.
+        docs/how-to/packed-models.md has the table. Packs of one trajectory suit every model.
 
         Args:
             model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it. Or

@@ -36,8 +36,8 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.builder import SpreadTrajectories
 from deepspeed_gear.replay.metrics import LossWarning, Metrics
-from deepspeed_gear.replay.node_links import SpreadTrajectories
 from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import SlotRetention
