@@ -26,8 +26,8 @@ from deepspeed_gear.errors import ConfigError, LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay.preview import read_lengths
 from deepspeed_gear.store.group_spec import SlotGroup
-from deepspeed_gear.store.leases import LeaseRecord
-from deepspeed_gear.store.prompt_ledger import Left, PromptLedger, PromptSpec
+from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger
+from deepspeed_gear.store.prompt_spec import Left, PromptSpec
 from deepspeed_gear.store.records import Head
 
 OPTIONS: Options = {

@@ -44,7 +44,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import user_policy
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
-from deepspeed_gear.store.prompt_ledger import PromptSpec
+from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for

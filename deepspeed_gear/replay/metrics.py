@@ -25,7 +25,6 @@ from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.late_columns import absent
-from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
@@ -230,7 +229,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
                 groups[table.spec.name] = table.groups.statistics
                 if table.ledger is not None:
                     table.ledger.reclaim()
-                    prompts[table.spec.name] = books_of(table.ledger)
+                    prompts[table.spec.name] = table.ledger.books.account()
     sections = {"late": late, "groups": groups, "prompts": prompts, "media": media}
     return {
         "trajectories": sum(table.num_trajectories for table in tables),

@@ -250,15 +250,15 @@ class Replay(ReplayBase):
         """
         self._check_open()
         rollout.check_open()
-        reader = rollout.reader
+        columns = rollout.batch_columns
 
         def copy() -> int:
             target = self.store(table)
             report = None if priorities is None else self._priorities.reporter(table)
             add = partial(self.add, table=table)
-            return table_access.copy_items(reader.columns, target, add, report, chosen, priorities)
+            return table_access.copy_items(columns, target, add, report, chosen, priorities)
 
-        return reader.context.agree(copy)
+        return columns.context.agree(copy)
 
     def forward(
         self, *names: str, tokens: int | None = None, table: str | None = None
@@ -605,6 +605,7 @@ class Replay(ReplayBase):
             table: As `add`.
         Returns:
             Number of the items that are stored and admitted by the sampler; others are ignored.
+            Ids whose trajectories other nodes would hold count without a look at those nodes.
         Raises:
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
