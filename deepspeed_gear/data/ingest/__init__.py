@@ -291,7 +291,7 @@ def ingest(
         texts = TextNumbers(outputs, known)
         for reader in readers[known is None :]:  # the first source of all counts as it likes
             reader.notes.extend(
-                f"{name} counts anew in each source: the column source tells equal numbers apart"
+                f"{name} counts anew in each source: the column source distinguishes equal numbers"
                 for name in reader.counted
             )
         if progress:
