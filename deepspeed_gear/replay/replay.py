@@ -41,6 +41,7 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.late_columns import fill
+from deepspeed_gear.store.records import PROGRESS
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
@@ -105,7 +106,9 @@ class Replay(ReplayBase):
         self._around = id(sys.exc_info()[1])
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
-        self.metrics = Metrics()
+        first = self.tables[plan.config.sampled_tables[0]]
+        words = first.views[PROGRESS][plan.topology.peer]
+        self.metrics = Metrics(words, plan.topology.rank)
         self._late_updates = parts.late_updates
         self._passes = Evaluation(parts)
         self._divisor = GradientDivisor(float(plan.topology.place.data_world))
@@ -723,8 +726,12 @@ class Replay(ReplayBase):
         - Means since the last call, per micro batch (times, bytes, padding fraction) or, for packed
           batches, per optimizer step. Without an optimizer step since then, they are those of the
           call before, with `train_steps` 0.
-        - The epoch, and effective samples, duplicates, age and policy lag of the newest global
-          batch.
+        - The part of the time that this rank waited for batches; by table, trajectories added and
+          samples drawn per second, how full it is, and where the prompts of its ledger are.
+        - The epoch, and effective samples, duplicates, age, priority and policy lag of the newest
+          global batch.
+        - With several ranks on this node that train together, on the node's leader: how late each
+          rank was at the batch barriers.
         - With several nodes, on each node's leader: bytes per global batch, and how late each node
           was.
         - With a rate limiter: total seconds that this rank has waited for it.
@@ -738,8 +745,13 @@ class Replay(ReplayBase):
         train = self._parts.train
         if any(stream.state.may_wait for stream in train):
             taken["rate_wait_s"] = sum(stream.state.limiter_wait.total_s for stream in train)
+        barrier = self._parts.barrier
+        reports_late = barrier is not None and self.is_node_leader and self.topology.num_peers > 1
+        late_s = barrier.late_s() if barrier is not None and reports_late else {}
         return {
             **taken,
+            **self.metrics.take_rates(metrics.counts_of(train), late_s),
+            **metrics.of_tables(self._sampled),
             **metrics.of_groups(self._sampled),
             **self._parts.links.take_metrics(),
             **metrics.of_last_batch(train),
@@ -796,6 +808,7 @@ class Replay(ReplayBase):
                 part.close()
             if isinstance(self._loader, RolloutLoader):
                 self._loader.abandon()  # the program may still hold a loop over its steps
+            self.metrics.end_publishing()
             self._finalizer()
             self._folder_locks.release()
             # Drop all references to the stores, so that their memory is freed.
