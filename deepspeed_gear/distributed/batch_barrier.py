@@ -99,6 +99,9 @@ class BatchBarrier:
         self._words: np.ndarray = table.views["status/words"]
         self._outcomes: np.ndarray = table.views["status/outcomes"]
         self._mine: np.ndarray = self._words[self._peer]
+        # Times are read and written once a batch: NumPy's scalars take several times as long.
+        self._of_peers: list[memoryview] = [words.data for words in self._words]
+        self._own: memoryview = self._of_peers[self._peer]
         # It waits for all ranks of its node; or for the leader, which publishes the outcome of all
         # nodes.
         self._follows = over_nodes and channel is None
@@ -155,11 +158,11 @@ class BatchBarrier:
         """
         number = self._count + (not self._is_open)
         now = time.monotonic_ns()
-        if self._mine[BarrierWord.REQUESTED] < number:
+        if self._own[BarrierWord.REQUESTED] < number:
             word = BarrierWord.REQUESTED_NS
             self._late_ns = self._after_first(BarrierWord.REQUESTED, number, word, now)
-            self._mine[word] = now
-            self._mine[BarrierWord.REQUESTED] = number
+            self._own[word] = now
+            self._own[BarrierWord.REQUESTED] = number
 
     def _note_arrival(self) -> None:
         """Record when this rank reaches the barrier, and add to how late it was."""
@@ -167,9 +170,9 @@ class BatchBarrier:
         word = BarrierWord.ARRIVED_NS
         late_ns = self._after_first(BarrierWord.REACHED, self._count, word, now)
         if self._takes_part:
-            self._mine[BarrierWord.LATE_NS] += max(late_ns, self._late_ns)
+            self._own[BarrierWord.LATE_NS] += max(late_ns, self._late_ns)
         self._late_ns = 0
-        self._mine[word] = now
+        self._own[word] = now
 
     def _after_first(self, number_word: int, number: int, time_word: int, now: int) -> int:
         """Return the nanoseconds since the first rank of the node was as far as this one is now.

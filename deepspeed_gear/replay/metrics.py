@@ -33,12 +33,9 @@ from deepspeed_gear.store.table import Table
 # prefixes save, micro batches of this rank, the part of its places that hold a trajectory's step,
 # and the cost of the slowest rank in each micro step / the mean, minus 1.
 TRAINED = ("trajectories", "tokens", "shared_tokens", "micro_batches", "fill", "imbalance")
-# Sums that the store has, too.
+# Sums of `add` that the store has, too.
 _PUBLISHED = {
-    "batches": RankProgress.BATCHES,
     "wait_s": RankProgress.WAIT_S,
-    "made": RankProgress.MADE,
-    "sample_s": RankProgress.GATHER_S,
     "steps": RankProgress.STEPS,
     "trajectories": RankProgress.TRAJECTORIES,
     "tokens": RankProgress.TOKENS,
@@ -100,13 +97,20 @@ class Metrics:
 
     def made(self, taken_s: float) -> None:
         """Count a micro batch that was gathered."""
-        self.add(sample_s=taken_s, made=1)
+        self.sums["sample_s"] += taken_s
+        self.sums["made"] += 1
+        if self._progress is not None:
+            self._progress[RankProgress.MADE] = self.sums["made"]
+            self._progress[RankProgress.GATHER_S] = self.sums["sample_s"]
 
     def used(self, epoch: int, waited_s: float) -> None:
         """Count a batch that was returned, of an epoch."""
         self.epoch = epoch
-        self.add(wait_s=waited_s, batches=1)
+        self.sums["wait_s"] += waited_s
+        self.sums["batches"] += 1
         if self._progress is not None:
+            self._progress[RankProgress.WAIT_S] = self.sums["wait_s"]
+            self._progress[RankProgress.BATCHES] = self.sums["batches"]
             self._progress[RankProgress.RETURNED_S] = time.monotonic()
 
     def take_rates(
