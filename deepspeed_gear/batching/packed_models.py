@@ -26,10 +26,10 @@ _NO_MASKS: Final = (
 )
 _OWN_BALANCING: Final = (
     "set config.output_router_logits = False and compute the loss from router_logits over "
-    'micro.sequence >= 0, as docs/how-to/language-models.md shows in "Experts"'
+    'micro.sequence >= 0, as docs/how-to/packed-models.md shows in "Experts"'
 )
 _MODELS: Final = "transformers.models."
-#: Version of transformers with which the table in docs/how-to/language-models.md was checked.
+#: Version of transformers with which the table in docs/how-to/packed-models.md was checked.
 _CHECKED: Final = (5, 24)
 _CONVOLUTION: Final = ("causal_conv1d",)
 _MAMBA_2: Final = ("causal_conv1d", "mamba_ssm")
@@ -64,7 +64,7 @@ _PER_TOKEN: Final = ("ForCausalLM", "LMHeadModel", "ForTokenClassification", "Mo
 
 
 class Pack(Protocol):
-    """Where the sequences of a pack lie: properties of `MicroBatch`."""
+    """Sequences of a pack: properties of `MicroBatch`."""
 
     @property
     def lengths(self) -> torch.Tensor: ...
@@ -83,7 +83,7 @@ class Pack(Protocol):
 
 
 class PackedModel:
-    """A causal language model of transformers, or a wrapper of it, that takes packs.
+    """Causal language model of transformers, or a wrapper of it, that takes packs.
 
     Raises:
         ConfigError: The model is no such model, or adds places of its own.

@@ -22,8 +22,8 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
-from deepspeed_gear.store.prompt_books import stored_states
-from deepspeed_gear.store.prompt_ledger import PromptSpec
+from deepspeed_gear.store.prompt_books import PromptBooks
+from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import (
     PROGRESS,
     Control,
@@ -322,7 +322,7 @@ def _table(store: LiveStore, num_ranks: int) -> TableReading:
     prompts: dict[str, int] = {}
     if sizes is not None and sizes.get("prompts") is not None:
         numbers = views["column/" + sizes["group"]["column"]]
-        prompts = stored_states(PromptSpec(**sizes["prompts"]), views, numbers)
+        prompts = PromptBooks(PromptSpec(**sizes["prompts"]), views, numbers).by_state()
     groups: dict[str, int] = {}
     if "group_counts" in views and sizes is not None:
         counts = views["group_counts"].tolist()
