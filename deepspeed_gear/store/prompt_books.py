@@ -108,6 +108,20 @@ class PromptBooks:
             "workers_waited_s": counts[PromptCount.WAITED_NS] / 1e9,
         }
 
+    def by_state(self) -> dict[str, int]:
+        """Return how many numbers are in each state, without epochs and reasons: `issued` in all.
+
+        Cost: a pass over the entries, which are few.
+        """
+        left = self._views["prompt_left"][0]
+        training = self.num_in_training
+        return {
+            "trained": int(left[Left.DRAWN]) - training,
+            "training": training,
+            **{state: int(mask.sum()) for state, mask in self._masks().items()},
+            "dropped": int(left[1:MOST_REASONS].sum()),
+        }
+
     def _masks(self) -> dict[str, np.ndarray]:
         """Return which entries are in each state of the account. [entries] each, bool."""
         states = self._views["prompt_entries"][:, Entry.STATE]
