@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
-from deepspeed_gear.cli import Options, grid_of
+from deepspeed_gear.cli import Options, dataset_plots, grid_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -53,6 +53,7 @@ OPTIONS: Options = {
     "--living PID": (_LIVING, {"nargs": "?", "type": int, "const": 0}),
     "--json": "print JSON, with statistics of each element",
     "--verify": "compare every byte with what was written",
+    "--plot FILE": "draw a data set's lengths, returns, values and images (.svg, .png or .html)",
 }
 
 
@@ -71,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--verify", "must be of a data set", None, "a checkpoint is always verified"
         )
+    if args.plot is not None:
+        if folder is None or held_in is not None or tables:
+            remedy = "gear export writes the trajectories of a table, which gear ingest takes"
+            raise ConfigError("--plot", "must be of a data set", args.plot, remedy)
+        dataset_plots.check_file(Path(args.plot))
     if folder is None:
         document, lines = describe_living(args.living or None)
     elif held_in is not None or tables:
@@ -89,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
             dataset.verify()
         document = {**summarize(dataset), "verified": bool(args.verify)}
         lines = dataset_lines(document)
+        if args.plot is not None:
+            document["plot"] = dataset_plots.plot(dataset, Path(args.plot))
+            lines += ["", "Plot in {file}: {sampled}".format(**document["plot"])]
     print(json.dumps(document, indent=1) if args.json else "\n".join(lines))
     return 0
 
