@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import warnings
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -77,11 +78,11 @@ def check_file(file: Path) -> None:
     Raises:
         ConfigError: The suffix is another, the folder does not exist, or matplotlib is absent.
     """
+    if file.is_dir():
+        raise ConfigError("--plot", "must be a file", str(file), "it is a folder")
     if file.suffix.lower() not in SUFFIXES:
         rule = f"must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise ConfigError("--plot", rule, str(file), f"for example {file.with_suffix('.svg')}")
-    if file.is_dir():
-        raise ConfigError("--plot", "must be a file", str(file), "it is a folder")
     if not file.parent.is_dir():
         rule = "must be in a folder that exists"
         raise ConfigError("--plot", rule, str(file), f"mkdir -p {file.parent}")
@@ -104,7 +105,9 @@ def plot(dataset: Dataset, file: Path) -> dict[str, Any]:
     dataset.files.check()
     sample = DatasetSample(dataset)
     suffix = file.suffix.lower()
-    with import_module("matplotlib").rc_context(_SETTINGS):
+    with import_module("matplotlib").rc_context(_SETTINGS), warnings.catch_warnings():
+        # A name in a script that matplotlib's font lacks has boxes in a PNG; SVG keeps the text.
+        warnings.filterwarnings("ignore", "Glyph")
         figure = _draw(dataset, sample)
         content = io.BytesIO()
         if suffix == ".png":
@@ -204,37 +207,44 @@ def _histogram(axes: Any, title: str, note: str, values: NDArray[Any]) -> None:
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_SMALL)
         axes.set(xticks=[], yticks=[])
         return
+    num_bins = len(counted.counts)
+    # matplotlib cannot place the edges of extreme or very narrow ranges: these have equal steps.
+    farthest = float(np.abs(counted.edges).max())
+    narrowest = float(counted.edges[1] / 2 - counted.edges[0] / 2)
+    is_plain = farthest < 1e100 and narrowest > max(1e-100, 1e-9 * farthest)
+    edges = counted.edges if is_plain else np.arange(num_bins + 1.0)
     num_lines = values.shape[1] if values.ndim == 2 else 1
     if 1 < num_lines <= _MOST_LINES:
         for element, color in zip(range(num_lines), _COLORS, strict=False):
             numbers = values[:, element]
             counts, _ = np.histogram(numbers[np.isfinite(numbers)], counted.edges)
             share = counts / max(1, counts.sum())
-            axes.stairs(share, counted.edges, color=color, label=str(element), linewidth=1.1)
+            axes.stairs(share, edges, color=color, label=str(element), linewidth=1.1)
         legend = axes.legend(
             frameon=False, fontsize=7, ncols=num_lines, handlelength=0.7, loc="upper right"
         )
         legend.set_in_layout(False)
-    elif len(counted.counts) < _FEW_BARS:
-        middle = (counted.edges[1:] + counted.edges[:-1]) / 2
-        width = float(counted.edges[1] - counted.edges[0])
+    elif num_bins < _FEW_BARS:
+        middle = (edges[1:] + edges[:-1]) / 2
+        width = float(edges[1] - edges[0])
         axes.bar(middle, counted.counts / counted.counts.sum(), width * 0.8, color=_BLUE)
         # The bars of few values are no wider than those of many.
         reach = width * _FEW_BARS / 2
         axes.set_xlim(middle.mean() - reach, middle.mean() + reach)
     else:
-        share = counted.counts / counted.counts.sum()
-        axes.stairs(share, counted.edges, fill=True, color=_BLUE)
+        axes.stairs(counted.counts / counted.counts.sum(), edges, fill=True, color=_BLUE)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.02, y=0.12)
     ticker = import_module("matplotlib.ticker")
     axes.yaxis.set_major_locator(ticker.MaxNLocator(3))
-    axes.yaxis.set_major_formatter(
-        lambda share, _: f"{share:.2g}" if share < 0.01 else f"{share:.0%}"
-    )
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:.2g}" if y < 0.01 else f"{y:.0%}")
     if counted.low == counted.high:
-        axes.set_xticks([counted.low], [show_number(counted.low)])
-    elif counted.is_whole and len(counted.counts) < _FEW_BARS:
+        axes.set_xticks([(edges[0] + edges[-1]) / 2], [show_number(counted.low)])
+    elif not is_plain:
+        axes.set_xticks(
+            [edges[0], edges[-1]], [show_number(counted.low), show_number(counted.high)]
+        )
+    elif counted.is_whole and num_bins < _FEW_BARS:
         axes.set_xticks(np.arange(counted.low, counted.high + 1))
     else:
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=counted.is_whole))

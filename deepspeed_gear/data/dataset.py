@@ -410,13 +410,12 @@ class Dataset(MapDataset[dict[str, Any]]):
         yield column.rows
         yield column.role
         statistics = self.statistics.get(column.name)
-        if statistics is None or not np.isfinite(statistics.mean).any():
+        if statistics is None or not np.isfinite(statistics.min).any():
             yield from ("", "")
         else:
-            low = float(np.nanmin(statistics.min))
-            high = float(np.nanmax(statistics.max))
-            yield show_range(low, high)
-            yield f"{float(np.nanmean(statistics.mean)):.4g}"
+            yield show_range(float(np.nanmin(statistics.min)), float(np.nanmax(statistics.max)))
+            means = statistics.mean[np.isfinite(statistics.mean)]
+            yield f"{means.mean():.4g}" if len(means) else "overflows"
         yield f"{statistics.non_finite:,}" if statistics is not None and column.is_floating else ""
         yield show_bytes(self.columns[column.name].nbytes)
 

@@ -101,6 +101,38 @@ def test_the_same_data_give_the_same_bytes(tmp_path: Path) -> None:
     assert "return of trajectories" in texts(tmp_path / "one.svg")
 
 
+@pytest.mark.filterwarnings("error")
+def test_extreme_values_are_described_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sums, deviations and ranges that float64 cannot hold, and names that the font lacks."""
+    most = np.finfo(np.float64).max
+    columns = {
+        "extreme": np.array([-most, 0, most]),
+        "large": np.full(3, most),
+        "subnormal": np.array([0, 5e-324, 0]),
+        "neighbours": np.array([1, np.nextafter(1, 2), 1]),
+        "unknown": np.full(3, np.nan),
+        "日本": np.arange(3.0),
+        "pairs": np.array([[most, 1], [-most, 2], [0, 3]]),
+        "integers": np.array([2**62, -(2**62), 0]),
+    }
+    schema = [
+        Column(name, values.dtype.name, values.shape[1:], allow_nan=values.dtype.kind == "f")
+        for name, values in columns.items()
+    ]
+    schema.append(Column("reward", "float64", role="reward"))
+    with DatasetWriter(tmp_path / "set", Schema(schema)) as writer:
+        writer.add({**columns, "reward": np.full(3, most)})
+    file = tmp_path / "plot.svg"
+    assert main(["inspect", str(tmp_path / "set"), "--plot", str(file), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert document["columns"]["extreme"]["overall"]["max"] == most
+    assert document["columns"]["extreme"]["overall"]["std"] is None
+    shown = texts(file)
+    assert {"-1.798e+308", "1.798e+308", "no finite value", "日本", "extreme"} <= set(shown)
+
+
 def test_one_step_and_an_existing_file(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "set", [1])
     file = tmp_path / "plot.svg"
@@ -150,6 +182,9 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_written(
     assert re.search(r"--plot must end in .svg, .png or .html, got '.*plot.pdf'; for .*svg", error)
     error = refused(capsys, str(folder), "--plot", str(tmp_path / "plot"))
     assert "--plot must end in" in error
+    for folder_name in (".", "/", str(tmp_path)):
+        error = refused(capsys, str(folder), "--plot", folder_name)
+        assert "--plot must be a file" in error
     error = refused(capsys, str(folder), "--plot", str(tmp_path / "none" / "plot.svg"))
     assert "--plot must be in a folder that exists" in error
     error = refused(capsys, str(tmp_path / "saved"), "--plot", str(tmp_path / "plot.svg"))
