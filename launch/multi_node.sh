@@ -10,7 +10,7 @@
 #   --grace S           seconds for the other hosts to end without a signal once one has failed (default: 90)
 #
 # A file .deepspeed_env (home or this folder; DS_ENV_FILE renames it) is used if there is one; otherwise the variables
-# below that are set here are sent. docs/how-to/many-nodes.md explains each one.
+# below that are set here are sent. docs/how-to/hosts-and-launchers.md explains each one.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

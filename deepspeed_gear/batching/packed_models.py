@@ -26,10 +26,10 @@ _NO_MASKS: Final = (
 )
 _OWN_BALANCING: Final = (
     "set config.output_router_logits = False and compute the loss from router_logits over "
-    'micro.sequence >= 0, as docs/how-to/language-models.md shows in "Experts"'
+    'micro.sequence >= 0, as docs/how-to/packed-models.md shows in "Experts"'
 )
 _MODELS: Final = "transformers.models."
-#: Version of transformers with which the table in docs/how-to/language-models.md was checked.
+#: Version of transformers with which the table in docs/how-to/packed-models.md was checked.
 _CHECKED: Final = (5, 24)
 _CONVOLUTION: Final = ("causal_conv1d",)
 _MAMBA_2: Final = ("causal_conv1d", "mamba_ssm")

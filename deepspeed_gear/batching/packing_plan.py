@@ -241,3 +241,31 @@ class PlannedPacks:
         return (
             float(self.costs.max(axis=1).sum() * self.costs.shape[1] / total - 1) if total else 0.0
         )
+
+
+def plan_step(
+    lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prompts: Prefixes | None = None
+) -> PlannedPacks:
+    """Plan the packs of one optimizer step. A pure function: every rank makes the same plan.
+
+    If members of a group share prompts, several plans are made, with all, half, a quarter, ... of
+    the members in one pack; the one of least cost is taken.
+
+    Args:
+        lengths: Steps of each trajectory. [n], int64.
+        pack: The section `gear.pack`.
+        replicas: Number of ranks that train on different samples.
+        ops: Ops of the host.
+        prompts: Prompts that trajectories share; None: they share none.
+    """
+    if prompts is None or not len(lengths):
+        return PlannedPacks(lengths, pack, replicas, ops)
+    size = int(np.bincount(prompts.leader).max())
+    sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
+    bundled = [prompts.bundled(lengths, size, pack.room) for size in sizes]
+    plans = [PlannedPacks(lengths, pack, replicas, ops, prefixes) for prefixes in bundled]
+    is_full = pack.pad.to == "budget"  # then all packs cost as much
+    costs = [
+        (is_full * plan.plan.num_micro_steps, plan.costs.max(axis=(1, 2)).sum()) for plan in plans
+    ]
+    return plans[costs.index(min(costs))]

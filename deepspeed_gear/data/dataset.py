@@ -161,9 +161,9 @@ class Dataset(MapDataset[dict[str, Any]]):
 
         Args:
             iterable: Mappings by column, each a trajectory, a step or a conversation, as the rows
-                of a table (docs/how-to/formats.md); or a pandas frame, a data set of Hugging Face's
-                `datasets`, or one of Minari. Without a schema, an iterator is read into memory
-                first.
+                of a table (docs/how-to/tables-and-chats.md); or a pandas frame, a data set of
+                Hugging Face's `datasets`, or one of Minari. Without a schema, an iterator is read
+                into memory first.
             dest: The folder to create.
             schema: Columns of the mappings, each a trajectory as `DatasetWriter.add` takes it. By
                 default a pass over the rows finds the columns.

@@ -121,6 +121,7 @@ class DeviceTransfer:
         return None
 
     def _reach(self, table: Table) -> Reach:
+        """Return the columns of a table that the device reads in place; register their memory."""
         columns = {name: table.gather_source(name) for name in self._names[table.spec.name]}
         if self.lane.device.type == "cpu":
             return Reach(columns)
@@ -139,6 +140,7 @@ class DeviceTransfer:
         return Reach(there)
 
     def _is_reached(self, name: str) -> bool:
+        """Return whether the device reads a column in place, in every table that has it."""
         if any(name in table.compressed for table in self._tables):
             return False
         return all(

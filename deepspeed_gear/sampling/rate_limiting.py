@@ -319,7 +319,7 @@ class SelectionLimiter:
         # Slots of dead processes must not block writers.
         if control[Control.PENDING] and not self._was_open:
             self._table.extents.end_abandoned()
-        words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
+        words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._table.counted(self._rate)
         admitted = int(words[NodeRate.INSERTED]) + pending
         words[NodeRate.ADMITTED] = admitted
         if self._rate.holds_back:

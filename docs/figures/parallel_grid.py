@@ -10,39 +10,43 @@ import itertools
 import json
 from pathlib import Path
 
+from drawing import Drawing
+
 from deepspeed_gear.config import parse
 from deepspeed_gear.distributed.topology import RankCoordinates
 
 ROOT = Path(__file__).resolve().parents[2]
-COLORS = ("#dbe9f6", "#fde5cc")  # of replicas
-FONT = "font-family='sans-serif' font-size='12'"
+LABEL = (
+    "A grid of two stages, two replicas and two tensor ranks. The tensor ranks of a replica read "
+    "the same samples; the first stage reads the inputs, the last stage the labels."
+)
+KINDS = ("blue", "green")  # of replicas
 WIDTH = 176
-HEIGHT = 100
+HEIGHT = 104
 LEFT = 116
-TOP = 92
+TOP = 96
 GAP = 14
+BETWEEN = 56  # stages
 
 
-def text(x: float, y: float, words: str, extra: str = "") -> str:
-    return f"<text x='{x}' y='{y}' {extra}>{words}</text>"
+def column_at(data: int, tensor: int) -> int:
+    """Return the left edge of a rank's box."""
+    return LEFT + (2 * data + tensor) * (WIDTH + GAP) + data * GAP
 
 
-def rank_box(rank: int, place: RankCoordinates, names: list[str]) -> list[str]:
+def draw_rank(picture: Drawing, rank: int, place: RankCoordinates, names: list[str]) -> None:
     """Draw a rank with the fields that it reads."""
-    column = 2 * place.data_rank + place.tensor_rank
-    x = LEFT + column * (WIDTH + GAP) + place.data_rank * GAP
-    y = TOP + place.pipe_rank * (HEIGHT + 56)
+    x = column_at(place.data_rank, place.tensor_rank)
+    y = TOP + place.pipe_rank * (HEIGHT + BETWEEN)
     kind = "inputs" if place.is_first_stage else "labels"
-    color = COLORS[place.data_rank]
-    lines = [
-        f"<rect x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='6' fill='{color}' "
-        f"stroke='#555'/>"
-    ]
-    lines.append(text(x + 10, y + 20, f"rank {rank}: {kind}", "font-weight='bold'"))
+    picture.box(x, y, WIDTH, HEIGHT, KINDS[place.data_rank])
+    picture.text(x + 12, y + 24, f"rank {rank}: {kind}", "title", "start")
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
-    lines += [text(x + 10, y + 40 + 17 * i, ", ".join(pair)) for i, pair in enumerate(pairs)]
-    reports = "reports priorities" if place.reports else ""
-    return [*lines, text(x + 10, y + 90, reports, "font-style='italic' fill='#a33'")]
+    for line, pair in enumerate(pairs):
+        picture.text(x + 12, y + 44 + 17 * line, ", ".join(pair), "small", "start")
+    if place.reports:
+        picture.bar(x + 12, y + HEIGHT - 22, 10, 10, "orange")
+        picture.text(x + 28, y + HEIGHT - 13, "reports priorities", "small", "start")
 
 
 def main() -> None:
@@ -50,35 +54,27 @@ def main() -> None:
     pipeline = parse(gear).pipeline
     assert pipeline is not None
     width = LEFT + 4 * (WIDTH + GAP) + 2 * GAP
-    height = TOP + 2 * HEIGHT + 56 + 20
-    lines = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {FONT}>"]
-    lines.append(f"<rect width='{width}' height='{height}' fill='white'/>")
-    lines.append(
-        text(LEFT, 24, "one global batch, selected once", "font-size='15' font-weight='bold'")
-    )
+    height = TOP + 2 * HEIGHT + BETWEEN + 24
+    picture = Drawing(width, height, LABEL)
+    picture.text(width / 2, 30, "one global batch, selected once", "title")
     for data in range(2):
-        x = LEFT + data * (2 * (WIDTH + GAP) + GAP)
-        lines.append(
-            text(
-                x,
-                52,
-                f"replica {data}: samples {data}, {data + 2}, {data + 4}, ...",
-                "font-weight='bold'",
-            )
-        )
+        x = column_at(data, 0)
+        words = f"replica {data}: samples {data}, {data + 2}, {data + 4}, ..."
+        picture.text(x, 60, words, "text", "start")
         for tensor in range(2):
-            lines.append(text(x + tensor * (WIDTH + GAP), 74, f"tensor {tensor}"))
+            picture.text(column_at(data, tensor), 82, f"tensor {tensor}", "small", "start")
     for rank, (pipe, data, tensor) in enumerate(itertools.product(range(2), repeat=3)):
         place = RankCoordinates(data, 2, tensor, 2, pipe, 2)
-        lines += rank_box(rank, place, pipeline.inputs if place.is_first_stage else pipeline.labels)
+        names = pipeline.inputs if place.is_first_stage else pipeline.labels
+        draw_rank(picture, rank, place, names)
         if pipe == 0:
-            x = LEFT + (2 * data + tensor) * (WIDTH + GAP) + data * GAP + WIDTH / 2
-            y = TOP + HEIGHT + 8
-            lines.append(f"<path d='M{x} {y}v32m-5 -8l5 8l5 -8' fill='none' stroke='#555'/>")
-            lines.append(text(x + 12, y + 22, "activations"))
+            x = column_at(data, tensor) + WIDTH / 2
+            picture.arrow(f"M{x:g} {TOP + HEIGHT + 6}v{BETWEEN - 12}")
+            picture.text(x + 10, TOP + HEIGHT + BETWEEN / 2 + 4, "activations", "small", "start")
     for pipe, name in enumerate(("first stage", "last stage")):
-        lines.append(text(12, TOP + pipe * (HEIGHT + 56) + HEIGHT / 2, name, "font-weight='bold'"))
-    print("\n".join([*lines, "</svg>"]))
+        y = TOP + pipe * (HEIGHT + BETWEEN) + HEIGHT / 2 + 5
+        picture.text(14, y, name, "text", "start")
+    print(picture.svg())
 
 
 if __name__ == "__main__":

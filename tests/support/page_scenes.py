@@ -164,3 +164,76 @@ def language_model() -> tuple[
         return loss * torch.as_tensor(micro["advantage"])
 
     return engine, generate, policy_loss
+
+
+def prompts_run(**table: Any) -> dict[str, Any]:
+    """Write the prompts and the ds_config.json of a run with rollout workers.
+
+    Returns:
+        Names for the blocks of a page: a small model and its config, what generates a group, and
+        the loss.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from deepspeed_gear import Column, RolloutWorker
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes, **heads))
+    prompts = Schema([Column("tokens", "int32", role="token"), Column("answer", "int64", rows="1")])
+    with DatasetWriter("prompts", prompts, overwrite=True) as writer:
+        for a in range(50):
+            writer.add({"tokens": np.array([a, 10, a]), "answer": 2 * a})
+    columns = {
+        "tokens": {"dtype": "int32", "role": "token"},
+        "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+        "logp": {"dtype": "float32"},
+        "reward": {"dtype": "float32", "rows": "1"},
+        "prompt_id": {"dtype": "int64", "rows": "1"},
+    }
+    options = {
+        "capacity_trajectories": 16384,
+        "capacity_steps": 200_000,
+        "max_length": 1024,
+        "remove": "fifo",
+        "max_times_sampled": 1,
+        "writers": 8,
+        "group": {"column": "prompt_id", "size": 8},
+        "prompts": {"data": "prompts", "max_lag": 2, "lease_s": 600, "attempts": 3},
+        "schema": {"columns": columns},
+        **table,
+    }
+    gear = {
+        "tables": {"rollouts": options},
+        "sampler": {"kind": "fifo", "unit": "group"},
+        "pack": {"tokens": 4096},
+        "rollout": {"groups": 2, "minibatches": 2},
+        "shared_memory": {"prefix": prefix()},
+    }
+    config = {"train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False}
+    config |= {"gradient_clipping": 1.0, "optimizer": adam(), "gear": gear}
+    Path("ds_config.json").write_text(json.dumps(config))
+
+    def generate(policy: Any, prompt: np.ndarray, count: int) -> list[np.ndarray]:
+        return [np.append(prompt, np.full(n + 1, 7, np.int32)) for n in range(count)]
+
+    def response(tokens: np.ndarray, prompt: np.ndarray, answer: int) -> dict[str, Any]:
+        mask = np.arange(len(tokens)) >= len(prompt)
+        one = {"tokens": tokens, "loss_mask": mask, "logp": -1.0 * mask}
+        late = options["schema"]["columns"]["reward"].get("late", False)
+        return one if late else {**one, "reward": float(len(tokens) % 3)}
+
+    def loss_of(engine: Any, micro: Any) -> torch.Tensor:
+        logits = engine(**micro.model_inputs(engine)).logits
+        return torch.as_tensor(micro.sum(logits[0].float().mean(-1)[None]))
+
+    def work(leases: int = 4) -> None:
+        """Commit so many groups, as rollout workers do."""
+        with RolloutWorker.attach("ds_config.json") as worker:
+            for lease in worker.lease(leases, timeout_s=10):
+                prompt, answer = lease.prompt["tokens"], lease.prompt["answer"]
+                tokens_of_all = generate(None, prompt, count=8)
+                lease.commit([response(tokens, prompt, answer) for tokens in tokens_of_all])
+
+    names = {"model": model, "config": config, "generate": generate, "response": response}
+    return {**names, "loss_of": loss_of, "work": work}

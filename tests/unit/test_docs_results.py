@@ -127,9 +127,18 @@ def test_the_figures_of_a_gpu_are_those_of_the_results(checkout: Path) -> None:
         f"by kernel | {rates} GB/s: {shares} |",
         f"at most {growth:.1%} longer",
     ]
-    text = read(checkout, "docs/how-to/gpu.md")
+    text = read(checkout, "docs/how-to/gpu-figures.md")
     assert [cell for cell in cells if cell not in text] == []
     assert document["device"]["name"] in text
+    chosen = [
+        f"| {one['us']:.0f}; {three['us']:.0f} us |",
+        "takes {:.0f} and {:.0f} times as long".format(*index[:2]),
+        f"| {small_one['us']:.1f}; {small_three['us']:.1f} us |",
+        "| {:.0f} and {:.0f} times as long".format(*index[2:]),
+        f"| {us('sample and update', 'B=256')} us |",
+    ]
+    text = read(checkout, "docs/how-to/gpu.md")
+    assert [cell for cell in chosen if cell not in text] == []
     slowest, fastest = (choose(row["gb_per_s"] for row in kernel) for choose in (min, max))
     rates_of_pages = f"{slowest:.0f} to {fastest:.0f} GB/s"
     for name in ("docs/how-to/transfer.md", "docs/design/0009-devices.md"):
@@ -224,6 +233,36 @@ def test_prose_beside_the_comparison_repeats_its_numbers(checkout: Path) -> None
     counted = "nine other systems and with NumPy arrays"  # beside this project and the C loop
     assert len(results(checkout, "peers")["systems"]) == 9 + 3
     assert counted in read(checkout, "CHANGELOG.md")
+
+
+def test_the_device_agents_beside_their_peers_are_those_of_the_results(checkout: Path) -> None:
+    rows = results(checkout, "lean")["rows"]
+
+    def cell(algorithm: str, system: str, flags: str) -> str:
+        same = {"algorithm": algorithm, "system": system, "flags": flags}
+        measured = [row for row in rows if same.items() <= row.items()]
+        if algorithm == "ppo":
+            measured = [row for row in measured if row["envs"] == 4]
+        if not measured:
+            return ""
+        rate = measured[0]["steps_per_cpu_s"]
+        return f"{rate:.0f}" if rate < 1000 else f"{round(rate, -1):,.0f}"
+
+    pages = {
+        "gpu.md": [("gear", ""), ("LeanRL", ""), ("CleanRL", "")],
+        "gpu-agents.md": [
+            (system, flags) for system in ("gear", "LeanRL") for flags in ("", "--compile")
+        ]
+        + [("CleanRL", "")],
+    }
+    headers = {"gpu.md": "| this project | LeanRL", "gpu-agents.md": "| these | `--compile`"}
+    for page, columns in pages.items():
+        shown = table(checkout, f"docs/how-to/{page}", headers[page])
+        wanted = [
+            [cell(name, system, flags) for system, flags in columns]
+            for name in ("dqn", "c51", "td3", "sac", "ppo")
+        ]
+        assert [row[1:] for row in shown] == wanted, page
 
 
 # ---- returns of the tutorials --------------------------------------------------------------------

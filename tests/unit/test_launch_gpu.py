@@ -41,7 +41,7 @@ def test_what_is_needed_is_documented_and_installed(checkout: Path, stages: Modu
     needed += importlib.metadata.requires("deepspeed")
     plain = {re.split(r"[ <>=!~\[;]", line)[0] for line in needed if "extra ==" not in line}
     names = {name.lower().replace("_", "-") for name in plain} - {"torch"} | {"setuptools"}
-    text = (checkout / "docs" / "how-to" / "gpu.md").read_text()
+    text = (checkout / "docs" / "how-to" / "gpu-checks.md").read_text()
     command = re.search(r"^pip wheel .*?\n```$", text, re.MULTILINE | re.DOTALL)
     assert command is not None
     assert names <= set(command[0].split())

@@ -248,7 +248,7 @@ def test_what_an_example_samples_is_what_its_environments_have_done(
 
 
 def test_the_page_shows_the_config_and_an_actor_of_15_lines() -> None:
-    page = (ROOT / "docs" / "how-to" / "online.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "actors.md").read_text()
     shown = page_json("online.md")[0]["tables"]["main"]
     table = json.loads((ROOT / "configs" / "online.json").read_text())["gear"]["tables"]["main"]
     assert shown == {name: value for name, value in table.items() if name != "schema"}

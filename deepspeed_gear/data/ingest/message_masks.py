@@ -138,7 +138,7 @@ def check_no_pairs(where: str, row: Mapping[str, Any], tokenized: Iterable[str])
             "must not be a pair of answers: a trajectory is one conversation",
             ", ".join(row),
             "make two rows of each, with the same prompt_id and the rewards 1 and 0; "
-            "docs/how-to/formats.md#preferences shows how",
+            "docs/how-to/tables-and-chats.md#preferences shows how",
         )
 
 

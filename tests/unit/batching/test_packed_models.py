@@ -22,7 +22,7 @@ from deepspeed_gear.batching.packed_models import BY_KERNELS, BY_MASKS, BY_POSIT
 from deepspeed_gear.batching.packing_plan import Prefixes  # noqa: E402
 from deepspeed_gear.errors import ConfigError  # noqa: E402
 
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "language-models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "packed-models.md"
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
 REFUSED = ("bloom", "falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "mpt", "openai-gpt")
 # longer and shorter than windows and chunks of 16

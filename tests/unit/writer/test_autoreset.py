@@ -1,4 +1,4 @@
-"""Autoreset modes: the loops of docs/how-to/online.md store every transition; a mode is never
+"""Autoreset modes: the loops of docs/how-to/actors.md store every transition; a mode is never
 assumed.
 """
 
@@ -16,7 +16,7 @@ from gymnasium.wrappers import Autoreset, TimeLimit
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "online.md").read_text(
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "actors.md").read_text(
     encoding="utf-8"
 )
 COLUMNS = {
