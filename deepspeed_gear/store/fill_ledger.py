@@ -1,7 +1,7 @@
 """Fill ledger: the leases of trajectories that lack a late column.
 
-`SlotRetention.PRESENT` alone says what is filled. So a lease only keeps processes from the same
-work: there is nothing to recover, and two processes that compute the same rows cost time only.
+Whether a column is filled is in `SlotRetention.PRESENT` alone. So a lease only keeps two processes
+from the same work: there is nothing to recover, and rows that both compute cost time only.
 """
 
 from __future__ import annotations
