@@ -50,7 +50,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class FieldRows:
-    """The rows that a field reads, and their conversion to `dtype`: (x - shift) * gain."""
+    """Rows that a field reads, and their conversion to `dtype`: (x - shift) * gain."""
 
     source: int  # the op's code for the rows
     column: torch.Tensor  # [rows or slots, *shape]; empty where the op computes the field

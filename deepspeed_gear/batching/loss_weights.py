@@ -24,11 +24,12 @@ import torch
 
 from deepspeed_gear.batching.pack_rows import PackShape
 from deepspeed_gear.config.options import ConstantConfig, LossConfig
+from deepspeed_gear.distributed.sequence_sum import SequenceSum
 
 
 @dataclass
 class GradientDivisor:
-    """The number that the framework divides the sum of all ranks' gradients by.
+    """Number by which the framework divides the sum of all ranks' gradients.
 
     Losses are multiplied by it. A replay owns one; micro batches read it when they compute a loss,
     so that a model may be set until then.
@@ -73,23 +74,16 @@ def loss_weights(
 
 
 class PlannedStep(Protocol):
-    """The packs of one optimizer step."""
+    """Packs of one optimizer step."""
 
     @property
     def loss(self) -> StepLoss:
         """The loss of the step, counted when first read: filling a table's columns needs none."""
 
 
-class SequenceRanks(Protocol):
-    """The ranks that share the sequences of a pack."""
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over the ranks, with gradients. Collective."""
-
-
 @dataclass
 class PackLoss:
-    """The part that a pack has in the loss of its optimizer step."""
+    """Loss mask and loss weights of a pack: its part in the loss of its optimizer step."""
 
     host_mask: torch.Tensor  # which places of this rank count. [1, rows], bool, in host memory
     mask: torch.Tensor  # the same, on the device
@@ -97,7 +91,7 @@ class PackLoss:
     index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
     step: PlannedStep
     divisor: GradientDivisor
-    ranks: SequenceRanks | None = None  # None: this rank has whole sequences
+    ranks: SequenceSum | None = None  # None: this rank has whole sequences
     # What a sequence of the loss is: a trajectory, or all those of one member of a group.
     by: Literal["trajectory", "member"] = "trajectory"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,30 +26,23 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 
 
-class ColumnWriter(Protocol):
-    """Stores columns that a program computes in a forward pass."""
+class ForwardPass(ABC):
+    """Pass over micro batches in which the program fills columns; a subclass stores the values.
 
+    Args:
+        names: The columns.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
+
+    @abstractmethod
     def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
         """Store a column's values for one micro batch.
 
         Raises:
             ShapeError: Values of another shape.
         """
-
-
-class ForwardPass:
-    """A pass over micro batches in which the program fills columns.
-
-    Args:
-        names: The columns.
-        num_packs: Number of micro batches of this rank.
-        writer: Stores the values.
-    """
-
-    def __init__(self, names: Sequence[str], num_packs: int, writer: ColumnWriter) -> None:
-        self._num_packs = num_packs
-        self._writer = writer
-        self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
 
     def fill(self, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
         """Store columns for one of the micro batches.
@@ -60,22 +54,22 @@ class ForwardPass:
             if name not in self._filled:
                 rule = f"must be one of those that forward names ({', '.join(self._filled)})"
                 raise FieldError(f"column {name!r}", rule)
-            self._writer.write(name, micro, values)
+            self.write(name, micro, values)
             self._filled[name].add(micro.sources.number)
 
-    def check_filled(self) -> None:
-        """Raise StoreError unless every column was filled in each micro batch."""
+    def check_filled(self, num_packs: int) -> None:
+        """Raise StoreError unless every column was filled in each of this rank's micro batches."""
         for name, numbers in self._filled.items():
-            if len(numbers) != self._num_packs:
+            if len(numbers) != num_packs:
                 at = f"column {name!r}"
-                rule = f"must be filled in each of the {self._num_packs} micro batches"
+                rule = f"must be filled in each of the {num_packs} micro batches"
                 remedy = f"call micro.fill({name}=...) in the loop"
                 raise StoreError(f"forward: {at}", rule, len(numbers), remedy)
 
 
 @dataclass(frozen=True)
 class PackSources:
-    """The trajectories of a micro batch within its rollout batch, read on demand."""
+    """Trajectories of a micro batch within its rollout batch, read on demand."""
 
     trajectories: RolloutTrajectories  # all of the rollout batch
     index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
@@ -421,7 +415,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class _Untrained:
-    """A pack that no optimizer step has."""
+    """Packs that belong to no optimizer step: their loss is 0."""
 
     loss: StepLoss
 

@@ -163,7 +163,7 @@ class SharedRows(NamedTuple):
 
 @dataclass
 class PackShape:
-    """Where the trajectories of a pack lie, and which of its places this rank has.
+    """Shape of a pack: where its trajectories lie, and which of its places this rank has.
 
     For lengths [2, 3] and N of 8, starts is [0, 2], ends [2, 5] and bounds [0, 2, 5, 8]: padding is
     a sequence of its own. A rank with the places [4, 8) has sizes [0, 1, 3].
@@ -367,7 +367,7 @@ def steps_of(
 
 @dataclass(frozen=True)
 class PackMedia:
-    """The media that the places of a pack name, each item once.
+    """Media that the places of a pack name, each item once.
 
     Attributes:
         columns: Rows of each media column, item after item. [rows, *shape], on the device.
@@ -395,14 +395,14 @@ class PackMedia:
 
 @dataclass(frozen=True)
 class MediaReader:
-    """Reads the media of a pack, while the rows of its rollout batch are there."""
+    """Reader of the media of a pack, while its rollout batch keeps the rows."""
 
     tables: Sequence[Table]
     numbers: np.ndarray  # item that each of this rank's places names; 0: none. [places], int64
     device: torch.device
 
     def read(self) -> PackMedia:
-        """Read each item once.
+        """Read each item of media once, from the stores of this node.
 
         Raises:
             StoreError: The rollout batch has ended, and an item has left the stores.

@@ -283,6 +283,12 @@ def _fields(
     resolved = [
         _resolve(config, name, field, schema, statistics) for name, field in requested.items()
     ]
+    _check_resolved(config, schema, resolved)
+    return resolved
+
+
+def _check_resolved(config: GearOptions, schema: Schema, resolved: Sequence[ResolvedField]) -> None:
+    """Reject fields that contradict one another, packed batches, or what is derived from them."""
     if config.pack is not None and config.pack.prefix == "share":
         _need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
         for field in resolved:
@@ -324,13 +330,10 @@ def _fields(
         if not field.follows or stored is None or config.item_sampler.anchors == "fits":
             continue
         if stored.rows == "T" and not stored.is_next_observation:
-            rule = (
-                'must have a row after the last step with offset "n_step": padding would be '
-                "bootstrapped"
-            )
             raise ConfigError(
                 f"{at}.column",
-                f"{rule} from",
+                'must have a row after the last step with offset "n_step": padding would be '
+                "bootstrapped from",
                 f"{stored.name} of T rows",
                 "store the observations in T+1 rows, or the next ones in a column of the role "
                 'next_observation; or leave out the last n steps by "anchors": "fits"',
@@ -339,7 +342,6 @@ def _fields(
         _check_goals(resolved)
         if config.hindsight.reward is not None:
             reward_field(resolved)
-    return resolved
 
 
 def _known(schema: Schema) -> str:

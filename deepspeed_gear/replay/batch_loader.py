@@ -96,6 +96,7 @@ class BatchLoader:
         self._lent.make_room()
         begin = time.perf_counter()
         ends = (self._used + 1) % self._info.accumulation == 0
+        # A batch is held where the call before has failed at the barrier, or has taken it early.
         if self._held is None:
             self._hold(self._load(self.next_number))
         elif self._is_early:

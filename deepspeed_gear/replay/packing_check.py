@@ -82,4 +82,4 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
         prefixes = Prefixes(np.where(number % 2, steps[number // 2 * 2] // 2, 0), number // 2 * 2)
         steps = steps + prefixes.steps
     shape = PackShape(steps, rows, 0, rows, prefixes)
-    return pack_of_tokens(tokens, shape, settings.field_with("token"), settings.device)
+    return pack_of_tokens(tokens, shape, settings.field_by_role.get("token"), settings.device)

@@ -155,6 +155,7 @@ class ReplayCheckpoint:
                 raise CheckpointError("the gear state", rule, ", ".join(rollout["names"]), remedy)
             return rollout_file.read_rollout(folder, state)
 
+        # Until all ranks have read and checked what they load, nothing changes.
         control_plane.attempt("loading the state", check)
         save_folders.compare(control_plane.all_gather(state))
         loading = None
@@ -163,6 +164,7 @@ class ReplayCheckpoint:
             control_plane.attempt("loading the tables", partial(loading.read, folder, state))
         columns = control_plane.attempt("loading the rollout batch", read_columns)
 
+        # All ranks stop at the same selection; then each node's leader seeks the streams.
         if parts.barrier is not None:
             parts.barrier.drain()
         self._pause()
@@ -183,7 +185,7 @@ class ReplayCheckpoint:
             parts.rates.set_quotas(parts.train)
         parts.leave_inner_stage()
         loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
-        if loading is not None:
+        if loading is not None:  # the contents of the tables, for which no selection is made now
             control_plane.attempt("loading the tables", loading.replace)
             if plan.placement.spread:
                 control_plane.attempt("loading the unused selections", loading.deliver)

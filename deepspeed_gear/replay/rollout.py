@@ -22,6 +22,7 @@ from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
 from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
 from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
+from deepspeed_gear.ops.constants import MOST_PACK_TOKENS
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.rollout_advantages import set_advantages
@@ -151,8 +152,8 @@ class Rollout(PublicNames):
         packs = Packs(columns, np.arange(self.num_trajectories), tokens)
         _ = packs.loss  # cached here, as its computation is collective
         packs.fetch()
-        filled = FilledColumns(columns, missing)
-        for micro in packs.forward(ForwardPass(missing, len(packs), filled)):
+        filled = FilledColumns(missing, columns)
+        for micro in packs.forward(filled):
             yield micro
             self.check_open()  # the loop may be resumed after the batch has ended
         columns.filled.update(filled.of_all_ranks())
@@ -562,7 +563,7 @@ class Packs:
         """
         for number in range(len(self)):
             yield self.read(number, to_fill)
-        self._context.agree(to_fill.check_filled)
+        self._context.agree(partial(to_fill.check_filled, len(self)))
 
     def read(self, number: int, to_fill: ForwardPass | None = None) -> MicroBatch:
         """Read one of this rank's packs as a micro batch.
@@ -588,7 +589,7 @@ class Packs:
         if has_rows is not None and not has_rows.all():
             mask &= torch.from_numpy(shape.spread(has_rows))
         media = None
-        name = settings.field_with("media")
+        name = settings.field_by_role.get("media")
         if name is not None:
             numbers = tensors[name][0, : shape.own_tokens].numpy()
             media = MediaReader([rows.table for rows in columns.tables], numbers, device)
@@ -610,7 +611,7 @@ class Packs:
             shape,
             loss,
             PackSources(columns.trajectories, index, at, number, opaque, media, to_fill),
-            settings.field_with("token"),
+            settings.field_by_role.get("token"),
             device,
         )
         self._context.metrics.add(wait_s=time.perf_counter() - begin)
@@ -683,8 +684,16 @@ class Packs:
 
 
 def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
-    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory."""
+    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory.
+
+    Args:
+        pack: The section `gear.pack`.
+        lengths: Steps of each trajectory. [n], int64.
+        tokens: Most steps of a micro batch; None: `gear.pack.tokens`.
+    """
     most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
+    if most > MOST_PACK_TOKENS:
+        raise ConfigError("forward: tokens", f"must be at most {MOST_PACK_TOKENS}", most)
     multiple = pack.pad.multiple
     longest = int(lengths.max(initial=1))
     if most // multiple * multiple < longest:

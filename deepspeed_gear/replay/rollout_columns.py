@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.loss_weights import GradientDivisor
-from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
 from deepspeed_gear.batching.pack_rows import (
     PackGatherer,
     RolloutTrajectories,
@@ -67,10 +67,11 @@ class PackSettings:
     member: str | None = None  # column that names a group's members; None: each trajectory is one
     ranks: SequenceSum | None = None  # sum over the ranks of one sequence; None: there is one
 
-    def field_with(self, role: str) -> str | None:
-        """Return the name of the field whose column has a role; None: there is none."""
-        fields = (f for f in self.fields if f.column is not None and f.column.role == role)
-        return next((f.name for f in fields), None)
+    @cached_property
+    def field_by_role(self) -> dict[str | None, str]:
+        """The first field of a column of each role: `field_by_role.get("token")`."""
+        fields = reversed(self.fields)  # of fields of one role the first one is set last
+        return {one.column.role: one.name for one in fields if one.column is not None}
 
     @property
     def predicts(self) -> bool:
@@ -112,7 +113,8 @@ class RolloutContext:
         """Run an action on all ranks and pass a barrier; return the result of this rank's action.
 
         An error of one rank is raised on all. No rank returns before all have run the action: so
-        rows that the action moves are neither read too early nor overwritten too late.
+        rows that it moves are not read before they are there, nor overwritten while they are read.
+        A rank that neither trains with others nor exchanges rows just runs the action.
         """
         if self.barrier is not None:
             return self.barrier.agree(action)
@@ -484,10 +486,11 @@ class RolloutColumns:
             )
 
 
-class FilledColumns:
-    """Columns that a forward pass fills; each rank has the values of its own places."""
+class FilledColumns(ForwardPass):
+    """Columns of a rollout batch that a forward pass fills; a rank has the values of its places."""
 
-    def __init__(self, columns: RolloutColumns, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], columns: RolloutColumns) -> None:
+        super().__init__(names)
         self._context = columns.context
         self._trajectories = columns.trajectories
         self._own = {name: torch.zeros(columns.trajectories.num_tokens) for name in names}

@@ -107,8 +107,6 @@ class RolloutLoader:
         assert config.pack is not None
         assert config.rollout_size is not None
         self.topology = plan.topology
-        self._leads_node = plan.topology.leads_node
-        self._leads_first_node = plan.topology.leads_node and plan.topology.node == 0
         self._spread = parts.links.trajectories
         self._size = config.rollout_size
         self._is_rollout = config.batch is None
@@ -302,9 +300,12 @@ class RolloutLoader:
             parts = [trajectories[number] for trajectories in taken]
             joined = TableTrajectories(*map(torch.cat, zip(*parts, strict=True)))
             spread = self._spread.get(stream.table.spec.name)
-            # Without a spread each node holds the whole table, and the first one makes all copies.
-            copies = self._leads_first_node if spread is None else self._leads_node
-            tables.append(TableRows(gatherer, stream.table, joined, self.context, spread, copies))
+            # One rank of a node contributes the node's rows. Without a spread each node holds the
+            # whole table: then that of the first node contributes all.
+            contributes = self.topology.leads_node and bool(spread or self.topology.node == 0)
+            tables.append(
+                TableRows(gatherer, stream.table, joined, self.context, spread, contributes)
+            )
         return tables
 
     def _consume(self) -> None:

@@ -63,16 +63,20 @@ class StoredColumns(RolloutColumns):
         return np.asarray(has_rows)
 
 
-class LateColumns:
-    """The late columns of a table that a forward pass fills; values are stored at once.
+class LateColumns(ForwardPass):
+    """Late columns of a table that a forward pass fills; values are stored at once.
 
     Args:
+        names: The columns.
         table: The table.
         settings: Settings of the replay's packs; a column of a field has the field's offset.
         stored: Resolutions of the packs' trajectories. [n, 8], int64.
     """
 
-    def __init__(self, table: Table, settings: PackSettings, stored: np.ndarray) -> None:
+    def __init__(
+        self, names: Sequence[str], table: Table, settings: PackSettings, stored: np.ndarray
+    ) -> None:
+        super().__init__(names)
         self._table = table
         self._settings = settings
         self._stored = stored
@@ -193,10 +197,10 @@ def forward(
             table, sorted_resolutions, replace(context, settings=early), loader
         )
         packs = Packs(columns, np.arange(len(resolutions)), tokens, planned())
-        return packs, LateColumns(table, settings, columns.tables[0].rows.numpy())
+        return packs, LateColumns(names, table, settings, columns.tables[0].rows.numpy())
 
-    packs, writer = context.agree(made)
-    yield from packs.forward(ForwardPass(names, len(packs), writer))
+    packs, late = context.agree(made)
+    yield from packs.forward(late)
 
 
 def _stored_columns(
