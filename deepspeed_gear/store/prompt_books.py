@@ -24,9 +24,9 @@ from deepspeed_gear.store.records import Head
 
 
 class PromptBooks:
-    """The account of a ledger, as read from the words of its store; it changes nothing.
+    """The account of a ledger, read from the words of its store.
 
-    Requires the table's lock, except for a reader that takes what it finds (`gear inspect`).
+    Requires the table's lock. A reader without it (`gear inspect`) may see a change half made.
 
     Args:
         views: The store's regions.
