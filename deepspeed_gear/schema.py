@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import SchemaError, known_names
+from deepspeed_gear.notebook_views import safe_view, table_html, view_html
 
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -387,6 +388,25 @@ class Schema:
     def __repr__(self) -> str:
         columns = (f"{c.name}: {c.dtype}{list(c.shape)} x {c.rows}" for c in self.columns)
         return f"Schema({', '.join(columns)})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the columns, for notebooks."""
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        facts = {
+            "columns": f"{len(self):,}",
+            "bytes of a step": f"{self.row_bytes:,}",
+            "bytes of a trajectory": f"{sum(c.row_bytes for c in self.trajectory_columns):,}",
+        }
+        rows = []
+        for c in self.columns:
+            options = [name for name in ("late", "allow_nan") if getattr(c, name)]
+            shape = f"max_bytes {c.max_bytes}" if c.is_opaque else str(list(c.shape))
+            row = [c.name, c.dtype, shape, c.rows, c.role, ", ".join(options), f"{c.row_bytes:,}"]
+            rows.append(row)
+        heads = ["column", "dtype", "shape", "rows", "role", "options", "bytes of a row"]
+        return view_html("Schema", facts, table=table_html(heads, rows))
 
     def allowing_nan(self) -> Schema:
         """Return the schema with `allow_nan` in every floating column."""

@@ -28,9 +28,11 @@ PREFIX = "gear"
 MAX_READERS = 1024
 _SLOTS = 3  # a reader may copy a version until the publisher begins the third one after it
 _PUBLISHER = 0  # its peer index; readers have the next ones
-_NEWEST = 0  # word of the board
-# words of a stored policy
-_VERSION = 0
+# Words of the board.
+_NEWEST = 0  # number of the newest version
+_SLOT = 1  # slot that has it
+# Words of a slot.
+_VERSION = 0  # number of the version that it holds; 0: it is being overwritten
 _CHECKSUM = 1
 _POLL_S = 50e-6
 _PATIENCE_S = 10.0
@@ -153,13 +155,13 @@ class PolicyBoard(ProcessBound):
                 "leave it out to count up by one",
             )
         state = self._check(module)
-        slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
+        slot = (int(self._words[_SLOT]) + 1) % _SLOTS
         self._slots[slot, _VERSION] = 0  # invalidates it for readers that are copying it
         values = self._views["values"][slot]
         _copy(self._parts(values), state)
         self._slots[slot, _CHECKSUM] = zlib.crc32(values)
         self._slots[slot, _VERSION] = number
-        self._words[_NEWEST + 1] = slot
+        self._words[_SLOT] = slot
         self._words[_NEWEST] = number  # the commit point
         return number
 

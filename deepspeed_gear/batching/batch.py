@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
 from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
+from deepspeed_gear.notebook_views import histogram_svg, safe_view, table_html, view_html
 from deepspeed_gear.ops.philox import philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
 from deepspeed_gear.public_names import PublicNames
@@ -523,6 +525,41 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         )
         return f"Batch({self.num_samples} samples on {self.device}; {fields})"
 
+    def _repr_html_(self) -> str:
+        """Return a table of the fields, with pictures of the samples, for notebooks.
+
+        Cost: copies at most 2^16 elements of a field, or one sample, to host memory.
+        """
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        facts = {
+            "samples": f"{self.num_samples:,}",
+            "trajectories": f"{len(np.unique(self.trajectory_id.cpu())):,}",
+            "device": str(self.device),
+        }
+        weights = self.is_weight.cpu()
+        num_filling = int((~self.valid).sum())
+        if num_filling:
+            facts["only fill up"] = f"{num_filling:,}"
+        if self._samples.goal_step is not None:
+            facts["relabelled"] = f"{int(self.relabelled.sum()):,}"
+        if self._samples.source is not None:
+            facts["tables"] = f"{len(np.unique(self.source.cpu())):,}"
+        pictures = [
+            histogram_svg("steps of the trajectories", self.num_steps.cpu()),
+            histogram_svg("anchor of a sample", self.anchor.cpu()),
+        ]
+        if self._samples.is_weight is not None:
+            pictures.append(histogram_svg("PER weight of a sample", weights))
+        fields = ((name, tensor, self.mask.get(name)) for name, tensor in self._tensors.items())
+        table = tensor_table("field", fields)
+        opaque = self._samples.opaque or {}
+        if opaque:
+            rows = [[name, f"{len(values):,} objects"] for name, values in opaque.items()]
+            table += table_html(["opaque field", "values"], rows)
+        return view_html("Batch", facts, pictures, table)
+
 
 class OverwrittenBatch(Batch):
     """Batch whose lifetime has ended: every access raises.
@@ -532,10 +569,11 @@ class OverwrittenBatch(Batch):
     """
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python itself reads `__class__` and `__dict__`
+        # Python itself reads `__class__` and `__dict__`, and notebooks `_repr_html_`.
+        if name.startswith("__") or name == "_repr_html_":
             return object.__getattribute__(self, name)
         if not hasattr(Batch, name) and name not in object.__getattribute__(self, "__dict__"):
-            raise AttributeError(name)  # printers of objects look for `_repr_html_` and the like
+            raise AttributeError(name)  # printers of objects look for `__rich_repr__` and the like
         return _refuse_overwritten()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -546,6 +584,10 @@ class OverwrittenBatch(Batch):
 
     def __repr__(self) -> str:
         return "Batch(overwritten)"
+
+    def _repr_html_(self) -> str:
+        rule = "Its tensors have been written again; keep batch.clone()."
+        return view_html("Batch(overwritten)", {rule: ""})
 
 
 def _refuse_overwritten() -> NoReturn:

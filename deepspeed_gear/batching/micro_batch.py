@@ -21,7 +21,9 @@ from deepspeed_gear.batching.pack_rows import (
     TableTrajectories,
 )
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
+from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
+from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 
@@ -150,6 +152,28 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             f"MicroBatch({self.num_trajectories} trajectories, {self.num_tokens} of "
             f"{self.pack_shape.rows} places: {names})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the fields, with a picture of the lengths, for notebooks.
+
+        Cost: copies at most 2^16 elements of a field to host memory, or all of a field [1, N].
+        """
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        num_places = self.pack_shape.rows
+        facts = {
+            "trajectories": f"{self.num_trajectories:,}",
+            "tokens": f"{self.num_tokens:,} of {num_places:,} places",
+            "padding": f"{1 - self.num_tokens / max(1, num_places):.1%}",
+            "loss tokens": f"{int(self._loss.host_mask.sum()):,}",
+            "device": str(self._device),
+        }
+        fields = [(name, tensor, None) for name, tensor in self._tensors.items()]
+        if self.targets is not None:
+            fields.append(("targets", self.targets, None))
+        picture = histogram_svg("steps of a trajectory", self.pack_shape.lengths)
+        return view_html("MicroBatch", facts, [picture], tensor_table("field", fields))
 
     @property
     def reported(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
 from deepspeed_gear.store.memory_limits import read_file, tightest
+from deepspeed_gear.store.records import PROGRESS, RankProgress
 from deepspeed_gear.store.shared_memory import (
     clean_command,
     is_held,
@@ -140,6 +141,7 @@ class NodeStores:
         topology = self._plan.topology
         regions = [
             *BatchBarrier.regions(topology.num_peers),
+            Region(PROGRESS, "float64", (topology.num_peers, RankProgress.NUM_WORDS)),
             Region("questions/asked", "int64", (topology.num_peers,)),
             Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
         ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class LiveStore:
     run: RunIdentity
     layout: Layout
     views: dict[str, np.ndarray]  # its regions, read-only; their contents change as the run goes on
+    descriptor: int  # of its file, open for reading until this object is deleted
+
+    def is_attached(self, peer: int) -> bool:
+        """Return whether the process with an index is attached. Takes no lock: it only looks."""
+        return is_held(self.descriptor, peer, 1)
 
 
 def living_stores(process: int | None = None) -> list[LiveStore]:
@@ -98,7 +104,11 @@ def _open(
             name = layout.meaning.get("table")
             if name is not None:  # else a policy board, or places of simulators
                 memory = mmap.mmap(file.fileno(), status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-                return LiveStore(str(name), holders, run, layout, layout.views(memory))
+                views = layout.views(memory)
+                descriptor = os.dup(file.fileno())
+                store = LiveStore(str(name), holders, run, layout, views, descriptor)
+                weakref.finalize(store, os.close, descriptor)
+                return store
     return None  # it was closed meanwhile, or this process may not map it
 
 

@@ -3,8 +3,9 @@
 python docs/hooks/site_pages.py build/pages
 
 A page links to `../../examples/ppo.py`, as it reads in the repository. The site holds that file as
-`repository/examples/ppo.py`, and a Markdown file as a page. The folder that is written needs
-nothing else than a generator that reads mkdocs.yml.
+`repository/examples/ppo.py`, and a Markdown file as a page. A notebook becomes a page with its
+stored outputs. The folder that is written needs nothing else than a generator that reads
+mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 import shutil
 import sys
 from pathlib import Path
+
+import notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -30,13 +33,15 @@ def target_of(source: Path, link: str) -> Path | None:
 
 def place_of(file: Path) -> Path:
     """Return the path of a file of the checkout below the assembled folder."""
+    if file.suffix == ".ipynb":
+        file = file.with_suffix(".md")
     if file.is_relative_to(DOCS):
         return file.relative_to(DOCS)
     return COPIES / file.relative_to(ROOT)
 
 
-def page(source: Path) -> str:
-    """Return the text of a Markdown file whose links lead to places of the site."""
+def page(source: Path, text: str) -> str:
+    """Return the text of a page whose links lead to places of the site."""
     here = place_of(source).parent
 
     def moved(link: re.Match[str]) -> str:
@@ -45,7 +50,18 @@ def page(source: Path) -> str:
             return link[0]
         return link[1] + os.path.relpath(place_of(target), here) + link[3]
 
-    return _LINK.sub(moved, source.read_text(encoding="utf-8"))
+    return _LINK.sub(moved, text)
+
+
+def text_of(source: Path, folder: Path) -> str:
+    """Return a file as Markdown; pictures of a notebook are written to the folder of its page."""
+    if source.suffix == ".md":
+        return source.read_text(encoding="utf-8")
+
+    def write(name: str, picture: bytes) -> None:
+        (folder / name).write_bytes(picture)
+
+    return notebooks.page(notebooks.read(source), source.stem, write)
 
 
 def assemble(folder: Path) -> None:
@@ -61,11 +77,12 @@ def assemble(folder: Path) -> None:
         source = waiting.pop()
         path = folder / place_of(source)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if source.suffix != ".md":
+        if source.suffix not in (".md", ".ipynb"):
             shutil.copyfile(source, path)
             continue
-        path.write_text(page(source), encoding="utf-8")
-        for _, link, _ in _LINK.findall(source.read_text(encoding="utf-8")):
+        text = text_of(source, path.parent)
+        path.write_text(page(source, text), encoding="utf-8")
+        for _, link, _ in _LINK.findall(text):
             target = target_of(source, link)
             if target is not None and target not in known:
                 known.add(target)

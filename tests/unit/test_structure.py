@@ -138,7 +138,8 @@ def test_objects_are_whole_after_construction(trees: dict[str, ast.Module]) -> N
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
+    """Return whether a name is private; `_repr_html_` and the like are protocols of notebooks."""
+    return name.startswith("_") and not name.endswith("_")
 
 
 def is_own(node: ast.Attribute) -> bool:

@@ -59,6 +59,8 @@ def test_longer_than_max_length_is_cut() -> None:
         Column("to_go", "float32", (), "return_to_go", late=True),
     )
     with Replay(config, schemas={"main": Schema([*SCHEMA, *more])}) as replay:
+        with pytest.raises(ConfigError, match=r"answers must name some of .*, got \['to_go'\]"):
+            InferenceLoader(replay, 4, answers=["to_go"])  # late: written after the trajectory
         with loader_of(replay, length=3) as loader:
             envs = Envs(range(1), "next_step", lambda *_: 12)
             serve(loader, any_runs([in_child(lambda: simulate(config, envs, 13))]))
