@@ -228,7 +228,12 @@ class MetricsServer:
     def check(host: str, port: int, insecure: bool) -> None:
         """Raise a ConfigError if it must not listen there."""
         if not 0 <= port < 1 << 16:
-            raise ConfigError("--metrics", "must be a port in [0, 65535]", port)
+            raise ConfigError(
+                "--metrics",
+                "must be a port in [0, 65535]",
+                port,
+                "leave it out for the default port",
+            )
         if host not in _LOOPBACK and not insecure:
             rule = "must be a loopback address: metrics are sent without TLS and token"
             raise ConfigError("--host", rule, host, "add --insecure in a private network")

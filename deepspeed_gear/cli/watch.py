@@ -59,7 +59,12 @@ def run(args: argparse.Namespace) -> int:
     """Show frames until the job ends, or one frame."""
     every_s = 1.0 if args.every is None else args.every
     if not _LEAST_S <= every_s <= _MOST_S:
-        raise ConfigError("--every", f"must be in [{_LEAST_S}, {_MOST_S:.0f}] seconds", every_s)
+        raise ConfigError(
+            "--every",
+            f"must be in [{_LEAST_S}, {_MOST_S:.0f}] seconds",
+            every_s,
+            "leave it out for 1 second",
+        )
     page = None if args.html is None else Page(Path(args.html), None if args.once else every_s)
     console = Console()
     if not console.is_terminal:
@@ -129,7 +134,9 @@ class Page:
         if self._every_s is not None and not is_last:
             again = f'<meta http-equiv="refresh" content="{max(round(self._every_s), 1)}">'
         new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with ConfigError.on("--html", "must be a file that can be written", OSError):
+        with ConfigError.on(
+            "--html", "must be a file that can be written", OSError, remedy="choose another --html"
+        ):
             new.write_text(_PAGE.format(again=again, forms=forms), encoding="utf-8")
             new.replace(self._path)
 
