@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
 from deepspeed_gear.config.sampler_options import (
     SHARES_TOLERANCE,
+    AnchorsConfig,
     MixtureSampler,
     PrioritizedSampler,
 )
@@ -390,12 +391,15 @@ def _check_sampler(config: GearOptions) -> None:
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
     if mixture:
         part.leave_out("table", "in a mixture, whose shares name the tables")
-    if sampler.anchors == "fits" and all(
+    anchors = sampler.anchors
+    bounds_padding = isinstance(anchors, AnchorsConfig) and anchors.bounds_padding
+    if (anchors == "fits" or bounds_padding) and all(
         f.length is None and not f.offset for f in config.fields.values()
     ):
+        what = "bound padding" if bounds_padding else 'be "fits"'
         part.refuse(
             "anchors",
-            'must not be "fits" where no field has a length or an offset',
+            f"must not {what} where no field has a length or an offset",
             'every step fits: use "all", or give a field a length',
         )
     if sampler.unit == "group":
