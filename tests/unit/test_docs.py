@@ -48,7 +48,11 @@ def test_links_lead_somewhere(checkout: Path) -> None:
 def build_site(checkout: Path, folder: Path, pages: Path) -> Path:
     """Build a site of assembled pages with the options of mkdocs.yml; return its folder."""
     options = (checkout / "mkdocs.yml").read_text(encoding="utf-8")
-    moved = (("docs_dir: build/pages", f"docs_dir: {pages}"), ("[.]", f"[{checkout}]"))
+    moved = (
+        ("docs_dir: build/pages", f"docs_dir: {pages}"),
+        ("[.]", f"[{checkout}]"),
+        ("- docs/hooks/", f"- {checkout}/docs/hooks/"),
+    )
     for old, new in moved:
         assert old in options
         options = options.replace(old, new)
@@ -88,6 +92,12 @@ def test_the_site_and_the_api_reference_build(
     assert len(links) > 1000
     dead = [(page, link) for page, link in links if not (page.parent / link).resolve().exists()]
     assert dead == []
+    start = (site / "index.html").read_text(encoding="utf-8")
+    tabs = [
+        re.sub(r"<.*?>", "", label)
+        for label in re.findall(r"<label for=[^>]*>(.*?)</label>", start)
+    ]
+    assert {"Offline", "Online", "Language models"} <= set(tabs)
     assert (site / "repository" / "examples" / "ppo.py").exists()
     assert (site / "repository" / "CHANGELOG" / "index.html").exists()
     assert not list(site.rglob("*newcomer*"))
@@ -100,6 +110,39 @@ def test_the_site_and_the_api_reference_build(
     wide.write_text("<article><div style='width:1300px'>wide</div></article>", encoding="utf-8")
     found = [(row["page"], row["width"]) for row in look.overflows(site, browser)]
     assert found == [("/wide", 1280), ("/wide", 390)]
+
+
+def test_sections_of_public_docstrings_are_read_as_sections(checkout: Path) -> None:
+    """Returns, raises and the like are sections of the API reference, not text of a paragraph."""
+    griffe = pytest.importorskip("griffe")
+    extension = checkout / "docs" / "hooks" / "docstring_sections.py"
+    package = griffe.load(
+        "deepspeed_gear",
+        search_paths=[checkout],
+        allow_inspection=False,
+        extensions=griffe.load_extensions(str(extension)),
+        docstring_parser="google",
+        docstring_options={"returns_multiple_items": False, "returns_named_value": False},
+    )
+    kinds = {"Args": "parameters", "Attributes": "attributes", "Returns": "returns"}
+    kinds |= {"Yields": "yields", "Raises": "raises"}
+    wrong = []
+    seen = 0
+    waiting = [package[name] for name in deepspeed_gear.__all__]
+    while waiting:
+        thing = waiting.pop()
+        thing = thing.final_target if thing.is_alias else thing
+        if thing.is_class:
+            waiting += [own for own in thing.members.values() if not own.name.startswith("_")]
+        if thing.docstring is None:
+            continue
+        parsed = [section.kind.value for section in thing.docstring.parsed]
+        for title in re.findall(r"^(\w+):$", thing.docstring.value, re.MULTILINE):
+            seen += 1
+            if title in kinds and kinds[title] not in parsed:
+                wrong.append(f"{thing.path}: {title}")
+    assert seen > 100
+    assert wrong == []
 
 
 def links_of(page: Path) -> list[str]:
