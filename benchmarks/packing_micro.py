@@ -135,8 +135,8 @@ def _measure(case: Case, quick: bool) -> Row:
                     micro.append((perf_counter_ns() - begin) / 1e3)
                     begin = perf_counter_ns()
                 packs += [
-                    _Pack(rollout.reader.columns, pack, shape.rows)
-                    for pack, shape in zip(step.packs.packs, step.packs.shapes, strict=True)
+                    _Pack(rollout.batch_columns, pack, shape.rows)
+                    for pack, shape in zip(step.packs.indices, step.packs.shapes, strict=True)
                 ]
         ops, limits = _ops_and_limits(packs)
     ratio = float(np.median(ops / limits))

@@ -23,7 +23,7 @@ from deepspeed_gear.errors import NotReadyError, PeerError, StoreError, undo_on_
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import Layout, Region, read_header, write_header
-from deepspeed_gear.store.row_allocator import is_among
+from deepspeed_gear.store.row_allocator import have_ended
 from deepspeed_gear.store.shared_memory import (
     SHM,
     PeerTakenError,
@@ -263,10 +263,7 @@ class InferenceMailbox:
         """
         used = np.flatnonzero(self.states != PlaceState.FREE)
         self.bells.fence()  # pairs with that of `claim`
-        owners = self.owners[used]
-        dead = [owner for owner in set(owners.tolist()) if not self.memory.is_alive(owner)]
-        if dead:
-            self.states[used[is_among(owners, dead)]] = PlaceState.FREE
+        self.states[used[have_ended(self.owners[used], self.memory)]] = PlaceState.FREE
 
     def end(self) -> None:
         """Mark the loader as closed, wake its simulators, unlink its file, and detach."""

@@ -26,7 +26,7 @@ Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a ba
 
 @dataclass
 class BatchSamples:
-    """The samples of a batch: resolutions, and values derived from them."""
+    """Samples of a batch: resolutions, and values derived from them."""
 
     resolutions: torch.Tensor  # [B, 8], int64.
     # False for samples that only fill up the last batch of an evaluation pass. [B], bool.
@@ -521,7 +521,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
 
 class OverwrittenBatch(Batch):
-    """Class of a batch whose lifetime has ended: every access raises.
+    """Batch whose lifetime has ended: every access raises.
 
     `BatchLifetime.end` assigns it to the `__class__` of a batch, so that accesses to a living
     batch, and graphs compiled from them, need no check.
@@ -586,7 +586,7 @@ class BatchLifetime:
 
 
 class LentTensors:
-    """The latest `keep` batches of one stream, which their user may still use.
+    """Latest `keep` batches of one stream, which their user may still use.
 
     Older ones end by their number and not when their memory is overwritten, since that time depends
     on the progress of prefetching and of the device.

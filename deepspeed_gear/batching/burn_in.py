@@ -19,7 +19,7 @@ from deepspeed_gear.ops.windows import bounds
 
 @dataclass(frozen=True)
 class BurnIn:
-    """The first step of a window that learns, and the fields that have a time axis.
+    """Burn-in of windows: their first step that learns, and the fields that have a time axis.
 
     With a burn-in of 2 steps and windows that begin at the step before the anchor, `begin` is 1:
     the steps -1 and 0 only warm up the recurrent state.
@@ -62,6 +62,8 @@ class BurnIn:
             field.column is not None and field.column.rows == "T+1"
         )
         align = Align.LEFT if field.align == "left" else Align.RIGHT
+        # Windows that are moved to the left or right begin at other steps: `span` has the first
+        # real row and its place. With row 7 at place 2 and the anchor 9, place 0 is the step -4.
         span = bounds(offset, field.length, align, resolutions[:, Resolution.ANCHOR], rows)
         steps = (span.begin - span.place - resolutions[:, Resolution.ANCHOR])[:, None] + places
         return mask & (steps >= self.begin)

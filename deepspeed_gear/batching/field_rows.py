@@ -16,7 +16,6 @@ from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistic
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.ops.records import Resolution, Source
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.table import Table
@@ -51,7 +50,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class FieldRows:
-    """The rows that a field reads, and their conversion to `dtype`: (x - shift) * gain."""
+    """Rows that a field reads, and their conversion to `dtype`: (x - shift) * gain."""
 
     source: int  # the op's code for the rows
     column: torch.Tensor  # [rows or slots, *shape]; empty where the op computes the field
@@ -103,13 +102,6 @@ class FieldRows:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
-
-    def of_trajectories(self, resolutions: torch.Tensor) -> torch.Tensor:
-        """Return the values of a per-trajectory field for resolutions, [S, 8]. [S, *shape]."""
-        values = self.column[resolutions[:, Resolution.SLOT]]
-        numbers = (self.shift, self.gain) if len(self.gain) else ()
-        flat = values.reshape(values.size(0), self.elements)
-        return convert(flat, self.dtype, *numbers).view(values.shape)
 
 
 def byte_rows(rows: Sized, table: Rows) -> torch.Tensor:

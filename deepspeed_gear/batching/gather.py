@@ -87,7 +87,7 @@ class FieldGroup:
 
 
 class CompressedFields:
-    """Fields of a compressed column: decodes each row of a batch once, and gathers from the result.
+    """Fields of a compressed column, gathered from rows that are decoded once per batch.
 
     The op reads only the rows of windows. So a resolution whose first row is moved makes it read
     the decoded rows.
@@ -141,7 +141,7 @@ class CompressedFields:
 
 @dataclass
 class Buffers:
-    """The tensors of one ring entry."""
+    """Tensors of one ring entry."""
 
     outs: list[torch.Tensor]
     masks: list[torch.Tensor]
@@ -179,7 +179,7 @@ def n_step_columns(table: Rows) -> list[str | None]:
 
 
 class NStepReturns:
-    """Computes n-step returns, discounts and numbers of steps, on the columns' device."""
+    """n-step returns, discounts and numbers of steps, computed on the columns' device."""
 
     def __init__(
         self,
@@ -190,6 +190,7 @@ class NStepReturns:
     ) -> None:
         self._n = config.n
         self._columns = [None if name is None else source(name) for name in n_step_columns(table)]
+        # gamma^0, ..., gamma^n by multiplication: a backend's `pow` may differ in the last bit.
         powers = list(accumulate(repeat(config.gamma, config.n), operator.mul, initial=1.0))
         self._powers = torch.tensor(powers, dtype=torch.float64, device=device)
 
@@ -212,7 +213,11 @@ class GatherOptions:
 
 
 class Gatherer:
-    """Gathers batches of fixed fields and size, into a ring of `depth` batches. Not thread-safe."""
+    """Gatherer of batches of fixed fields and size, with a ring of `depth` batches.
+
+    A ring entry is written again after `depth` batches: that ends the batch in it, and increments
+    the versions of its tensors, so that a late backward pass raises. Not thread-safe.
+    """
 
     # Whether a device reads the store itself: then rows stay pinned until it has read them.
     reads_in_place = False

@@ -25,7 +25,7 @@ STRATEGIES = {
 
 
 class HindsightRelabelling:
-    """Draws goals and computes rewards by `gear.hindsight` (None: neither). Thread safe.
+    """Relabelling of samples by `gear.hindsight`: goals and rewards (None: neither). Thread safe.
 
     Rewards are computed only where this rank needs the reward field.
     """

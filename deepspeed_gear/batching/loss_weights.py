@@ -1,4 +1,4 @@
-"""Loss weights: the factor of each token that makes the summed loss the intended mean.
+"""Loss weights: factors of tokens that make the summed loss the intended mean.
 
 With x the loss of a token, m its loss mask, and sums over the batch of one optimizer step, of all
 ranks:
@@ -16,16 +16,20 @@ ranks or packs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
+from deepspeed_gear.batching.pack_rows import PackShape
 from deepspeed_gear.config.options import ConstantConfig, LossConfig
+from deepspeed_gear.distributed.sequence_sum import SequenceSum
 
 
 @dataclass
 class GradientDivisor:
-    """The number that the framework divides the sum of all ranks' gradients by.
+    """Number by which the framework divides the sum of all ranks' gradients.
 
     Losses are multiplied by it. A replay owns one; micro batches read it when they compute a loss,
     so that a model may be set until then.
@@ -67,3 +71,38 @@ def loss_weights(
     else:
         shares = 1.0 / (max(units, 1) * np.maximum(tokens, 1)[owner].astype(np.float64))
     return np.where(counts > 0, shares, 0.0)
+
+
+class PlannedStep(Protocol):
+    """Packs of one optimizer step."""
+
+    @property
+    def loss(self) -> StepLoss:
+        """The loss of the step, counted when first read: filling a table's columns needs none."""
+
+
+@dataclass
+class PackLoss:
+    """Loss mask and loss weights of a pack: its part in the loss of its optimizer step."""
+
+    host_mask: torch.Tensor  # which places of this rank count. [1, rows], bool, in host memory
+    mask: torch.Tensor  # the same, on the device
+    shape: PackShape
+    index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
+    step: PlannedStep
+    divisor: GradientDivisor
+    ranks: SequenceSum | None = None  # None: this rank has whole sequences
+    # What a sequence of the loss is: a trajectory, or all those of one member of a group.
+    by: Literal["trajectory", "member"] = "trajectory"
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """Weight of each place without the divisor, 0 outside of the mask. [rows], float32."""
+        own = self.step.loss.weights[self.index].astype(np.float32)
+        weights = torch.from_numpy(self.shape.spread(own))
+        return weights.mul_(self.host_mask[0]).to(self.mask.device)
+
+    @cached_property
+    def share(self) -> float:
+        """Fraction of the step's loss tokens that lie at this rank's places."""
+        return int(np.count_nonzero(self.host_mask.numpy())) / max(self.step.loss.num_tokens, 1)

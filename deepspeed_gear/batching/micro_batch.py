@@ -2,181 +2,47 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.loss_weights import GradientDivisor, StepLoss
-from deepspeed_gear.batching.pack_gather import SharedRows
-from deepspeed_gear.batching.pack_media import MediaReader, PackMedia
+from deepspeed_gear.batching.loss_weights import GradientDivisor, PackLoss, StepLoss
+from deepspeed_gear.batching.pack_rows import (
+    PADDING,
+    MediaReader,
+    PackMedia,
+    PackShape,
+    RolloutTrajectories,
+    TableTrajectories,
+)
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
-from deepspeed_gear.batching.packing_plan import Prefixes
-from deepspeed_gear.batching.rollout_trajectories import RolloutTrajectories, TableTrajectories
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 
-PADDING = -1  # the sequence of places that belong to no trajectory
 
+class ForwardPass(ABC):
+    """Pass over micro batches in which the program fills columns; a subclass stores the values.
 
-@dataclass
-class PackShape:
-    """Where the trajectories of a pack lie, and which of its places this rank has.
-
-    For lengths [2, 3] and N of 8, starts is [0, 2], ends [2, 5] and bounds [0, 2, 5, 8]: padding is
-    a sequence of its own. A rank with the places [4, 8) has sizes [0, 1, 3].
+    Args:
+        names: The columns.
     """
 
-    lengths: np.ndarray  # steps of each trajectory, in the order of the pack. [S], int64.
-    rows: int  # N, padding included
-    # The places of this rank: all, or the slice of a sequence rank.
-    first: int
-    end: int
-    prefixes: Prefixes | None = None  # shared prefixes; None: `gear.pack.prefix` is "own"
+    def __init__(self, names: Sequence[str]) -> None:
+        self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
 
-    def __post_init__(self) -> None:
-        places = self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
-        #: The place after the last one of each trajectory, and its first place. [S], int64.
-        self.ends: np.ndarray = places.cumsum()
-        self.starts: np.ndarray = self.ends - places
-        self.num_tokens = int(self.ends[-1]) if len(places) else 0
-        self.own_tokens = min(max(self.num_tokens - self.first, 0), self.end - self.first)
-
-    @cached_property
-    def bounds(self) -> np.ndarray:
-        """First place of each sequence, of which padding is one, and N. [sequences + 1], int32."""
-        last = [self.rows] if self.num_tokens < self.rows else []
-        return np.concatenate([[0], self.ends, last]).astype(np.int32)
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """Number of this rank's places in each sequence. [sequences], int64."""
-        return np.diff(np.clip(self.bounds.astype(np.int64), self.first, self.end))
-
-    def spread(self, values: np.ndarray) -> np.ndarray:
-        """Return each trajectory's value at this rank's places of it, 0 elsewhere.
-
-        Args:
-            values: One value per trajectory. [S].
-        Returns:
-            [end - first].
-        """
-        spread = np.zeros(self.end - self.first, values.dtype)
-        own = values.repeat(self.sizes[: len(values)])
-        spread[: len(own)] = own
-        return spread
-
-    def owners(self) -> np.ndarray:
-        """Return the trajectory of each place of this rank, else PADDING. [end - first], int64."""
-        numbers: np.ndarray = np.arange(len(self.sizes))
-        numbers[len(self.lengths) :] = PADDING
-        return np.asarray(numbers.repeat(self.sizes))
-
-    def positions(self) -> np.ndarray:
-        """Return each place's position in its sequence. [end - first], int64.
-
-        Positions of padding restart at the length of the longest trajectory, so that padding makes
-        no rotary embedding longer.
-        """
-        begins = self.bounds[:-1].astype(np.int64)
-        if self.prefixes is not None:
-            begins[: len(self.lengths)] -= self.prefixes.steps
-        places = np.arange(self.first, self.end) - begins.repeat(self.sizes)
-        return np.asarray(places % self.lengths.max(initial=1))
-
-    def runs(
-        self, resolutions: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the runs of rows that have places in the pack.
-
-        Args:
-            resolutions: Those of the trajectories. [n, 8], int64.
-            which: The trajectories, as an index into those of the pack.
-            shared: Rows of shared prompts; None: every trajectory has all of its rows.
-        Returns:
-            Resolutions of the runs, [m, 8], and the place where each begins, [m].
-        """
-        places = torch.from_numpy(self.starts[which])
-        if self.prefixes is None and shared is None:
-            return resolutions, places
-        skipped = np.zeros(len(resolutions), np.int64)
-        if self.prefixes is not None:
-            skipped = self.prefixes.steps[which]
-            resolutions = resolutions.clone()
-            resolutions[:, Resolution.NUM_STEPS] -= torch.from_numpy(skipped)
-        return (shared or SharedRows.none(len(resolutions))).runs(resolutions, places, skipped)
-
-
-class PlannedStep(Protocol):
-    """The packs of one optimizer step."""
-
-    @property
-    def loss(self) -> StepLoss:
-        """The loss of the step, counted when first read: filling a table's columns needs none."""
-
-
-class SequenceRanks(Protocol):
-    """The ranks that share the sequences of a pack."""
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over the ranks, with gradients. Collective."""
-
-
-@dataclass
-class PackLoss:
-    """The part that a pack has in the loss of its optimizer step."""
-
-    host_mask: torch.Tensor  # which places of this rank count. [1, rows], bool, in host memory
-    mask: torch.Tensor  # the same, on the device
-    shape: PackShape
-    index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
-    step: PlannedStep
-    divisor: GradientDivisor
-    ranks: SequenceRanks | None = None  # None: this rank has whole sequences
-    # What a sequence of the loss is: a trajectory, or all those of one member of a group.
-    by: Literal["trajectory", "member"] = "trajectory"
-
-    @cached_property
-    def weights(self) -> torch.Tensor:
-        """Weight of each place without the divisor, 0 outside of the mask. [rows], float32."""
-        own = self.step.loss.weights[self.index].astype(np.float32)
-        weights = torch.from_numpy(self.shape.spread(own))
-        return weights.mul_(self.host_mask[0]).to(self.mask.device)
-
-    @cached_property
-    def share(self) -> float:
-        """Fraction of the step's loss tokens that lie at this rank's places."""
-        return int(np.count_nonzero(self.host_mask.numpy())) / max(self.step.loss.num_tokens, 1)
-
-
-class ColumnWriter(Protocol):
-    """Stores columns that a program computes in a forward pass."""
-
+    @abstractmethod
     def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
         """Store a column's values for one micro batch.
 
         Raises:
             ShapeError: Values of another shape.
         """
-
-
-class ForwardPass:
-    """A pass over micro batches in which the program fills columns.
-
-    Args:
-        names: The columns.
-        num_packs: Number of micro batches of this rank.
-        writer: Stores the values.
-    """
-
-    def __init__(self, names: Sequence[str], num_packs: int, writer: ColumnWriter) -> None:
-        self._num_packs = num_packs
-        self._writer = writer
-        self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
 
     def fill(self, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
         """Store columns for one of the micro batches.
@@ -188,22 +54,22 @@ class ForwardPass:
             if name not in self._filled:
                 rule = f"must be one of those that forward names ({', '.join(self._filled)})"
                 raise FieldError(f"column {name!r}", rule)
-            self._writer.write(name, micro, values)
+            self.write(name, micro, values)
             self._filled[name].add(micro.sources.number)
 
-    def check_filled(self) -> None:
-        """Raise StoreError unless every column was filled in each micro batch."""
+    def check_filled(self, num_packs: int) -> None:
+        """Raise StoreError unless every column was filled in each of this rank's micro batches."""
         for name, numbers in self._filled.items():
-            if len(numbers) != self._num_packs:
+            if len(numbers) != num_packs:
                 at = f"column {name!r}"
-                rule = f"must be filled in each of the {self._num_packs} micro batches"
+                rule = f"must be filled in each of the {num_packs} micro batches"
                 remedy = f"call micro.fill({name}=...) in the loop"
                 raise StoreError(f"forward: {at}", rule, len(numbers), remedy)
 
 
 @dataclass(frozen=True)
 class PackSources:
-    """The trajectories of a micro batch within its rollout batch, read on demand."""
+    """Trajectories of a micro batch within its rollout batch, read on demand."""
 
     trajectories: RolloutTrajectories  # all of the rollout batch
     index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
@@ -549,7 +415,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class _Untrained:
-    """A pack that no optimizer step has."""
+    """Packs that belong to no optimizer step: their loss is 0."""
 
     loss: StepLoss
 

@@ -64,7 +64,7 @@ _PER_TOKEN: Final = ("ForCausalLM", "LMHeadModel", "ForTokenClassification", "Mo
 
 
 class Pack(Protocol):
-    """Where the sequences of a pack lie: properties of `MicroBatch`."""
+    """Sequences of a pack: properties of `MicroBatch`."""
 
     @property
     def lengths(self) -> torch.Tensor: ...
@@ -83,7 +83,7 @@ class Pack(Protocol):
 
 
 class PackedModel:
-    """A causal language model of transformers, or a wrapper of it, that takes packs.
+    """Causal language model of transformers, or a wrapper of it, that takes packs.
 
     Raises:
         ConfigError: The model is no such model, or adds places of its own.

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from deepspeed_gear.config.options import PackConfig
-from deepspeed_gear.errors import ConfigError, DataError, ShapeError
+from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, MOST_PACK_WIDTH, MOST_TOTAL_BITS
 
 
 @dataclass(frozen=True)
 class PackBudget:
-    """What a pack may hold: tokens, trajectories, and their cost.
+    """Budget of a pack: tokens, trajectories, and what they cost. `PackConfig` checks the ranges.
 
     A trajectory of l tokens costs linear * l + quadratic * l * l, in any unit. With the hidden size
     h of a transformer, linear = 6 h and quadratic = 1 are in proportion to the operations of its
@@ -30,22 +30,6 @@ class PackBudget:
     quadratic: int = 0
     multiple: int = 1  #: N is a multiple of it
     trajectories: int = MOST_PACK_TOKENS  #: a pack holds at most so many: each has a token
-
-    def __post_init__(self) -> None:
-        end = 1 << MOST_TOTAL_BITS
-        ranges = {
-            "tokens": (self.tokens, 1, MOST_PACK_TOKENS),
-            "linear": (self.linear, 0, end - 1),
-            "quadratic": (self.quadratic, 0, end - 1),
-            "multiple": (self.multiple, 1, self.tokens),
-            "trajectories": (self.trajectories, 1, MOST_PACK_TOKENS),
-        }
-        for name, (value, least, most) in ranges.items():
-            if not least <= value <= most:
-                raise ConfigError(f"PackBudget.{name}", f"must be in [{least}, {most}]", value)
-        if self.linear + self.quadratic == 0:
-            rule = "must have a cost: linear and quadratic are 0"
-            raise ConfigError("PackBudget", rule, [0, 0], "use 1, 0")
 
     @property
     def room(self) -> int:
@@ -94,7 +78,11 @@ class Prefixes(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Packs of whole trajectories, the same number for every rank; micro steps by falling cost."""
+    """Assignment of whole trajectories to packs: as many for every rank, the costliest first.
+
+    Packs are not stored: for 2 ranks and the trajectories [0, 1, 2] with micro_step [0, 0, 1] and
+    rank [0, 1, 0], rank 0 has the packs [0] and [2], and rank 1 the pack [1] and an empty one.
+    """
 
     num_micro_steps: int  #: K: micro steps, in each of which every rank has a pack
     width: int  #: ranks that it was made for
@@ -121,16 +109,14 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     width; K is 0 if n is 0.
 
     Args:
-        lengths: Tokens of each trajectory. [n], int64.
+        lengths: Tokens of each trajectory. [n], int64, in host memory.
+        budget: What a pack may hold, as the section `gear.pack` admits it.
         width: Number of ranks, in [1, 2^20].
     Raises:
-        ShapeError: `lengths` is not [n], int64, or `width` lies outside its range.
+        ShapeError: `width` lies outside its range.
         DataError: A length is below 1 or above the budget, or all costs together are 2^62 or more.
     Cost: docs/design/0012-packed-batches.md; 1 ms for 4,096 trajectories and 64 ranks.
     """
-    if lengths.dtype != torch.int64 or lengths.dim() != 1 or lengths.device.type != "cpu":
-        given = f"{lengths.dtype} {list(lengths.shape)} on {lengths.device}"
-        raise ShapeError("lengths", "must be int64, [n], in host memory", given)
     if not 1 <= width <= MOST_PACK_WIDTH:
         raise ShapeError("width", f"must be in [1, {MOST_PACK_WIDTH}]", width)
     steps = lengths.numpy()
@@ -161,7 +147,10 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
 
 
 class PlannedPacks:
-    """Rows and costs of the packs of all replicas (ranks that train on different samples). Pure."""
+    """Plan of the packs of all replicas, with the rows and the cost of each pack. Pure.
+
+    Replicas train on different samples; the ranks of one train on the same.
+    """
 
     def __init__(
         self,
@@ -241,3 +230,31 @@ class PlannedPacks:
         return (
             float(self.costs.max(axis=1).sum() * self.costs.shape[1] / total - 1) if total else 0.0
         )
+
+
+def plan_step(
+    lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prompts: Prefixes | None = None
+) -> PlannedPacks:
+    """Plan the packs of one optimizer step. A pure function: every rank makes the same plan.
+
+    If members of a group share prompts, several plans are made, with all, half, a quarter, ... of
+    the members in one pack; the one of least cost is taken.
+
+    Args:
+        lengths: Steps of each trajectory. [n], int64.
+        pack: The section `gear.pack`.
+        replicas: Number of ranks that train on different samples.
+        ops: Ops of the host.
+        prompts: Prompts that trajectories share; None: they share none.
+    """
+    if prompts is None or not len(lengths):
+        return PlannedPacks(lengths, pack, replicas, ops)
+    size = int(np.bincount(prompts.leader).max())
+    sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
+    bundled = [prompts.bundled(lengths, size, pack.room) for size in sizes]
+    plans = [PlannedPacks(lengths, pack, replicas, ops, prefixes) for prefixes in bundled]
+    is_full = pack.pad.to == "budget"  # then all packs cost as much
+    costs = [
+        (is_full * plan.plan.num_micro_steps, plan.costs.max(axis=(1, 2)).sum()) for plan in plans
+    ]
+    return plans[costs.index(min(costs))]

@@ -13,7 +13,7 @@ _CHECK_S = 0.05
 
 
 class Prefetcher(Generic[T]):
-    """Calls a function with 0, 1, ... in a daemon thread; at most `depth` results wait for `get`.
+    """Background thread that calls a function with 0, 1, ... and keeps up to `depth` results.
 
     An error of the function ends the thread and is raised by the `get` that would have returned its
     result; the next `get` tries again. One thread begins, gets and stops.
@@ -61,7 +61,9 @@ class Prefetcher(Generic[T]):
                     self._results.put(result, timeout=_CHECK_S)
                     break
             else:
-                self._results.queue.append(result)  # beyond the depth
+                # Stopped while the queue is full. The result is kept beyond the depth: the next
+                # thread continues after it, so without it a batch would be missing.
+                self._results.queue.append(result)
 
     def get(self, check: Callable[[], None] = lambda: None) -> T:
         """Return the next result, or raise the error of `produce`; waits end if `check` raises."""

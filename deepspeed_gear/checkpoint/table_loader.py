@@ -34,7 +34,7 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import NodeDraws, ShardDraws
 from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.kept_ledger import KeptLedger
-from deepspeed_gear.store.prompt_ledger import PromptSpec
+from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import Control, Head
 from deepspeed_gear.store.table import Table
 

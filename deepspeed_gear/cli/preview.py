@@ -50,7 +50,7 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     """Print the batches of every rank, or the packs of packed batches."""
-    from deepspeed_gear.config import batch_sizes, ds_config, expand, parse
+    from deepspeed_gear.config import batch_sizes, expand, gear_config, parse
     from deepspeed_gear.replay.preview import (
         format_pack_preview,
         format_rollout_preview,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         rollout_preview,
     )
 
-    section, sizes = ds_config.read(args.config)
+    section, sizes = gear_config.read(args.config)
     config = parse(section)
     if section.get("recipe") is not None and not args.json:
         written = json.dumps(expand(section), indent=1)

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.cli import Options, grid_of
-from deepspeed_gear.config import ds_config, parse
-from deepspeed_gear.config.model import GearConfig
+from deepspeed_gear.config import gear_config, parse
+from deepspeed_gear.config.gear_config import GearConfig
 from deepspeed_gear.errors import ConfigError, LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay.preview import read_lengths
 from deepspeed_gear.store.group_spec import SlotGroup
-from deepspeed_gear.store.leases import LeaseRecord
-from deepspeed_gear.store.prompt_ledger import Left, PromptLedger, PromptSpec
+from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger
+from deepspeed_gear.store.prompt_spec import Left, PromptSpec
 from deepspeed_gear.store.records import Head
 
 OPTIONS: Options = {
@@ -78,7 +78,7 @@ class Prediction:
 
 def run(args: argparse.Namespace) -> int:
     """Print the predictions for every rule."""
-    spec, size = read_spec(parse(ds_config.read(args.config)[0]))
+    spec, size = read_spec(parse(gear_config.read(args.config)[0]))
     pace = Pace(args.latency, args.train / 1000, args.workers, args.concurrency)
     for name, value in (
         ("--batches", args.batches),

@@ -1,6 +1,7 @@
-"""Checks between options: what they require of one another, and exclude, without a schema.
+"""Cross-checks of options: which ones need or exclude one another, in any schema.
 
-`check_lengths` and `check_ranks` need data sets and a topology.
+`check_options` runs when a section is parsed; `check_lengths` and `check_ranks` run later, once
+data sets and topology are known.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ GOAL_EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the config and its name; each method raises ConfigError unless its rule holds."""
+    """A part of the config and its name; each method raises ConfigError unless its rule holds.
+
+    `part.leave_out("align", "without gear.fields.x.length", "drop it")` raises
+    "gear.fields.x.align must not be given without gear.fields.x.length, got 'left'; drop it".
+    """
 
     at: str
     options: BaseModel
@@ -79,6 +84,11 @@ class Part:
         value = self._value_and_default(name)[0]
         if value is not None and limit is not None and value > limit:
             self.refuse(name, f"must be at most {rule} ({limit})", remedy)
+
+    def require(self, holds: bool, name: str, rule: str, remedy: str = "") -> None:
+        """Require that a condition on an option holds, which the rule states."""
+        if not holds:
+            self.refuse(name, rule, remedy)
 
     def refuse(self, name: str, rule: str, remedy: str = "") -> NoReturn:
         """Raise ConfigError for an option's value; a value that is itself a part is not shown."""
@@ -133,19 +143,22 @@ def check_options(config: GearOptions) -> None:
         for name in config.sampled_tables
         if (one := config.resolved_tables[name].media) is not None
     ]
-    if any(one.columns != media[0].columns for one in media):
-        part.refuse(
-            "tables",
-            "must have equal media.columns in all tables of a mixture",
-            "an item may have no rows of a column: give all tables the columns of all",
-        )
+    part.require(
+        all(one.columns == media[0].columns for one in media),
+        "tables",
+        "must have equal media.columns in all tables of a mixture",
+        "an item may have no rows of a column: give all tables the columns of all",
+    )
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
-    if config.hindsight is not None and all(
-        one.hindsight is None for one in config.fields.values()
-    ):
-        part.refuse("hindsight", "must have a field with the option hindsight", GOAL_EXAMPLE)
+    part.require(
+        config.hindsight is None
+        or any(one.hindsight is not None for one in config.fields.values()),
+        "hindsight",
+        "must have a field with the option hindsight",
+        GOAL_EXAMPLE,
+    )
     if config.n_step is not None:
         part.leave_out(
             "hindsight",
@@ -162,13 +175,12 @@ def check_options(config: GearOptions) -> None:
         )
     micro = config.micro_batch_size or 1
     steps = config.gradient_accumulation_steps
-    if config.batch_size is not None and config.batch_size % (micro * steps):
-        part.refuse(
-            "batch_size",
-            f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * "
-            f"{steps})",
-            "it is their product times the number of ranks",
-        )
+    part.require(
+        config.batch_size is None or config.batch_size % (micro * steps) == 0,
+        "batch_size",
+        f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {steps})",
+        "it is their product times the number of ranks",
+    )
     if config.on_device:
         names = "hindsight prefetch verify_every count_draws pipeline transfer"
         part.leave_out(names, "for a table on devices", _ON_HOST)
@@ -185,6 +197,7 @@ def check_options(config: GearOptions) -> None:
 
 
 def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
+    """Reject options of a table that its data, its eviction policy or its sampler excludes."""
     sampler = config.sampler_of(name)
     sampled = name in config.sampled_tables
     if table.data is not None:
@@ -197,18 +210,18 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
     remedy = "a trajectory has at least one step, and must fit into the table"
     for option in ("max_length", "capacity_trajectories"):
         part.at_most(option, table.capacity_steps, f"{part.at}.capacity_steps", remedy)
-    if (table.remove == "keep_best") != (table.keep_best is not None):
-        part.refuse(
-            "keep_best",
-            'must be given with remove = "keep_best", and only then',
-            "name a per-trajectory column",
-        )
-    if table.remove == "lowest_priority" and not (sampled and sampler.has_priorities):
-        part.refuse(
-            "remove",
-            'must not be "lowest_priority" without priorities',
-            "use a prioritized sampler, or keep_best",
-        )
+    part.require(
+        (table.remove == "keep_best") == (table.keep_best is not None),
+        "keep_best",
+        'must be given with remove = "keep_best", and only then',
+        "name a per-trajectory column",
+    )
+    part.require(
+        table.remove != "lowest_priority" or (sampled and sampler.has_priorities),
+        "remove",
+        'must not be "lowest_priority" without priorities',
+        "use a prioritized sampler, or keep_best",
+    )
     if not sampled or sampler.unit == "step":
         part.leave_out("max_times_sampled", "unless trajectories or groups are sampled")
     if getattr(sampler, "stratified", False):
@@ -259,13 +272,13 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     part.admit("remove", ["fifo"], when, 'write "remove": "fifo"')
     part.leave_out("writers max_age version rate_limiter media", "for a table on devices", _ON_HOST)
     n = 1 if config.n_step is None else config.n_step.n
-    if table.max_length == 1 and n > 1:
-        part.refuse(
-            "max_length",
-            f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory",
-            f"set it to {n} or more and add pieces of that many steps, or single steps of "
-            "environments (num_envs, add_steps_); or set gear.n_step.n to 1",
-        )
+    part.require(
+        table.max_length != 1 or n == 1,
+        "max_length",
+        f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory",
+        f"set it to {n} or more and add pieces of that many steps, or single steps of "
+        "environments (num_envs, add_steps_); or set gear.n_step.n to 1",
+    )
     if table.num_envs is None:
         return
     when = "where steps are added one by one: an open trajectory would leave the table"
@@ -273,53 +286,58 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     # A step of an environment must not evict the environment's own open trajectory.
     longest = table.max_length or 1
     least = 2 * table.num_envs * longest
-    if table.capacity_steps is not None and table.capacity_steps < least:
-        part.refuse(
-            "capacity_steps",
-            f"must be at least {least}: two trajectories of {part.at}.max_length per environment",
-            "raise it, or lower max_length",
-        )
+    part.require(
+        table.capacity_steps is None or table.capacity_steps >= least,
+        "capacity_steps",
+        f"must be at least {least}: two trajectories of {part.at}.max_length per environment",
+        "raise it, or lower max_length",
+    )
     least = table.num_envs * (longest + 1)
-    if table.capacity_trajectories is not None and table.capacity_trajectories < least:
-        part.refuse(
-            "capacity_trajectories",
-            f"must be at least {least}: other environments may begin as many while one trajectory "
-            "is open",
-            "leave it out",
-        )
+    part.require(
+        table.capacity_trajectories is None or table.capacity_trajectories >= least,
+        "capacity_trajectories",
+        f"must be at least {least}: other environments may begin as many while one trajectory is "
+        "open",
+        "leave it out",
+    )
 
 
 def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
-    if (group.member is None) != (group.max_trajectories is None):
-        part.refuse(
-            "max_trajectories", f"must be given together with {part.at}.member, and only then"
-        )
-    if group.member == group.column:
-        part.refuse("member", "must be another column than that of the group")
-    if group.max_trajectories is not None and group.max_trajectories < group.size:
-        part.refuse(
-            "max_trajectories",
-            f"must be at least {part.at}.size ({group.size})",
-            "a member has at least one trajectory",
-        )
-    if (group.after_s is None) != (group.min_size is None):
-        part.refuse("min_size", f"must be given together with {part.at}.after_s, and only then")
+    """Reject sizes of groups that contradict one another, or the capacity of the table."""
+    part.require(
+        (group.member is None) == (group.max_trajectories is None),
+        "max_trajectories",
+        f"must be given together with {part.at}.member, and only then",
+    )
+    part.require(
+        group.member != group.column, "member", "must be another column than that of the group"
+    )
+    part.require(
+        group.max_trajectories is None or group.max_trajectories >= group.size,
+        "max_trajectories",
+        f"must be at least {part.at}.size ({group.size})",
+        "a member has at least one trajectory",
+    )
+    part.require(
+        (group.after_s is None) == (group.min_size is None),
+        "min_size",
+        f"must be given together with {part.at}.after_s, and only then",
+    )
     part.at_most("min_size", group.size, f"{part.at}.size")
-    most = group.max_trajectories or group.size
     held = table.capacity_trajectories
-    if held is not None and most > held:
+    if held is not None and table.most_trajectories > held:
         raise ConfigError(
             f"{part.at.removesuffix('.group')}.capacity_trajectories",
-            f"must be at least the trajectories of a group ({most})",
+            f"must be at least the trajectories of a group ({table.most_trajectories})",
             held,
         )
-    if table.data is not None:
-        for option in ("needs", "after_s", "remember"):
-            if getattr(group, option):
-                part.refuse(option, "must not be given for a data set")
+    for option in ("needs", "after_s", "remember"):
+        is_given = bool(getattr(group, option))
+        part.require(table.data is None or not is_given, option, "must not be given for a data set")
 
 
 def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
+    """Reject prompts unless batches are a fixed number of whole groups, in the order of leases."""
     size = config.rollout_size
     share = config.share_of(name)
     groups = 0.0 if size is None or share is None else share * size.size
@@ -362,15 +380,17 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
 def _check_rate(
     config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part
 ) -> None:
+    """Reject options of a rate limiter that its kind excludes, or that the table cannot hold."""
     at_table = part.at.removesuffix(".rate_limiter")
     sampler = config.sampler_of(at_table.removeprefix("gear.tables."))
     if rate.queue is not None:
         others = "error_buffer min_size samples_per_insert"
         part.leave_out(others, f"together with {part.at}.queue", "drop one")
-        if sampler.kind != "fifo" or sampler.unit == "step":
-            part.refuse(
-                "queue", 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"'
-            )
+        part.require(
+            sampler.kind == "fifo" and sampler.unit != "step",
+            "queue",
+            'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"',
+        )
         Part(at_table, table).admit("max_times_sampled", (0, 1), "in a queue")
     if rate.samples_per_insert is None:
         part.leave_out("error_buffer", f"without {part.at}.samples_per_insert")
@@ -386,6 +406,7 @@ def _check_rate(
 
 
 def _check_sampler(config: GearOptions) -> None:
+    """Reject a sampler that its unit, its anchors or tables on devices exclude."""
     sampler = config.item_sampler
     mixture = isinstance(config.sampler, MixtureSampler)
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
@@ -393,15 +414,14 @@ def _check_sampler(config: GearOptions) -> None:
         part.leave_out("table", "in a mixture, whose shares name the tables")
     anchors = sampler.anchors
     bounds_padding = isinstance(anchors, AnchorsConfig) and anchors.bounds_padding
-    if (anchors == "fits" or bounds_padding) and all(
-        f.length is None and not f.offset for f in config.fields.values()
-    ):
-        what = "bound padding" if bounds_padding else 'be "fits"'
-        part.refuse(
-            "anchors",
-            f"must not {what} where no field has a length or an offset",
-            'every step fits: use "all", or give a field a length',
-        )
+    what = "bound padding" if bounds_padding else 'be "fits"'
+    part.require(
+        not (bounds_padding or anchors == "fits")
+        or any(f.length is not None or f.offset for f in config.fields.values()),
+        "anchors",
+        f"must not {what} where no field has a length or an offset",
+        'every step fits: use "all", or give a field a length',
+    )
     if sampler.unit == "group":
         part.admit("anchors", ["all"], 'where sampler.unit is "group"', "a group has all steps")
         Part("gear", config).need(
@@ -424,12 +444,12 @@ def _check_sampler(config: GearOptions) -> None:
                     share,
                     _ON_HOST,
                 )
-    if not sampler.on_device:
-        part.refuse(
-            "kind",
-            "must be one of uniform, length, prioritized, top_k for a table on devices",
-            _ON_HOST,
-        )
+    part.require(
+        sampler.on_device,
+        "kind",
+        "must be one of uniform, length, prioritized, top_k for a table on devices",
+        _ON_HOST,
+    )
     if any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables):
         when = "where steps are added one by one: an episode's values may come later"
         part.leave_out("where", when, "leave environments out with mask")
@@ -442,15 +462,16 @@ def _check_sampler(config: GearOptions) -> None:
             )
     if isinstance(sampler, PrioritizedSampler):
         part.leave_out("decay", "for a table on devices", _ON_HOST)
-        if not isinstance(sampler.alpha, (int, float)):
-            part.refuse(
-                "alpha",
-                "must be a number for a table on devices: all masses follow from it",
-                _ON_HOST,
-            )
+        part.require(
+            isinstance(sampler.alpha, (int, float)),
+            "alpha",
+            "must be a number for a table on devices: all masses follow from it",
+            _ON_HOST,
+        )
 
 
 def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part) -> None:
+    """Reject options of a field that exclude one another, or that the rest of the section does."""
     if field.column is not None:
         part.leave_out("derived", f"together with {part.at}.column ({field.column!r})", "drop one")
     if name in ("return_to_go", "timestep", "position", "advantage", "value_target"):
@@ -459,27 +480,33 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
         part.leave_out("normalize", "for a derived field", "there are no statistics; use scale")
     if field.length is None:
         part.leave_out("align", f"without {part.at}.length", "drop it or give a length")
-    if field.offset == "n_step" and config.n_step is None:
-        part.refuse(
-            "offset", 'must not be "n_step" without gear.n_step', "give gear.n_step or a number"
-        )
-    if field.offset == "n_step" and field.length is not None and config.burn_in:
-        part.refuse("offset", "must be a number in a window where there is gear.burn_in")
+    follows = field.offset == "n_step"
+    part.require(
+        not follows or config.n_step is not None,
+        "offset",
+        'must not be "n_step" without gear.n_step',
+        "give gear.n_step or a number",
+    )
+    part.require(
+        not (follows and field.length is not None and config.burn_in),
+        "offset",
+        "must be a number in a window where there is gear.burn_in",
+    )
     if field.normalize is not None and config.normalizes_online:
         for is_so, what in (
             (config.on_device, "a table on devices"),
             (len(config.sampled_tables) > 1, "a mixture of tables without a data set"),
             (config.pack is not None, "packed batches"),
         ):
-            if is_so:
-                rule = f"must not be given for {what} to which rows are added"
-                part.refuse(
-                    "normalize",
-                    f"{rule}: there are no statistics",
-                    "use scale, or normalise in the model",
-                )
-    if field.scale == 0:
-        part.refuse("scale", "must not be 0", "the field would hold zeros; leave it out")
+            part.require(
+                not is_so,
+                "normalize",
+                f"must not be given for {what} to which rows are added: there are no statistics",
+                "use scale, or normalise in the model",
+            )
+    part.require(
+        field.scale != 0, "scale", "must not be 0", "the field would hold zeros; leave it out"
+    )
     if config.hindsight is None:
         part.leave_out("hindsight", "without gear.hindsight", 'give "hindsight": {}')
     if field.hindsight is not None:
@@ -490,11 +517,12 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
     if config.pack is not None:
         part.leave_out("length align hindsight", "with gear.pack", _WHOLE)
         for option, value in (("offset", "n_step"), ("pad", "edge"), ("derived", "position")):
-            if getattr(field, option) == value:
-                part.refuse(option, "must be another one with gear.pack", _WHOLE)
+            is_other = getattr(field, option) != value
+            part.require(is_other, option, "must be another one with gear.pack", _WHOLE)
 
 
 def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
+    """Reject options of windows in packed batches, and sizes that no pack can have."""
     when = "with gear.pack"
     sizes = "batch_size micro_batch_size gradient_accumulation_steps"
     part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", when, "leave it out")
@@ -519,26 +547,23 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
         table = config.resolved_tables[name]
         table_part = Part(dotted("gear", "tables", name), table)
         table_part.admit("placement", ["host"], when)
-        if (
-            pack.too_long != "truncate"
-            and table.data is None
-            and (table.max_length or 2**62) > pack.room
-        ):
-            table_part.refuse(
-                "max_length",
-                f"must be at most {pack.room}, what gear.pack.tokens leaves for a trajectory",
-                "give it, so that longer ones are refused when they are added, or "
-                '"too_long": "truncate"',
-            )
+        table_part.require(
+            pack.too_long == "truncate"
+            or table.data is not None
+            or (table.max_length is not None and table.max_length <= pack.room),
+            "max_length",
+            f"must be at most {pack.room}, what gear.pack.tokens leaves for a trajectory",
+            "give it, so that longer ones are refused when they are added, or "
+            '"too_long": "truncate"',
+        )
     if (config.batch is None) == (config.rollout is None):
         given = None if config.batch is None else "both"
         raise ConfigError(
             "gear.batch",
             "or gear.rollout, one of them, must be given with gear.pack",
             given,
-            '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps '
-            "over "
-            "one batch",
+            '"batch": {"trajectories": 256}, or "rollout" for several optimizer steps over one '
+            "batch",
         )
     size = config.rollout_size
     assert size is not None
@@ -557,11 +582,12 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     if unit != "group":
         rule = 'must be another one where gear.sampler.unit is not "group"'
         for option, value in (("normalize", "group"), ("by", "member")):
-            if getattr(config.loss, option) == value:
-                Part("gear.loss", config.loss).refuse(option, rule, "sample groups")
+            is_other = getattr(config.loss, option) != value
+            Part("gear.loss", config.loss).require(is_other, option, rule, "sample groups")
 
 
 def _check_names(config: GearOptions) -> None:
+    """Reject names of tables and fields that have another meaning, or that no table has."""
     tables = config.resolved_tables
     sampler = config.sampler
     for name in tables:
@@ -627,12 +653,12 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
     for name, field in windows.items():
         assert field.length is not None
         steps = int(field.offset or 0) + field.length - first
-        if steps <= config.burn_in:
-            part.refuse(
-                "burn_in",
-                f"must be less than the steps up to the end of field {name} ({steps})",
-                "lengthen the field",
-            )
+        part.require(
+            config.burn_in < steps,
+            "burn_in",
+            f"must be less than the steps up to the end of field {name} ({steps})",
+            "lengthen the field",
+        )
     # An anchor at the last step leaves only the steps up to it; the anchor's own step must learn.
     if config.item_sampler.anchors != "fits":
         part.at_most(
@@ -687,10 +713,12 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) 
             pack.pad.multiple,
             "each of them gets an equal slice",
         )
-    if pack.prefix == "share" and sequence > 1:
-        Part("gear.pack", pack).refuse(
-            "prefix", 'must be "own" with sequence ranks', "leave it out"
-        )
+    Part("gear.pack", pack).require(
+        pack.prefix == "own" or sequence == 1,
+        "prefix",
+        'must be "own" with sequence ranks',
+        "leave it out",
+    )
     if stages > 1:
         raise ConfigError(
             "gear.pack",

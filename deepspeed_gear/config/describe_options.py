@@ -83,6 +83,7 @@ def _words(notes: Sequence[Any]) -> list[str]:
 
 
 def _describe_one(bare: Any, inner: Sequence[Any], outer: Sequence[Any]) -> list[str]:
+    """Describe the values of one member of a union; its own metadata comes before the union's."""
     if words := _words(inner):
         return words
     notes = (*inner, *outer)
@@ -161,6 +162,7 @@ def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[An
 
 
 def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+    """Return the error of an option that a model does not have; it names the one that was meant."""
     *where, key = error["loc"]
     annotation, _, path = _locate(model, where)
     models = [model for model in map(as_model, alternatives(annotation)) if model is not None]
@@ -183,6 +185,7 @@ def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
 
 
 def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+    """Turn one of pydantic's errors into an error with the option's rule, value and remedy."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause

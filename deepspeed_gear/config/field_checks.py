@@ -176,6 +176,7 @@ def _check_listed(at: str, rule: str, name: str, columns: Iterable[Column]) -> N
 
 
 def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
+    """Reject options of a table that name a column which is missing or does not suit them."""
     at = dotted("gear", "tables", name)
     table = config.resolved_tables[name]
     opaque = [column for column in schema if column.is_opaque]
@@ -282,6 +283,12 @@ def _fields(
     resolved = [
         _resolve(config, name, field, schema, statistics) for name, field in requested.items()
     ]
+    _check_resolved(config, schema, resolved)
+    return resolved
+
+
+def _check_resolved(config: GearOptions, schema: Schema, resolved: Sequence[ResolvedField]) -> None:
+    """Reject fields that contradict one another, packed batches, or what is derived from them."""
     if config.pack is not None and config.pack.prefix == "share":
         _need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
         for field in resolved:
@@ -323,13 +330,10 @@ def _fields(
         if not field.follows or stored is None or config.item_sampler.anchors == "fits":
             continue
         if stored.rows == "T" and not stored.is_next_observation:
-            rule = (
-                'must have a row after the last step with offset "n_step": padding would be '
-                "bootstrapped"
-            )
             raise ConfigError(
                 f"{at}.column",
-                f"{rule} from",
+                'must have a row after the last step with offset "n_step": padding would be '
+                "bootstrapped from",
                 f"{stored.name} of T rows",
                 "store the observations in T+1 rows, or the next ones in a column of the role "
                 'next_observation; or leave out the last n steps by "anchors": "fits"',
@@ -338,7 +342,6 @@ def _fields(
         _check_goals(resolved)
         if config.hindsight.reward is not None:
             reward_field(resolved)
-    return resolved
 
 
 def _known(schema: Schema) -> str:
@@ -369,6 +372,7 @@ def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
 
 
 def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:
+    """Return the column that a field reads, or the quantity that it is derived as."""
     at = dotted("gear", "fields", name)
     derived: str | None = field.derived
     if derived is None and field.column is None and name in DERIVED and name not in schema:
@@ -392,6 +396,7 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
 def _resolve(
     config: GearOptions, name: str, field: FieldConfig, schema: Schema, statistics: Collection[str]
 ) -> ResolvedField:
+    """Return a field with its defaults filled in; ConfigError if it does not suit its column."""
     column, derived = _source(name, field, schema)
     part = Part(dotted("gear", "fields", name), field)
     if column is not None:
@@ -404,8 +409,8 @@ def _resolve(
         _check_derived(part, derived)
         own = DERIVED[derived]
     converted = field.normalize is not None or field.scale != 1.0
-    floating = own in ("float16", "bfloat16", "float32", "float64")
-    narrowed = own == "float64" or (converted and not floating)  # float64 breaks models of float32
+    # A float64 input fails in a model of float32.
+    narrowed = own == "float64" or (converted and not DTYPES[own].is_floating_point)
     dtype = field.dtype or ("float32" if narrowed else own)
     if field.dtype is not None:
         _check_dtype(part, own, field.dtype, column, converted)
@@ -518,8 +523,8 @@ def _check_derived(part: Part, derived: str) -> None:
     if derived in ESTIMATED:
         when = "for advantages and value targets"
         part.leave_out("align pad scale as", when, "they stand in place, padded by 0")
-        if part.options.model_dump()["offset"] == "n_step":
-            part.refuse("offset", f"must be a number {when}")
+        follows = part.options.model_dump()["offset"] == "n_step"
+        part.require(not follows, "offset", f"must be a number {when}")
 
 
 def _check_dtype(
@@ -537,17 +542,17 @@ def _check_dtype(
     )
     if requested == "engine":
         rule = f'must not be "engine" for {source}'
-        if exact:
-            kept = "rewards, returns, flags and derived fields keep their precision"
-            part.refuse("as", rule, f"{kept}; convert them in the model")
-        if own in ("int16", "int32", "int64") and not converted:
-            part.refuse("as", rule, "large integers would be rounded")
+        kept = "rewards, returns, flags and derived fields keep their precision"
+        part.require(not exact, "as", rule, f"{kept}; convert them in the model")
+        is_rounded = own in ("int16", "int32", "int64") and not converted
+        part.require(not is_rounded, "as", rule, "large integers would be rounded")
         return
     target = DTYPES[requested]
     have = DTYPES[own]
     if target.is_floating_point:
-        if exact and target.itemsize < min(4, have.itemsize):
-            part.refuse("as", f"must keep the precision of {source}", "use float32")
+        keeps = target.itemsize >= min(4, have.itemsize)
+        rule = f"must keep the precision of {source}"
+        part.require(keeps or not exact, "as", rule, "use float32")
     elif converted:
         part.refuse(
             "as", "must be a float type where the field is normalised or scaled", "use float32"
@@ -561,24 +566,23 @@ def _check_dtype(
 def _check_pad(part: Part, pad: int | float, dtype: str) -> None:
     target = DTYPES[dtype]
     if dtype == "bool":
-        if pad not in (0, 1):
-            part.refuse("pad", "must be 0 or 1 for a bool field", "or convert the field with as")
+        rule = "must be 0 or 1 for a bool field"
+        part.require(pad in (0, 1), "pad", rule, "or convert the field with as")
     elif target.is_floating_point:
-        if abs(pad) > torch.finfo(target).max:
-            part.refuse("pad", f"must be representable in {dtype}", "choose a smaller number")
-    elif pad != int(pad) or not torch.iinfo(target).min <= pad <= torch.iinfo(target).max:
-        part.refuse(
-            "pad", f"must be an integer that {dtype} can hold", 'or convert the field with "as"'
-        )
+        fits = abs(pad) <= torch.finfo(target).max
+        part.require(fits, "pad", f"must be representable in {dtype}", "choose a smaller number")
+    else:
+        bounds = torch.iinfo(target)
+        fits = pad == int(pad) and bounds.min <= pad <= bounds.max
+        rule = f"must be an integer that {dtype} can hold"
+        part.require(fits, "pad", rule, 'or convert the field with "as"')
 
 
 def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Column:
     """Return the column of achieved goals, a row of which replaces the goal of a sample."""
-    if name not in schema:
-        part.refuse("hindsight", "must be a column of the table", _known(schema))
+    part.require(name in schema, "hindsight", "must be a column of the table", _known(schema))
     achieved = schema[name]
-    if achieved.rows == "1":
-        part.refuse("hindsight", "must be a column with a row per step")
+    part.require(achieved.rows != "1", "hindsight", "must be a column with a row per step")
     if column is None:
         raise ConfigError(part.at, "must be a stored column to be a goal", None, GOAL_EXAMPLE)
     if (achieved.dtype, achieved.shape) != (column.dtype, column.shape):

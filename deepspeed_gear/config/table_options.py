@@ -382,6 +382,17 @@ class TableConfig(t.GearModel):
         """The columns as the config gives them, or None."""
         return None if self.schema_ is None else self.schema_.build()
 
+    @property
+    def most_trajectories(self) -> int:
+        """Most trajectories of a group; 1 without groups."""
+        if self.group is None:
+            return 1
+        return self.group.max_trajectories or self.group.size
+
+    def num_steps(self, schema: Schema) -> int:
+        """Return the capacity in steps of a table without data; 0 if its bytes hold none."""
+        return self.capacity_steps or (self.capacity_bytes or 0) // schema.row_bytes
+
 
 # Defaults of the options that a writer depends on; a config may leave them out, so stores compare
 # them filled in (`store.writer_options`).

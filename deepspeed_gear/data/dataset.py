@@ -89,8 +89,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.num_steps: int = manifest["num_steps"]
         self.num_bytes = sum(entry.bytes for entry in self._entries.values())
         name = str(path / SCHEMA_FILE)
-        kinds = (SchemaError, AttributeError)
-        with DataError.on(name, "must hold a valid schema", *kinds, remedy=REMAKE):
+        rule = "must hold a valid schema"
+        with DataError.on(name, rule, SchemaError, AttributeError, remedy=REMAKE):
             self.schema = Schema.from_json(manifest["schema"])
         num_trajectories: int = manifest["num_trajectories"]
         self.part: DatasetPart | None = None
@@ -276,10 +276,8 @@ class Dataset(MapDataset[dict[str, Any]]):
                 data.get("split"),
                 REMAKE,
             )
-        kinds = (KeyError, TypeError, ValueError)
-        with DataError.on(
-            str(path), "must hold the statistics of every column", *kinds, remedy=REMAKE
-        ):
+        rule = "must hold the statistics of every column"
+        with DataError.on(str(path), rule, KeyError, TypeError, ValueError, remedy=REMAKE):
             entries = data["columns"]
             numeric = [column for column in self.schema if not column.is_opaque]
             return {c.name: ColumnStatistics.from_json(entries[c.name], c) for c in numeric}
@@ -382,15 +380,15 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileEn
             name, "must describe a gear data set", None, "make one with gear ingest SOURCE DEST"
         )
     if manifest["format"] != dataset_files.FORMAT:
-        again = "or make the data set again with gear ingest"
         raise DataError(
             f"{name}: format",
             f"must be {dataset_files.FORMAT}",
             manifest["format"],
-            f"use the version of deepspeed_gear that wrote it, {again}",
+            "use the version of deepspeed_gear that wrote it, or make the data set again with gear "
+            "ingest",
         )
-    numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
-    kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
+    kinds: dict[str, type] = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
+    kinds |= {"split": dict, "source": dict, "fingerprint": str, "files": dict}
     kinds |= {optional: dict for optional in ("grown_from", "compressed") if optional in manifest}
     dataset_files.check_types(f"{name}: ", manifest, kinds, REMAKE)
     if (count := manifest["num_trajectories"]) < 1:

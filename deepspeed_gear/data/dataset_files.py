@@ -117,8 +117,9 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """
     header = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(dtype)
-    description = {"descr": descr, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(header, description)
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": descr, "fortran_order": False, "shape": shape}
+    )
     return header.getvalue()
 
 
@@ -204,10 +205,15 @@ def read_json(path: Path) -> dict[str, Any]:
             None,
             "the folder is not a gear data set; make one with gear ingest SOURCE DEST",
         )
-    with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=REMAKE):
+    return read_object(path, REMAKE)
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON object; DataError, with this remedy, if the file holds none."""
+    with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=remedy):
         data = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict):
-        raise DataError(str(path), "must hold a JSON object", type(data).__name__, REMAKE)
+        raise DataError(str(path), "must hold a JSON object", type(data).__name__, remedy)
     return data
 
 

@@ -185,8 +185,9 @@ class DatasetWriter:
                 self.add(part, name)
                 for part in split_episodes(name, self.schema, trajectory, final)
             ]
-        remedy = "a data set is not filled later"
-        arrays, length = check_trajectory(name, self.schema, trajectory, late_remedy=remedy)
+        arrays, length = check_trajectory(
+            name, self.schema, trajectory, late_remedy="a data set is not filled later"
+        )
         check_finite(name, self.schema, arrays)
         with undo_on_error(self.discard), writing(self.dest):
             for column in self.schema:
@@ -301,8 +302,10 @@ class DatasetWriter:
             columns = {c.name: np.load(self._made / file_of(c), mmap_mode="r") for c in self.schema}
             first_rows = np.ascontiguousarray(extents[:, 0])
             computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
-            entries = {name: entry.to_json() for name, entry in computed.items()}
-            statistics = {"split": self._split, "columns": entries}
+            statistics = {
+                "split": self._split,
+                "columns": {name: entry.to_json() for name, entry in computed.items()},
+            }
         digests = {column.name: files.pop(file_of(column)).sha256 for column in self._compress}
         for column in self._compress:
             files |= compressed_rows.compress(self._made, column)

@@ -62,6 +62,7 @@ class TrajectoryFile(ABC):
         self.path = path
         self.schema = schema
         self.stated = stated
+        self._file: Any = None
 
     @abstractmethod
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
@@ -71,9 +72,10 @@ class TrajectoryFile(ABC):
     def close(self) -> None:
         """Complete the file."""
 
-    @abstractmethod
     def discard(self) -> None:
         """Close the file without completing it; safe after `close`, and on a full disk."""
+        with suppress(Exception):  # closing writes the rest of a buffer
+            self._file.close()
 
     @classmethod
     def replaces(cls, path: Path) -> bool:
@@ -217,8 +219,8 @@ class MinariFile(TrajectoryFile):
             if column.numpy_dtype.kind in "iu":
                 bounds = [np.iinfo(column.numpy_dtype).min, np.iinfo(column.numpy_dtype).max]
             low, high = (np.full(column.shape, bound).tolist() for bound in bounds)
-            kind = {"type": "Box", "dtype": column.dtype, "shape": list(column.shape)}
-            return {**kind, "low": low, "high": high}
+            shape = list(column.shape)
+            return {"type": "Box", "dtype": column.dtype, "shape": shape, "low": low, "high": high}
         below = [
             c.name[len(name) + 1 :].split(".")[0]
             for c in self.schema
@@ -242,7 +244,6 @@ class ParquetFile(TrajectoryFile):
         super().__init__(path, schema, stated)
         self._arrow = pyarrow_for(str(path), "needs pyarrow")
         self._rows: list[Mapping[str, Any]] = []
-        self._file: Any = None
         self._num_bytes = 0
 
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
@@ -279,10 +280,6 @@ class ParquetFile(TrajectoryFile):
         if self._rows:
             self._flush()
         self._file.close()
-
-    def discard(self) -> None:
-        with suppress(Exception):
-            self._file.close()
 
 
 class JsonlFolder(TrajectoryFile):
@@ -322,10 +319,6 @@ class JsonlFolder(TrajectoryFile):
 
     def close(self) -> None:
         self._file.close()
-
-    def discard(self) -> None:
-        with suppress(OSError):
-            self._file.close()
 
 
 class NpzFile(TrajectoryFile):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import os
@@ -10,20 +9,20 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.config import GearConfig, ds_config, parse, refuse_batch_sizes
+from deepspeed_gear.config import GearConfig, gear_config, parse, refuse_batch_sizes
 from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps
-from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
+from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section
 from deepspeed_gear.errors import ConfigError, undo_on_error
 from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.ops import stale_locks
@@ -31,7 +30,6 @@ from deepspeed_gear.ops.builder import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
-from deepspeed_gear.sampling.batch_info import Turns
 from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize
@@ -137,11 +135,11 @@ def disable() -> None:
     deepspeed.initialize = _plain_initialize
 
 
-@functools.wraps(_plain_initialize)
+@wraps(_plain_initialize)
 def _initialize_if_asked(*arguments: Any, **options: Any) -> Any:
     config = None
     with suppress(ConfigError):  # an unreadable config: DeepSpeed raises its own error
-        config = ds_config.load(_config_of(arguments, options))
+        config = gear_config.load(_config_of(arguments, options))
     asked = isinstance(config, Mapping) and "gear" in config
     return initialize(*arguments, **options) if asked else _plain_initialize(*arguments, **options)
 
@@ -197,31 +195,19 @@ def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
 
 def _checked_section(config: Any) -> GearConfig:
     """Parse and check the gear section of a ds_config or its file, before an engine is made."""
-    given = ds_config.load(config)
-    section = _section_in(given)
+    given = gear_config.load(config)
+    section = _parsed(given.get("gear") if isinstance(given, Mapping) else None)
     deepspeed_compat.check_elasticity(given)
-    checked = parse(section)
-    refuse_batch_sizes(checked)
-    return checked
+    refuse_batch_sizes(section)
+    return section
 
 
-def _section_in(config: Any) -> Any:
-    if not isinstance(config, Mapping) or config.get("gear") is None:
+def _parsed(section: Any) -> GearConfig:
+    """Parse a gear section, or return a parsed one; ConfigError if there is none."""
+    if section is None:
         remedy = 'add "gear": {"data": "path/of/the/data/set"}'
         raise ConfigError("gear", "must be a section of the DeepSpeed config", None, remedy)
-    return config["gear"]
-
-
-@dataclass(frozen=True)
-class ReplaySetup:
-    """The gear section of an engine's replay, and the engine's sizes, place, dtype and device."""
-
-    config: GearConfig
-    place: RankCoordinates
-    info: BatchInfo
-    turns: Turns
-    engine_dtype: torch.dtype
-    device: torch.device
+    return parse(section)
 
 
 def _attach_new(
@@ -234,55 +220,41 @@ def _attach_new(
     """Make the replay of an engine and attach it; the control plane becomes its own. Collective."""
     deepspeed_compat.check_engine(engine)
     register()
-    setup = control_plane.attempt("the engine", lambda: _setup_of(engine, config, checkpoint))
-    replay = _make_replay(setup, control_plane, schemas)
+    make = control_plane.attempt("the engine", lambda: _replay_for(engine, config, checkpoint))
+    replay = make(process_group=control_plane, schemas=schemas)
     with undo_on_error(replay.close):
-        if isinstance(replay, Replay) and setup.config.pack is not None:
+        if isinstance(replay, Replay) and replay.config.pack is not None:
             replay.set_model(engine)
         engine_checkpoint.load_late(engine, replay, checkpoint, control_plane)
     _bind(engine, replay, owns=True)
     _own(engine, replay)
 
 
-def _setup_of(engine: Any, config: Any, checkpoint: engine_checkpoint.Checkpoint) -> ReplaySetup:
-    """Read the gear section, which may be parsed already, and check that the engine suits it."""
-    given = engine.config.get("gear") if config is None else ds_config.read(config)[0]
-    checked = parse(_section_in({"gear": given}))
+def _replay_for(
+    engine: Any, config: Any, checkpoint: engine_checkpoint.Checkpoint
+) -> Callable[..., ReplayBase]:
+    """Return the constructor of an engine's replay, with its section, sizes, place and device.
+
+    Raises:
+        ConfigError: The section is missing or wrong, or the engine does not suit it.
+    """
+    section = _parsed(engine.config.get("gear") if config is None else gear_config.read(config)[0])
     deepspeed_compat.check_elasticity(engine.config)
     engine_checkpoint.check_start(engine, checkpoint)
-    if checked.pack is not None:
-        packed_steps.check_engine(engine, checked.pack)
+    if section.pack is not None:
+        packed_steps.check_engine(engine, section.pack)
     if deepspeed_compat.is_pipeline(engine):
-        check_section(checked)
+        check_section(section)
     place, info = _sizes_of(engine)
-    turns = deepspeed_compat.turns_of(engine)
-    dtype = deepspeed_compat.compute_dtype(engine)
-    return ReplaySetup(checked, place, info, turns, dtype, engine.device)
-
-
-def _make_replay(
-    setup: ReplaySetup, control_plane: ControlPlane, schemas: Mapping[str, Schema] | None
-) -> ReplayBase:
-    if setup.config.on_device:
-        return DeviceReplay(
-            setup.config,
-            setup.device,
-            control_plane,
-            schemas,
-            info=setup.info,
-            place=setup.place,
-            engine_dtype=setup.engine_dtype,
-        )
-    return Replay(
-        setup.config,
-        control_plane,
-        schemas,
-        info=setup.info,
-        place=setup.place,
-        turns=setup.turns,
-        engine_dtype=setup.engine_dtype,
-        device=setup.device,
-    )
+    of_engine: dict[str, Any] = {
+        "info": info,
+        "place": place,
+        "engine_dtype": deepspeed_compat.compute_dtype(engine),
+        "device": engine.device,
+    }
+    if section.on_device:
+        return partial(DeviceReplay, section, **of_engine)
+    return partial(Replay, section, turns=deepspeed_compat.turns_of(engine), **of_engine)
 
 
 def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:
@@ -292,12 +264,24 @@ def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:
     engine.gear_sample = replay.sample if replay.topology.place.reads else lambda: None
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
-    keep_sizes(engine)
+    _keep_sizes(engine)
     if deepspeed_compat.is_pipeline(engine) and isinstance(replay, Replay):
         attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
     if isinstance(replay, Replay) and replay.config.pack is not None:
         packed_steps.attach_packed(engine, replay, owns)
     engine_checkpoint.attach_checkpoints(engine, replay, owns)
+
+
+def _keep_sizes(engine: Any) -> None:
+    """Make an engine's setters of batch sizes raise: selections are made for fixed sizes."""
+
+    def refuse(name: str, *_: Any, **__: Any) -> None:
+        raise ConfigError(
+            f"engine.{name}", "must not be called with a gear section", None, "start again"
+        )
+
+    for name in ("set_train_batch_size", "set_train_micro_batch_size"):
+        setattr(engine, name, partial(refuse, name))
 
 
 def _own(engine: Any, replay: ReplayBase) -> None:
@@ -313,10 +297,10 @@ def _own(engine: Any, replay: ReplayBase) -> None:
 
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
+    """Return this rank's place in an engine's grid, and the sizes of the engine's batches."""
     place = deepspeed_compat.place_of(engine)
     micro = int(engine.train_micro_batch_size_per_gpu())
-    worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
-    return place, BatchInfo(micro, deepspeed_compat.accumulation_of(engine), *worlds)
+    return place, BatchInfo.at(place, micro, deepspeed_compat.accumulation_of(engine))
 
 
 def _check_shared(
@@ -404,8 +388,10 @@ class _StepReports:
 
 
 def _report_steps(engine: Any, replay: ReplayBase) -> None:
-    """Report each optimizer step: metrics to DeepSpeed's monitor, where one is enabled, and on the
-    first rank the progress to the log, every `steps_per_print` steps from the first one on.
+    """Report metrics and progress after each optimizer step.
+
+    Metrics go to DeepSpeed's monitor, where one is enabled; the first rank logs the progress every
+    `steps_per_print` steps, from the first one on.
     """
     writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
     every = engine.steps_per_print() if replay.topology.rank == 0 else None

@@ -6,7 +6,6 @@ there for another rank would never continue, so waits and errors come before the
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -125,15 +124,3 @@ def attach_pipeline(engine: Any, replay: Replay) -> None:
         train if stream == TRAIN else PipelineIterator(replay, stream)
     )
     engine.gear_batches = lambda: list(train.batches)
-
-
-def keep_sizes(engine: Any) -> None:
-    """Make an engine's setters of batch sizes raise: selections are made for fixed sizes."""
-
-    def refuse(name: str, *_: Any, **__: Any) -> None:
-        raise ConfigError(
-            f"engine.{name}", "must not be called with a gear section", None, "start again"
-        )
-
-    for name in ("set_train_batch_size", "set_train_micro_batch_size"):
-        setattr(engine, name, functools.partial(refuse, name))

@@ -16,12 +16,12 @@ from deepspeed_gear.config import (
     ResolvedField,
     batch_sizes,
     check_against,
-    ds_config,
+    gear_config,
     parse,
     refuse_batch_sizes,
 )
 from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
-from deepspeed_gear.config.model import difference, shared_options
+from deepspeed_gear.config.gear_config import difference, shared_options
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
@@ -34,11 +34,9 @@ from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.plan.table_resolution import (
     ArrivalRoom,
-    admission,
     check_compressed,
     check_holds_batch,
     mixture_of,
-    num_items_of,
     split_of,
     store_of,
     streams_of,
@@ -125,65 +123,6 @@ class Resolved:
         return statistics_of(self.config, self.datasets)
 
 
-@dataclass(frozen=True)
-class TableResolver:
-    """Resolves the tables of a config one by one, from values that all ranks have compared."""
-
-    config: GearConfig
-    topology: Topology
-    info: BatchInfo
-    datasets: Mapping[str, Dataset]
-    schemas: Mapping[str, Schema]
-    fields: Sequence[ResolvedField]
-    placement: ShardPlacement
-    weights: Mapping[str, float]  # sum over all nodes of the item weights of each data set
-    on_device: bool  # whether every replica has tables of its own, on its device
-
-    def streams(self) -> dict[str, dict[str, StreamSpec]]:
-        """Return the batch streams of each sampled table."""
-        return {name: self._streams_of(name) for name in self.config.sampled_tables}
-
-    def _streams_of(self, name: str) -> dict[str, StreamSpec]:
-        schema = self.schemas[name]
-        dataset = self.datasets.get(name)
-        num_items = num_items_of(self.config, name, schema, dataset)
-        admitted = admission(self.config, name, schema, self.fields, dataset)
-        placement = None if self.on_device else self.placement
-        weights = self.weights.get(name, 0.0)
-        return streams_of(self.config, name, admitted, num_items, self.info, placement, weights)
-
-    def tables(self, streams: Mapping[str, Mapping[str, StreamSpec]]) -> dict[str, ResolvedTable]:
-        """Return all tables, of these streams; those on hosts with their stores."""
-        tables = {}
-        for name, options in self.config.resolved_tables.items():
-            dataset = self.datasets.get(name)
-            table = ResolvedTable(options, self.schemas[name], dataset, streams.get(name, {}))
-            tables[name] = table if self.on_device else self._with_store(name, table)
-        return tables
-
-    def _with_store(self, name: str, table: ResolvedTable) -> ResolvedTable:
-        """Return a table with its store on this node, and its exchange of rows with other nodes."""
-        config = self.config
-        topology = self.topology
-        placement = self.placement
-        streams = list(table.streams.values())
-        shard = placement.shards.get(name)
-        most = max((spec.batch for spec in streams), default=0)
-        store = store_of(
-            config, name, table.schema, table.dataset, self.fields, topology.num_peers, shard, most
-        )
-        if table.dataset is None and streams:
-            count = 1 if shard is None else shard.count
-            check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
-        routes = None
-        rooms = dict[str, ArrivalRoom]()
-        if streams and name in placement.spread and topology.node in placement.order:
-            routes = routes_of(topology, placement.order, config, self.fields, table.schema)
-            store, rooms = with_arrivals(config, store, routes, streams)
-        writing = writing_of(config, store)
-        return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)
-
-
 def resolve_plan(
     config: Mapping[str, Any] | GearConfig | str | Path,
     process_group: Any,
@@ -193,10 +132,19 @@ def resolve_plan(
     *,
     on_device: bool = False,
 ) -> Resolved:
-    """Read config and data on every rank, compare and resolve; arguments of `Replay`.
+    """Resolve the plan of a replay from its config, its data and its ranks. Collective.
 
-    Collective, as its errors are. `on_device`: tables must lie on devices. `process_group` may be a
-    control plane of its ranks, which a caller has used before: the plan continues with it.
+    Each step is an action under a name, whose error is raised on every rank; `gear preview` prints
+    the names. The order: the config and the ranks, the data and the fields, each table.
+
+    Args:
+        config: As `Replay`; a parsed section is not parsed again.
+        process_group: As `Replay`; or a control plane that the caller has used before, with which
+            the plan continues.
+        schemas: As `Replay`.
+        info: As `Replay`.
+        place: As `Replay`.
+        on_device: Whether tables must lie on devices.
     """
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
@@ -230,14 +178,7 @@ def resolve_plan(
     # Each table: which part of it a node holds, its streams, its store.
     placement = place_tables(control_plane, topology, options, datasets)
     attempt("the data sets", lambda: check_compressed(options, datasets, placement.spread))
-    weights = _sum_weights(control_plane, topology, placement, options, fields, datasets)
-    resolver = TableResolver(
-        options, topology, sizes, datasets, known, fields, placement, weights, on_device
-    )
-    streams = attempt("the sampler", resolver.streams)
-    mixture = mixture_of(options, sizes)
-    tables = attempt("the sizes of the tables", lambda: resolver.tables(streams))
-    return Resolved(
+    plan = Resolved(
         control_plane=control_plane,
         config=options,
         ops=ops,
@@ -248,9 +189,14 @@ def resolve_plan(
         fields=fields,
         needs=needs,
         placement=placement,
-        mixture=mixture,
-        tables=tables,
+        mixture=None,
+        tables={},
     )
+    # The streams and stores of tables follow from all that is resolved so far.
+    weights = _sum_weights(plan)
+    streams = attempt("the sampler", lambda: _streams(plan, weights))
+    tables = attempt("the sizes of the tables", lambda: _tables(plan, streams))
+    return replace(plan, mixture=mixture_of(options, sizes), tables=tables)
 
 
 def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
@@ -259,7 +205,7 @@ def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, d
     Returns:
         The config, and the batch sizes of the ds_config around it.
     """
-    section, sizes = control_plane.attempt("reading the config", lambda: ds_config.read(given))
+    section, sizes = control_plane.attempt("reading the config", lambda: gear_config.read(given))
     config = control_plane.attempt("the gear section", lambda: parse(section))
     others = control_plane.all_gather((shared_options(config), sizes))
     first, first_sizes = others[0]
@@ -274,6 +220,7 @@ def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, d
 
 
 def _check_placement(config: GearConfig, on_device: bool) -> None:
+    """Raise a ConfigError unless the sampled tables lie where the replay's class needs them."""
     if config.on_device != on_device:
         at = f"gear.tables.{config.sampled_tables[0]}.placement"
         if on_device:
@@ -327,30 +274,78 @@ def open_data(control_plane: ControlPlane, config: GearConfig) -> dict[str, Data
     return data
 
 
-def _sum_weights(
-    control_plane: ControlPlane,
-    topology: Topology,
-    placement: ShardPlacement,
-    config: GearConfig,
-    fields: Sequence[ResolvedField],
-    datasets: Mapping[str, Dataset],
-) -> dict[str, float]:
+def _sum_weights(plan: Resolved) -> dict[str, float]:
     """Sum the item weights of each sampled data set over its parts on all nodes. Collective."""
+    config = plan.config
+    datasets = plan.datasets
     sampled = [name for name in config.sampled_tables if name in datasets]
-    own = control_plane.attempt(
+    own = plan.control_plane.attempt(
         "the weights",
-        lambda: {name: weight_total(config, fields, name, datasets[name]) for name in sampled},
+        lambda: {name: weight_total(config, plan.fields, name, datasets[name]) for name in sampled},
     )
-    leads_shard = topology.leads_node and topology.node in placement.order
-    of_nodes = [
-        weights
-        for weights in control_plane.all_gather(own if leads_shard else None)
-        if weights is not None
-    ]
+    gathered = plan.control_plane.all_gather(own if plan.leads_shard else None)
+    of_nodes = [weights for weights in gathered if weights is not None]
     return {
         name: total if datasets[name].part is None else sum(node[name] for node in of_nodes)
         for name, total in own.items()
     }
+
+
+def _streams(plan: Resolved, weights: Mapping[str, float]) -> dict[str, dict[str, StreamSpec]]:
+    """Return the batch streams of each sampled table, by table and stream.
+
+    Args:
+        weights: Sum of the item weights of each data set, over all nodes.
+    """
+    config = plan.config
+    # Tables on devices have no shards: every replica samples from its own.
+    placement = None if config.on_device else plan.placement
+    return {
+        name: streams_of(
+            config,
+            name,
+            plan.schemas[name],
+            plan.datasets.get(name),
+            plan.fields,
+            plan.info,
+            placement,
+            weights.get(name, 0.0),
+        )
+        for name in config.sampled_tables
+    }
+
+
+def _tables(
+    plan: Resolved, streams: Mapping[str, Mapping[str, StreamSpec]]
+) -> dict[str, ResolvedTable]:
+    """Return all tables with their streams; those on hosts with their stores."""
+    tables = {}
+    for name, options in plan.config.resolved_tables.items():
+        dataset = plan.datasets.get(name)
+        table = ResolvedTable(options, plan.schemas[name], dataset, streams.get(name, {}))
+        tables[name] = table if plan.config.on_device else _with_store(plan, name, table)
+    return tables
+
+
+def _with_store(plan: Resolved, name: str, table: ResolvedTable) -> ResolvedTable:
+    """Return a table with its store on this node, and its exchange of rows with other nodes."""
+    config = plan.config
+    placement = plan.placement
+    streams = list(table.streams.values())
+    shard = placement.shards.get(name)
+    most = max((spec.batch for spec in streams), default=0)
+    num_peers = plan.topology.num_peers
+    store = store_of(config, name, table.schema, table.dataset, plan.fields, num_peers, shard, most)
+    if table.dataset is None and streams:
+        count = 1 if shard is None else shard.count
+        check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
+    routes = None
+    rooms = dict[str, ArrivalRoom]()
+    if streams and name in placement.spread and plan.holds_shard:
+        routes = routes_of(plan.topology, placement.order, config, plan.fields, table.schema)
+        store, rooms = with_arrivals(config, store, routes, streams)
+    writing = writing_of(config, store)
+    return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)
 
 
 def schemas_of(
@@ -405,11 +400,10 @@ def batch_info(
     """Return the sizes of a batch, from an engine, the ds_config, the config, or packing."""
     place = topology.place
     if config.pack is not None:
-        worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
         check_ranks(config, place.data_world, place.sequence_world, place.pipe_world)
         size = config.rollout_size
         assert size is not None
-        return BatchInfo(1, 1, *worlds, items=size.size)
+        return BatchInfo.at(place, micro=1, accumulation=1, items=size.size)
     if given is not None or sizes:
         refuse_batch_sizes(config)
     if given is not None:

@@ -44,7 +44,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import user_policy
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
-from deepspeed_gear.store.prompt_ledger import PromptSpec
+from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
@@ -80,27 +80,30 @@ def split_of(config: GearConfig, table: str, dataset: Dataset | None) -> dict[st
 def streams_of(
     config: GearConfig,
     name: str,
-    admitted: MassRule,
-    num_items: int,
+    schema: Schema,
+    dataset: Dataset | None,
+    fields: Sequence[ResolvedField],
     info: BatchInfo,
     placement: ShardPlacement | None,
     weight_total: float,
 ) -> dict[str, StreamSpec]:
     """Return the training stream and an evaluation stream per split of a sampled table, by name.
 
-    `admitted` is its `admission`. `num_items` and `weight_total` (0: not known yet) are of all
-    nodes; without a placement every replica samples a table of its own. ConfigError: the table has
-    groups and a split.
+    Args:
+        placement: Shards of the tables; None: every replica samples from a table of its own.
+        weight_total: Sum of the item weights over all nodes; 0: not known yet.
+    Raises:
+        ConfigError: The table has groups and a split.
     """
     options = config.sampler_of(name)
     table = config.resolved_tables[name]
-    group = table.group
+    admitted = admission(config, name, schema, fields, dataset)
     split = admitted.split
-    if group is not None and split:
+    if table.group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
     sampler = sampler_for(options)
     waiting = 4 * info.micro * info.accumulation * (config.prefetch + 2)
-    bits = most_mass_bits(num_items)
+    bits = most_mass_bits(num_items_of(config, name, schema, dataset))
     scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, weight_total)
     sampling = sampler.spec(scope)
     is_spread = False
@@ -129,7 +132,7 @@ def streams_of(
         together=is_spread or (is_replicated and sampling.priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, index),
         rate_timeout_s=config.items_timeout_s(name),
-        most_trajectories=1 if group is None else group.max_trajectories or group.size,
+        most_trajectories=table.most_trajectories,
     )
     specs = {TRAIN: train}
     for number, part in enumerate(sorted(split)):
@@ -232,6 +235,7 @@ def check_compressed(
 
 
 def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRule:
+    """Return the rule for the steps that may be anchors."""
     anchors = config.item_sampler.anchors
     if anchors == "fits":
         anchors = AnchorsConfig(pad_before=0, pad_after=0)
@@ -241,6 +245,7 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
         for field in fields:
             if field.column is not None and field.column.rows == "1":
                 continue
+            # Windows [0, 4) of a column with T+1 rows fit at every anchor up to step T - 3.
             extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
             offset = field.first + (n if field.follows else 0)
             windows.append((offset, field.length or 1, extra))
@@ -261,7 +266,7 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     Raises:
         ConfigError: The longest trajectory or a group does not fit, or the bytes hold no step.
     """
-    whole = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
+    whole = table.num_steps(schema)
     if whole < 1:
         rule = f"must hold a step ({schema.row_bytes} bytes)"
         raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
@@ -273,7 +278,7 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
         remedy = "raise capacity_steps, or use fewer shards"
         raise ConfigError(f"gear.tables.{name}.max_length", rule, table.max_length, remedy)
     slots_each = -(-slots // count)
-    most = 1 if table.group is None else table.group.max_trajectories or table.group.size
+    most = table.most_trajectories
     if most > slots_each:
         rule = f"must hold the {most} trajectories of a group in each of {count} shards"
         at = f"gear.tables.{name}.capacity_trajectories"
@@ -286,7 +291,9 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
     """Return rows and slots per environment of a table to which steps are added one by one.
 
     They do not depend on the replicas. One slot is spare, so that no call frees a slot and uses it.
-    ConfigError: the bytes do not hold two longest trajectories of each environment.
+
+    Raises:
+        ConfigError: The bytes do not hold two longest trajectories of each environment.
     """
     assert table.num_envs is not None
     assert table.max_length is not None
@@ -343,7 +350,7 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
     table = config.resolved_tables[name]
     if table.num_envs is not None and table.max_length is not None:
         return table.num_envs * environment_sizes(name, table, schema)[0 if by_step else 1]
-    steps = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
+    steps = table.num_steps(schema)
     slots = max(capacity_of(name, table, schema, 1)[1], -(-steps // (table.max_length or steps)))
     # A ring on a device has rows for one more trajectory; steps may lie in rows kept for final
     # ones.
@@ -505,6 +512,7 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
 def _rate(
     config: GearConfig, table: TableConfig, rate: RateLimiterConfig, batch: int, at: str
 ) -> RateLimiter:
+    """Return the rate limiter of a table; ConfigError if both sides would wait for each other."""
     unit = config.item_sampler.unit
     if rate.queue is not None:
         if rate.queue < batch:
@@ -550,10 +558,16 @@ def store_of(
         DataError: The node's part of the data set does not contain the shard.
     """
     table = config.resolved_tables[name]
-    is_sampled = name in config.sampled_tables
-    returns = is_sampled and any(field.derived == "return_to_go" for field in fields)
+    of_batches = fields if name in config.sampled_tables else ()
     read = read_columns(config.sampler_of(name), fields, table.group)
-    spec = partial(TableSpec, name, schema, return_to_go=returns, num_peers=num_peers, shard=shard)
+    spec = partial(
+        TableSpec,
+        name,
+        schema,
+        return_to_go=any(field.derived == "return_to_go" for field in of_batches),
+        num_peers=num_peers,
+        shard=shard,
+    )
     if dataset is not None:
         assert table.data is not None
         first_id = dataset.first_id
@@ -561,14 +575,12 @@ def store_of(
         end = dataset.num_trajectories_of_whole if shard is None else shard.end
         if not first_id <= first <= end <= first_id + len(dataset):
             rule = f"must hold the trajectories {first} to {end - 1}"
-            given = f"{len(dataset)} trajectories"
+            given = str(dataset.part or f"{len(dataset)} trajectories")
             remedy = (
                 "give this node the whole data set, or its own part and every other node another "
                 "one"
             )
-            raise DataError(
-                f"table {name}: {dataset.path}", rule, str(dataset.part or given), remedy
-            )
+            raise DataError(f"table {name}: {dataset.path}", rule, given, remedy)
         return spec(
             num_slots=end - first,
             num_rows=dataset.row_of(end - first_id) - dataset.row_of(first - first_id),
@@ -577,14 +589,23 @@ def store_of(
             group=None if table.group is None else group_spec_of(table.group, schema, read),
         )
     steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
-    normalized = [f.column.name for f in fields if f.normalize is not None and f.column is not None]
-    rows = steps + (slots if schema.has_final_row else 0)
-    longest = table.max_length
+    # A trajectory of T steps has T + 1 rows where a column has T+1 of them.
+    final = int(schema.has_final_row)
+    rows = steps + slots * final
+    longest = None if table.max_length is None else table.max_length + final
     retention = retention_of(config, name, (steps, slots), batch)
-    spare = spare_rows_for(
-        retention, rows, None if longest is None else longest + int(schema.has_final_row)
-    )
-    group = None if table.group is None else group_spec_of(table.group, schema, read, slots)
+    spare = spare_rows_for(retention, rows, longest)
+    group = None
+    prompts = None
+    if table.group is not None:
+        group = group_spec_of(table.group, schema, read, slots)
+        if table.prompts is not None:
+            prompts = prompt_spec_of(config, name, group, schema, slots, shard)
+    normalized = [
+        field.column.name
+        for field in of_batches
+        if config.normalizes_online and field.normalize is not None and field.column is not None
+    ]
     store = spec(
         num_slots=slots,
         num_rows=rows + spare,
@@ -594,15 +615,9 @@ def store_of(
         retention=retention,
         spare_rows=spare,
         group=group,
-        prompts=prompt_spec_of(config, name, group, schema, slots, shard)
-        if group and table.prompts
-        else None,
-        whole_fields=tuple(field.name for field in fields if field.needs_episode)
-        if is_sampled
-        else (),
-        normalized=tuple(dict.fromkeys(normalized))
-        if is_sampled and config.normalizes_online
-        else (),
+        prompts=prompts,
+        whole_fields=tuple(field.name for field in of_batches if field.needs_episode),
+        normalized=tuple(dict.fromkeys(normalized)),
         media=media_spec_of(config, name, schema),
     )
     shares = config.pack is not None and shares_prompts(schema, fields, store)

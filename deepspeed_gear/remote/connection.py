@@ -1,14 +1,15 @@
-"""Connection to a gateway: calls with a deadline, made again after a loss.
-
-A call is answered or lost as a whole.
-"""
+"""Connection to a gateway: its sessions, and calls with a deadline, made again after a loss."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import ssl
 import stat
+import threading
+import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,22 @@ import grpc
 import pyarrow as pa
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.context import LOG
+from deepspeed_gear.errors import (
+    ConfigError,
+    GearError,
+    LostNodeError,
+    StoreError,
+    error_from_json,
+)
 from deepspeed_gear.remote import gateway_messages
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
 _ANSWER_S = 10.0  # longest time of a call, besides that for its bytes
 _BYTES_A_S = 100_000  # least rate of the bytes
+_END_S = 2.0  # longest time of the call that ends a session
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 2.0
 # Without these gRPC shares connections, and their pauses after failures, with earlier channels, and
 # uses the environment's http_proxy, which is for the web. Answers may have any length, as they hold
 # every refusal.
@@ -50,8 +61,33 @@ class ConnectionLost(Exception):
     """No answer: the connection was lost, or none can be made. The request may have arrived."""
 
 
+class RetryPolicy:
+    """Retries of lost calls, with growing pauses, until none is answered for `timeout_s`."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._until: float | None = None  # begins with the first loss
+
+    def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
+        """Pause before the next try, or raise LostNodeError if the time is over."""
+        now = time.monotonic()
+        self._until = now + self._timeout_s if self._until is None else self._until
+        if now > self._until:
+            rule = f"must answer within {self._timeout_s:g} s"
+            remedy = f"does it run, is the url right, and does its log name a limit? {error}"
+            raise LostNodeError(f"gateway {self._url}", rule, None, remedy)
+        # Random, so that many writers do not retry at the same time.
+        stopped.wait(self._pause_s * random.uniform(0.5, 1.0))
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+
 class Connection:
-    """Calls to a gateway, over a connection that is made again after a loss. Not thread-safe."""
+    """Calls to a gateway, over a connection that is made again after a loss. Not thread-safe.
+
+    A call is answered or lost as a whole.
+    """
 
     def __init__(self, url: str, token: Any, ca: Any = None, insecure: bool = False) -> None:
         self.url = arguments.one_of("url", url, str, "a string")
@@ -113,6 +149,47 @@ class Connection:
             self.hang_up()
             raise ConnectionLost(str(error)) from error
         return {**answer, "content": content}
+
+    def call_again(
+        self, action: str, header: Mapping[str, Any], timeout_s: float, batch: Any = None
+    ) -> dict[str, Any]:
+        """Call until there is an answer, and return it; arguments as `call`.
+
+        Raises:
+            GearError: The error that the answer contains.
+            LostNodeError: There is no answer for `timeout_s` seconds.
+        """
+        retries = RetryPolicy(self.url, timeout_s)
+        while True:
+            try:
+                answer = self.call(action, header, timeout_s, batch)
+            except ConnectionLost as lost:
+                retries.wait(lost, threading.Event())
+                continue
+            if "error" in answer:
+                raise error_from_json(answer["error"])
+            return answer
+
+    def begin_session(self, timeout_s: float, **header: Any) -> dict[str, Any]:
+        """Begin a session of a writer or rollout worker.
+
+        Args:
+            timeout_s: As `call_again`.
+            **header: More words of the client.
+        Returns:
+            The gateway's answer, with `who` for the headers of calls.
+        """
+        header |= {"version": gateway_messages.VERSION, "client": uuid.uuid4().hex}
+        hello = self.call_again("hello", header, timeout_s)
+        return {**hello, "who": {"gateway": str(hello["gateway"]), "client": header["client"]}}
+
+    def end_session(self, who: Mapping[str, str]) -> None:
+        """End a session, if the gateway answers, and the connection."""
+        try:
+            self.call("bye", who, _END_S)
+        except (ConnectionLost, GearError):
+            LOG.debug("the session stays open until it expires: its last call had no answer")
+        self.hang_up()
 
     def hang_up(self) -> None:
         """End the connection; the next call makes another."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ from deepspeed_gear.remote.gateway_limits import (
 )
 from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.rollout_worker import LocalLedger, check_kept, check_reason
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
@@ -59,9 +60,7 @@ Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
 MOST_WAITING = 32  # requests that wait at the same time; further ones are answered immediately
 _POLL_S = 0.2  # interval of the checks whether the gateway is to end
-_END_S = (
-    3.0  # longest time for which it still answers, so that writers receive the error of its end
-)
+_END_S = 3.0  # longest time for which it still answers, so that writers get the error of its end
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
 _MOST_CLIENT = 64  # characters of a writer's name, which a session keeps
 _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
@@ -97,9 +96,20 @@ class Session:
         self.refused: deque[tuple[int, dict[str, Any]]] = deque()
         self.task: Future[Any] | None = None  # adds the last batch, or a worker's group
         self.lock = threading.Lock()  # around what reads and replaces the task; a worker's call
-        self.calls = threading.Semaphore(_MOST_OF_SESSION)
+        self._calls = threading.Semaphore(_MOST_OF_SESSION)
         self.is_notified = False  # whether an answer contained the error of the end
         self.called_at = time.monotonic()
+
+    @contextmanager
+    def call(self) -> Iterator[bool]:
+        """Admit a call of the client, for the block, unless too many of its calls are under way."""
+        self.called_at = time.monotonic()
+        is_admitted = self._calls.acquire(blocking=False)
+        try:
+            yield is_admitted
+        finally:
+            if is_admitted:
+                self._calls.release()
 
     def refused_after(self, known: int) -> list[tuple[int, dict[str, Any]]]:
         """Return the refusals after the last that the writer has received; forget the others."""
@@ -178,13 +188,10 @@ class Sessions:
         if session is None:
             rule = f"must have called within {gateway_messages.SESSION_S:g} s, and not have closed"
             raise StoreError("the session of this remote writer", rule, None, _DECIDE)
-        session.called_at = time.monotonic()
-        if not session.calls.acquire(blocking=False):
+        with session.call() as is_admitted:
+            if is_admitted:
+                return self._put(session, known, trajectories)
             return {"upto": session.upto, "busy": True, "refused": [], "wait_s": ANSWER_S}
-        try:
-            return self._put(session, known, trajectories)
-        finally:
-            session.calls.release()
 
     def _put(self, session: Session, known: int, trajectories: Numbered) -> dict[str, Any]:
         with session.lock:
@@ -302,13 +309,10 @@ class LeaseSessions(Sessions):
         session = self._sessions.get(client)
         if session is None:
             return {"unknown": True}
-        session.called_at = time.monotonic()
-        if not session.calls.acquire(blocking=False):
+        with session.call() as is_admitted:
+            if is_admitted:
+                return self._work(client, session, call, content)
             return {"busy": session.number, "wait_s": ANSWER_S}
-        try:
-            return self._work(client, session, call, content)
-        finally:
-            session.calls.release()
 
     def _work(
         self, client: str, session: Session, call: Mapping[str, Any], content: Any
@@ -336,11 +340,9 @@ class LeaseSessions(Sessions):
             if number < session.number or "leases" not in session.answer:
                 return session.answer
             prompts = [session.leases[tuple(key)][1] for *key, _ in session.answer["leases"]]
-        rows = [
-            {c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts}
-            for prompt in prompts
-        ]
-        content = gateway_messages.encode(self._prompts, list(enumerate(rows)))
+        columns = self._prompts
+        rows = [{c.name: as_stored(one[c.name], c, "prompt") for c in columns} for one in prompts]
+        content = gateway_messages.encode(columns, list(enumerate(rows)))
         return {**session.answer, "content": content}
 
     def _do(self, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
@@ -495,7 +497,9 @@ class Gateway:
             try:
                 self._writer.check_goes_on(at_once=True)
                 self.sessions.expire()
-                self._enforce_limits()
+                self._connections.look()
+                self._calls.cancel_late()
+                self._flush_logs()
             except GearError as error:
                 self.sessions.end(error)
             if is_over():
@@ -506,12 +510,6 @@ class Gateway:
         self.shutdown()
         self._writer.close()
         return self.sessions.error
-
-    def _enforce_limits(self) -> None:
-        """Close connections that show no token, cancel calls that take too long, and log both."""
-        self._connections.look()
-        self._calls.cancel_late()
-        self._flush_logs()
 
     def _flush_logs(self, at_once: bool = False) -> None:
         for log in (self._wrong_tokens, self._connections.log, self._calls.log):

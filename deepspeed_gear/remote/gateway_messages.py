@@ -20,10 +20,11 @@ import pyarrow as pa
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
-from deepspeed_gear.data.media import SENT
+from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
+from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 
 # Of the protocol: 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited
 # for commits.
@@ -50,6 +51,37 @@ Arrays = Mapping[str, np.ndarray]
 def trajectory_bytes(arrays: Arrays) -> int:
     """Return the bytes that a trajectory takes in a gateway: its values, and an array for each."""
     return sum(array.nbytes for array in arrays.values()) + _VALUE_BYTES * (len(arrays) + 1)
+
+
+def as_sent(
+    name: str,
+    schema: Schema,
+    media: MediaSpec | None,
+    trajectory: Mapping[str, Any],
+    items: dict[int, MediaItem],
+    **options: Any,
+) -> tuple[dict[str, np.ndarray], int]:
+    """Check a trajectory, and convert it to the form in which it is sent.
+
+    Args:
+        name: Name of the trajectory, for errors.
+        schema: Columns of the table.
+        media: Media of the table; None: it has none.
+        trajectory: Columns by their dotted names.
+        items: Media items that are sent already, by content id. New ones are added.
+        **options: As `check_trajectory`.
+    Returns:
+        Columns in the stored form, with the content of new media items, and the number of steps.
+    """
+    if media is None:
+        return check_trajectory(name, schema, trajectory, **options)
+    own = dict[int, MediaItem]()
+    arrays, num_steps = check_trajectory(
+        name, schema, media.take(name, schema, trajectory, own), **options
+    )
+    arrays[SENT] = media.send(item.content for number, item in own.items() if number not in items)
+    items |= own
+    return arrays, num_steps
 
 
 def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:

@@ -13,16 +13,20 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import opaque_rows
-from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
+from deepspeed_gear.data.media import MediaItem, MediaSpec
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, GearError, StoreError, show_bytes
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, ConnectionLost
-from deepspeed_gear.remote.gateway_messages import decode, encode, lease_words, trajectory_bytes
-from deepspeed_gear.remote.remote_writer import begin_session, call_again, end_session
+from deepspeed_gear.remote.gateway_messages import (
+    as_sent,
+    decode,
+    encode,
+    lease_words,
+    trajectory_bytes,
+)
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.rollout_worker import LeaseLedger, LeaseWorker
 
@@ -48,7 +52,7 @@ class RemoteLedger(LeaseLedger):
 
     def _begin(self) -> None:
         """Begin a session; run, schema and prompts of the gateway may have changed."""
-        self._hello = begin_session(self._line, self._timeout_s, grace_s=self._grace_s)
+        self._hello = self._line.begin_session(self._timeout_s, grace_s=self._grace_s)
         self._schema = Schema.from_json(self._hello["schema"])
         self._prompts = Schema.from_json(self._hello["prompts"])
         self._media = MediaSpec.of_json(self._schema, self._hello["media"])
@@ -93,7 +97,8 @@ class RemoteLedger(LeaseLedger):
         names = frozenset(self._schema.names)
         number = {str(self._hello["group"]): np.int64(lease.number)}
         flat = [flatten(name, {**number, **one}, names) for one in given]
-        members = self._checked(name, flat)
+        items = dict[int, MediaItem]()  # each comes with the first member that names it
+        members = [as_sent(name, self._schema, self._media, one, items)[0] for one in flat]
         num_bytes = sum(map(trajectory_bytes, members))
         most_bytes = int(self._hello["max_message_bytes"])
         if num_bytes > most_bytes:
@@ -106,24 +111,6 @@ class RemoteLedger(LeaseLedger):
         )
         return list(answer["ids"])
 
-    def _checked(self, name: str, flat: Sequence[Mapping[str, Any]]) -> list[dict[str, np.ndarray]]:
-        """Return the columns of a group's trajectories as they are stored, with media as sent."""
-        members = list[dict[str, np.ndarray]]()
-        sent = dict[int, MediaItem]()
-        for one in flat:
-            if self._media is None:
-                members.append(check_trajectory(name, self._schema, one)[0])
-                continue
-            items = dict[int, MediaItem]()
-            taken = self._media.take(name, self._schema, one, items)
-            columns = check_trajectory(name, self._schema, taken)[0]
-            # An item comes with the first member that names it.
-            new = items.keys() - sent.keys()
-            columns[SENT] = self._media.send(items[number].content for number in new)
-            sent |= items
-            members.append(columns)
-        return members
-
     def _call(self, batch: Any = None, **call: Any) -> dict[str, Any]:
         """Make a call until the gateway answers, in this session or another; raises its error."""
         with self._lock:
@@ -131,9 +118,7 @@ class RemoteLedger(LeaseLedger):
             sent = batch
             while not self._stopped.is_set():
                 header = {**self._hello["who"], **call, "number": self._number}
-                answer: dict[str, Any] = call_again(
-                    self._line, "put", header, self._timeout_s, sent
-                )
+                answer = self._line.call_again("put", header, self._timeout_s, sent)
                 if "unknown" in answer:
                     self._begin()
                 elif "busy" not in answer:
@@ -154,8 +139,7 @@ class RemoteLedger(LeaseLedger):
         if not self._stopped.is_set():
             self._stopped.set()
             with self._lock:
-                end_session(self._line, self._hello["who"])
-                self._line.hang_up()
+                self._line.end_session(self._hello["who"])
 
 
 class RemoteRolloutWorker(LeaseWorker):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,14 +16,13 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import LOG
-from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
+from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
+from deepspeed_gear.data.trajectory_checks import check_finite
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
     GearError,
-    LostNodeError,
     NotReadyError,
     PeerError,
     StoreError,
@@ -33,14 +30,12 @@ from deepspeed_gear.errors import (
     show_bytes,
 )
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.connection import Connection, ConnectionLost
-from deepspeed_gear.remote.gateway_messages import encode, trajectory_bytes
+from deepspeed_gear.remote.connection import Connection, ConnectionLost, RetryPolicy
+from deepspeed_gear.remote.gateway_messages import as_sent, encode, trajectory_bytes
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.trajectory_writer import WriterBase
 
-_FIRST_PAUSE_S = 0.05
-_LAST_PAUSE_S = 2.0
 _STOP_S = 2.0  # longest that the end of a process waits for a call
 _LOOK_S = 0.1
 
@@ -58,59 +53,6 @@ class SendOptions:
     batch_bytes: int = 2 << 20
     linger_s: float = 0.05
     buffer_bytes: int = 64 << 20
-
-
-class RetryPolicy:
-    """Retries of lost calls, with growing pauses, until none is answered for `timeout_s`."""
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self._url = url
-        self._timeout_s = timeout_s
-        self._pause_s = _FIRST_PAUSE_S
-        self._until: float | None = None  # begins with the first loss
-
-    def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
-        """Pause before the next try, or raise LostNodeError if the time is over."""
-        now = time.monotonic()
-        self._until = now + self._timeout_s if self._until is None else self._until
-        if now > self._until:
-            rule = f"must answer within {self._timeout_s:g} s"
-            remedy = f"does it run, is the url right, and does its log name a limit? {error}"
-            raise LostNodeError(f"gateway {self._url}", rule, None, remedy)
-        # Random, so that many writers do not retry at the same time.
-        stopped.wait(self._pause_s * random.uniform(0.5, 1.0))
-        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
-
-
-def call_again(
-    line: Connection, action: str, header: Any, timeout_s: float, batch: Any = None
-) -> Any:
-    """Call until there is an answer, and return it; raises the error that it contains."""
-    retries = RetryPolicy(line.url, timeout_s)
-    answer = None
-    while answer is None:
-        try:
-            answer = line.call(action, header, timeout_s, batch)
-        except ConnectionLost as lost:
-            retries.wait(lost, threading.Event())
-    if "error" in answer:
-        raise error_from_json(answer["error"])
-    return answer
-
-
-def begin_session(line: Connection, timeout_s: float, **header: Any) -> dict[str, Any]:
-    """Begin a session; return the gateway's answer, with `who` for the headers of calls."""
-    header |= {"version": gateway_messages.VERSION, "client": uuid.uuid4().hex}
-    hello = call_again(line, "hello", header, timeout_s)
-    return {**hello, "who": {"gateway": str(hello["gateway"]), "client": header["client"]}}
-
-
-def end_session(line: Connection, who: Mapping[str, str]) -> None:
-    """Close a writer's session with its gateway, if the gateway answers."""
-    try:
-        line.call("bye", who, _STOP_S)
-    except (ConnectionLost, GearError):
-        LOG.debug("a writer's session stays open until it expires: its last call had no answer")
 
 
 class QueuedTrajectory(NamedTuple):
@@ -226,7 +168,7 @@ class Sender:
         try:
             while (items := self._next_batch()) is not None:
                 self._send(items)
-            end_session(self._line, self._who)
+            self._line.end_session(self._who)
         except GearError as error:
             left = self.unacknowledged
             remedy = error.remedy
@@ -382,10 +324,9 @@ class RemoteWriter(WriterBase):
         if not 0 < batch_bytes <= most_bytes:
             raise ConfigError("batch_bytes", f"must be in [1, {most_bytes}]", batch_bytes)
         line = Connection(url, token, ca, insecure)
-        hello = begin_session(line, timeout_s, schema=None if schema is None else schema.to_json())
+        hello = line.begin_session(timeout_s, schema=None if schema is None else schema.to_json())
         if batch_bytes > hello["max_message_bytes"]:
-            end_session(line, hello["who"])
-            line.hang_up()
+            line.end_session(hello["who"])
             rule = f"must be at most {hello['max_message_bytes']}, the gateway's --max-message"
             raise ConfigError("batch_bytes", rule, batch_bytes, "lower it, or raise --max-message")
         return cls(line, hello, sending, timeout_s)
@@ -408,13 +349,10 @@ class RemoteWriter(WriterBase):
     def _add(self, trajectory: Mapping[str, Any]) -> int:
         name = f"table {self.table}"
         trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
-        items = dict[int, MediaItem]()
-        if self._media is not None:
-            trajectory = self._media.take(name, self.schema, trajectory, items)
         remedy = "a remote writer cannot fill it later: add it, or write on a node of the table"
-        arrays, num_steps = check_trajectory(name, self.schema, trajectory, late_remedy=remedy)
-        if self._media is not None:
-            arrays[SENT] = self._media.send(item.content for item in items.values())
+        arrays, num_steps = as_sent(
+            name, self.schema, self._media, trajectory, {}, late_remedy=remedy
+        )
         check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:

@@ -44,7 +44,6 @@ class BatchAssembler:
         info = plan.info
         self._config = config
         self._needs = needs
-        self._info = info
         self._device = device
         self._releases = releases
         self._options = GatherOptions(
@@ -55,33 +54,40 @@ class BatchAssembler:
             engine_dtype=engine_dtype,
             threads=config.threads,
         )
-        self._held = int(
-            plan.topology.num_nodes > 1
-        )  # batches that are kept besides those that wait
+        # Batches beyond those that wait: with several nodes, the loader takes one early.
+        self._held = int(plan.topology.num_nodes > 1)
         self._transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
         self._train = train
         self._relabelling = relabelling
         self._burn_in = BurnIn.of(config.burn_in, plan.fields, needs.fields)
+        # The latest batches that a program may still use; see `Replay.sample`.
+        self._keep = max(2, info.accumulation)
+        self._ahead = config.prefetch * info.accumulation  # micro batches that wait
         #: To a device, by its kernels; None where the host gathers batches in place.
         self.transfer: DeviceTransfer | None = None
         if is_wanted(config.transfer, device):
-            keep = max(2, info.accumulation)
             tables = [stream.table for stream in train]
-            own = config.transfer, config.backend
             self.transfer = DeviceTransfer(
-                *own, needs, tables, device, info.micro, keep, self._options
+                config.transfer,
+                config.backend,
+                needs,
+                tables,
+                device,
+                info.micro,
+                self._keep,
+                self._options,
             )
         self._stays_on_host = (
             device.type == "cpu" and self.transfer is None and not relabelling.has_reward
         )
         self._gatherers = {stream: self._gatherer(stream) for stream in train}
-        specs = [stream.table.spec for stream in train]
+        # Files that are read while training: a program may change them meanwhile.
         self._mapped = [
-            s.dataset.files
-            for s in specs
-            if s.dataset is not None and (s.compressed or not s.in_memory)
+            spec.dataset.files
+            for spec in (stream.table.spec for stream in train)
+            if spec.dataset is not None and (spec.compressed or not spec.in_memory)
         ]
 
     @property
@@ -99,6 +105,12 @@ class BatchAssembler:
     ) -> Batch:
         """Gather the samples of selections into one batch, table by table.
 
+        Args:
+            taken: This rank's samples, by training or evaluation stream.
+            part: Index of the batch among the `num_parts` that its global batch is divided into:
+                sample i has the index part + i * num_parts.
+            pass_size: Samples of an evaluation pass; those after them are fillers. None: training.
+            shares: The share of each table in a mixture; None: one table.
         Raises:
             DataError: A mapped file of a data set has changed.
         """
@@ -110,7 +122,7 @@ class BatchAssembler:
         for stream, own in taken:
             gatherer = self._gatherers.get(stream)
             numbers = stream.state.numbers
-            if gatherer is None:  # of a pass
+            if gatherer is None:  # the first batch of an evaluation stream
                 gatherer = self._gatherers[stream] = self._gatherer(stream)
             if numbers is not None:
                 columns = stream.table.spec.normalized_columns
@@ -129,21 +141,20 @@ class BatchAssembler:
         else:
             tensors, mask = gatherer.gather_from(parts)
             own = _joined([own for _, own in taken])
-            goals = (
-                None
-                if goals is None
-                else torch.cat([each for _, _, each in parts if each is not None])
-            )
+            if goals is not None:
+                goals = torch.cat([each for _, _, each in parts if each is not None])
+            # Of 3 samples of the first table and 2 of the second one: [0, 0, 0, 1, 1].
             source = torch.repeat_interleave(
                 torch.tensor([len(own.resolutions) for _, own in taken])
             )
             of_tables = zip(taken, shares, strict=True)
             probability = torch.cat([_probability(*one) * share for one, share in of_tables])
+        valid = self._valid
+        if pass_size is not None:
+            valid = own.resolutions[:, Resolution.SAMPLE_NUMBER] < pass_size
         samples = BatchSamples(
             resolutions=own.resolutions,
-            valid=self._valid
-            if pass_size is None
-            else own.resolutions[:, Resolution.SAMPLE_NUMBER] < pass_size,
+            valid=valid,
             step_items=shares is None and stream.state.has_unit_masses,
             total=own.head[Head.TOTAL] if shares is None else 0,
             epoch=self._no_epoch if own.epochs is None else own.epochs,
@@ -162,9 +173,9 @@ class BatchAssembler:
         if self._stays_on_host and self._transform is None:
             return batch
         if self.transfer is None:
-            return self._change(
-                batch if self._device.type == "cpu" else batch.to(self._device), taken
-            )
+            if self._device.type != "cpu":
+                batch = batch.to(self._device)
+            return self._change(batch, taken)
         with self.transfer.lane.running():
             batch = self._change(self.transfer.bring(batch), taken)
         assert isinstance(gatherer, DeviceGatherer)
@@ -194,15 +205,16 @@ class BatchAssembler:
             return batch
         seed = self._config.seed
         number = Resolution.SAMPLE_NUMBER
-        made = [
-            transform_words(seed, s.spec.random_key, own.resolutions[:, number]) for s, own in taken
-        ]
-        words = torch.cat(made)
-        words = (
-            words.to(self._device)
-            if self.transfer is None
-            else self.transfer.lane.bring([words])[0]
+        words = torch.cat(
+            [
+                transform_words(seed, stream.spec.random_key, own.resolutions[:, number])
+                for stream, own in taken
+            ]
         )
+        if self.transfer is None:
+            words = words.to(self._device)
+        else:
+            words = self.transfer.lane.bring([words])[0]
         changed = self._transform(batch, words)
         if not isinstance(changed, Batch):
             raise ConfigError(
@@ -213,20 +225,24 @@ class BatchAssembler:
         return changed
 
     def _opaque(self, taken: Sequence[tuple[BatchStream, Selection]]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {}
+        """Return the values of opaque fields, in the order of the samples."""
+        opaque: dict[str, list[Any]] = {}
         for field in self._needs.opaque:
             assert field.column is not None
             values = [
                 read_opaque(stream.table, field.column, own.resolutions) for stream, own in taken
             ]
-            found[field.name] = list(chain.from_iterable(values))
-        return found
+            opaque[field.name] = list(chain.from_iterable(values))
+        return opaque
 
     def _gatherer(self, stream: BatchStream) -> Gatherer:
-        info = self._info
-        ahead = self._config.prefetch * self._info.accumulation
-        prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
-        depth = max(2, info.accumulation) + prepared
+        """Return the gatherer of a stream, with a ring of as many batches as are alive at once.
+
+        With prefetch 2 and one micro batch per step: 2 in use, 2 that wait, and 1 that is gathered.
+        """
+        depth = self._keep
+        if self._ahead and stream.spec.name == TRAIN:
+            depth += self._ahead + 1 + self._held
         if self.transfer is None:
             return Gatherer(self._options, stream.table, depth)
         return self.transfer.gatherer(stream.table, depth + 1)

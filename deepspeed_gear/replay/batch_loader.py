@@ -39,13 +39,11 @@ class PreparedBatch(NamedTuple):
         batch: The batch.
         heads: Heads of its selections, by table.
         digest: With the last micro batch of a global batch that is verified, the digest of all its
-            ids and anchors; else None.
+            ids and anchors, table by table; else None.
     """
 
     batch: Batch
-    heads: list[list[int]]  # of its selections
-    #: Of ids and anchors of a global batch that is verified, table by table, with its last micro
-    #: batch.
+    heads: list[list[int]]
     digest: int | None = None
 
 
@@ -98,6 +96,7 @@ class BatchLoader:
         self._lent.make_room()
         begin = time.perf_counter()
         ends = (self._used + 1) % self._info.accumulation == 0
+        # A batch is held where the call before has failed at the barrier, or has taken it early.
         if self._held is None:
             self._hold(self._load(self.next_number))
         elif self._is_early:
@@ -127,9 +126,11 @@ class BatchLoader:
 
     @property
     def next_number(self) -> int:
+        """Number of the global batch that the next micro batch belongs to."""
         return self._start + self._used // self._info.accumulation
 
     def _request(self, number: int) -> None:
+        """Request a global batch; its selection applies the updates that were reported before."""
         for stream in self._streams:
             stream.request(number)
 
@@ -194,6 +195,8 @@ class BatchLoader:
         info = self._info
         step, micro_index = divmod(index, info.accumulation)
         number = self._start + step
+        # Samples are dealt to micro batches in turns. With 2 replicas and 2 accumulation steps,
+        # sample j belongs to part j % 4: parts 0 and 2 are those of replica 0.
         part = micro_index * info.data_world + self._data_rank
         if self._mixture is None:
             stream = self._streams[0]
@@ -254,6 +257,7 @@ class Evaluation:
         return of_split
 
     def _pass(self, stream: BatchStream, pass_number: int) -> Iterator[Batch]:
+        """Iterate over the batches of one pass over a stream, which all ranks make together."""
         plan = self._parts.plan
         assembler = self._parts.assembler
         place = plan.topology.place
@@ -262,6 +266,7 @@ class Evaluation:
         lent = LentTensors(max(2, plan.info.accumulation))
         while index < num_batches:
             lent.make_room()
+            # Batch 2 of pass 1 has the number 1 << PASS_SHIFT | 2.
             number = pass_number << PASS_SHIFT | index
             selection = stream.get(number)
             size = int(selection.head[Head.EPOCH_SIZE])

@@ -1,12 +1,17 @@
-"""Builder of a replay: stores, failure detector, batch barrier, links, streams, assembler."""
+"""Parts of a replay, built in order: stores, failure detector, batch barrier, streams, assembler.
+
+`ReplayParts.__init__` is the order; `release` ends the parts.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
@@ -19,17 +24,160 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.errors import LostNodeError, PeerError, undo_on_error
 from deepspeed_gear.plan.resolved_plan import Resolved
+from deepspeed_gear.plan.table_resolution import ArrivalRoom
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
-from deepspeed_gear.replay.node_links import NodeLinks
 from deepspeed_gear.replay.node_stores import open_stores
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
+from deepspeed_gear.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.resolution_exchange import (
+    Goals,
+    ResolutionExchange,
+    ResolutionSender,
+)
+from deepspeed_gear.row_exchange.row_messages import RowExchange
+from deepspeed_gear.row_exchange.trajectory_exchange import TrajectoryExchange
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_rounds import RateRounds
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
+
+
+@dataclass(frozen=True)
+class SpreadTrajectories:
+    """How packs get the trajectories of a table that several nodes hold."""
+
+    plan: ExchangePlan
+    room: ArrivalRoom  # for trajectories of a rollout batch that other nodes hold
+    exchange: TrajectoryExchange | None  # sends their rows; None: another rank of this node does
+
+
+class NodeLinks:
+    """This rank's channels to other nodes, and the selectors of tables that several nodes hold.
+
+    Empty with one node, and on ranks that do not communicate for their node.
+    """
+
+    def __init__(self, plan: Resolved, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        # By whether for training: a pass over a split must not wait for a training selection.
+        self._channels: dict[bool, NodeChannel] = {}
+        self._transports: dict[bool, DeviceTransport] = {}
+        self._training: list[Selector] = []  # selectors of the training streams
+        self._taken: np.ndarray | float = 0.0  # sums at the last `take_metrics`
+        self._means = dict[str, float]()  # that it has returned
+        #: Of the tables of packed batches that several nodes hold, by name.
+        self.trajectories: dict[str, SpreadTrajectories] = {}
+
+    def selectors(
+        self, states: Sequence[StreamState], goals: Goals, detector: FailureDetector | None
+    ) -> dict[StreamState, Selector]:
+        """Open the channels and return the selectors of streams that nodes select together.
+
+        Collective. The selectors are on the leaders of nodes that hold such tables.
+
+        Args:
+            goals: Draws the achieved goals of samples.
+        """
+        plan = self._plan
+        together = [state for state in states if state.spec.together]
+        if plan.leads_shard and together:
+            self._open_channels(detector)
+        plan.control_plane.barrier()
+        selectors: dict[StreamState, Selector] = {}
+        # Streams of replicated tables come first, on every node.
+        for state in sorted(states, key=lambda state: self._routes(state) is not None):
+            routes = self._routes(state)
+            if plan.config.pack is not None and routes is not None:
+                self._spread(state, routes)
+            if not self._channels or not state.spec.together:
+                continue
+            # Nodes select together from a replicated table for its priorities only: for training.
+            trains = state.spec.name == TRAIN or routes is None
+            channel = self._channels[trains]
+            draws: ResolutionSender | ResolutionExchange | None = None
+            if routes is not None and plan.config.pack is not None:
+                draws = ResolutionSender(state, channel)
+            elif routes is not None:
+                rows = self._rows(state, routes, trains)
+                draws = ResolutionExchange(state, routes, rows, goals, plan.config.verify_every)
+            selectors[state] = Selector(state, SelectionRounds(state, channel), draws)
+            if trains:
+                self._training.append(selectors[state])
+        return selectors
+
+    def _open_channels(self, detector: FailureDetector | None) -> None:
+        plan = self._plan
+        order = plan.placement.order
+        for trains, purpose in ((True, "train"), (False, "passes")):
+            channel = NodeChannel(
+                plan.topology, order, purpose, plan.config.timeout_s, plan.group, detector
+            )
+            self._channels[trains] = channel
+            if plan.config.exchange != "host":
+                self._transports[trains] = DeviceTransport(channel, self._device)
+
+    def _routes(self, state: StreamState) -> ExchangePlan | None:
+        return self._plan.tables[state.table.spec.name].exchange_plan
+
+    def _spread(self, state: StreamState, routes: ExchangePlan) -> None:
+        """Keep how packs get the trajectories of a stream's table from other nodes."""
+        exchange = None
+        if self._channels:
+            exchange = TrajectoryExchange(self._rows(state, routes, trains=True))
+        spread = SpreadTrajectories(routes, self._room(state), exchange)
+        self.trajectories[state.table.spec.name] = spread
+
+    def _room(self, state: StreamState) -> ArrivalRoom:
+        return self._plan.tables[state.table.spec.name].rooms[state.spec.name]
+
+    def _rows(self, state: StreamState, routes: ExchangePlan, trains: bool) -> RowExchange:
+        room = self._room(state)
+        n_step = self._plan.config.n_step
+        rows = (room.first_row, room.num_rows)
+        slots = (room.first_slot, room.num_slots)
+        channel = self._channels[trains]
+        transport = self._transports.get(trains)
+        return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return means of the training selections since the last call, or of the period before.
+
+        `late_ms.<node>` is the time that the first node to be ready waited for it. Empty on other
+        ranks than those that communicate for their node.
+        """
+        if not self._training:
+            return {}
+        channel = self._channels[True]
+        late = np.sum([selector.rounds.late_s for selector in self._training], axis=0)
+        selections = sum(selector.rounds.num_selections for selector in self._training)
+        now = np.array([*late, selections, channel.bytes_sent, channel.bytes_received], np.float64)
+        *waits, made, sent, received = (now - self._taken).tolist()
+        if made or not self._means:
+            self._taken = now
+            count = max(made, 1)
+            self._means = {"sent_bytes": sent / count, "received_bytes": received / count}
+            for node, wait in zip(channel.nodes, waits, strict=True):
+                self._means[f"late_ms.{node}"] = 1e3 * wait / count
+        return self._means
+
+    def part(self) -> None:
+        """Stop reporting lost nodes: this rank may wait for one that samples no further batch."""
+        for channel in self._channels.values():
+            channel.part()
+
+    def leave(self) -> None:
+        """Announce that this node selects no further batch until one is requested.
+
+        Its prefetch thread has stopped.
+        """
+        if self._training and self._plan.config.prefetch > 0:
+            self._training[0].rounds.leave()
 
 
 class ReplayParts:
@@ -44,33 +192,33 @@ class ReplayParts:
         device: The device of the batches.
     """
 
-    assembler: (
-        BatchAssembler  # the last part; absent where the building of one before it has failed
-    )
+    assembler: BatchAssembler  # the last part; absent where the building of an earlier one failed
 
     def __init__(
         self, plan: Resolved, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
     ) -> None:
         self.plan = plan
+        attempt = plan.control_plane.attempt
+        config = plan.config
+        sampled = config.sampled_tables
+
+        # This node's stores, and the states of their batch streams in shared memory.
         stores = open_stores(plan)
         self.tables = stores.tables
-        self._states = [state for of_table in stores.states.values() for state in of_table.values()]
-        self.late_updates = AsyncPriorityUpdates(plan.config.timeout_s)
+        self._states = [state for streams in stores.states.values() for state in streams.values()]
+
+        # What `release` ends, empty so far.
+        self.late_updates = AsyncPriorityUpdates(config.timeout_s)
         self.releases = DeferredRelease()  # of selections that the device still reads
-        self.prefetcher = Prefetcher[Any](
-            plan.config.prefetch * plan.info.accumulation
-        )  # of micro batches
+        micro_batches_ahead = config.prefetch * plan.info.accumulation
+        self.prefetcher = Prefetcher[Any](micro_batches_ahead)
         self.links = NodeLinks(plan, device)
-        self.rates = RateRounds(plan.control_plane, plan.leads_shard)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
-        #: Of each sampled table, by name.
-        self.streams: dict[str, dict[str, BatchStream]] = {name: {} for name in stores.states}
-        self.all_streams: list[BatchStream] = []
         with undo_on_error(self.release):
-            # The words by which ranks wait for each other lie in the store of the first sampled
-            # table.
-            first = self.tables[plan.config.sampled_tables[0]]
+            # Losses of ranks: the words by which ranks wait for each other lie in the store of the
+            # first sampled table.
+            first = self.tables[sampled[0]]
             self.detector = _start_detector(plan, first)
             if turns is not None:
                 self.barrier = _barrier(plan, first, turns, self.detector)
@@ -78,25 +226,33 @@ class ReplayParts:
             self.context = self._context(self.detector)
             note_broken = None if self.detector is None else self.detector.note_broken
             plan.control_plane.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
-            relabelling = plan.control_plane.attempt("the fields", self._relabelling)
-            selectors = self.links.selectors(stores.states, relabelling.draw, self.detector)
-            num_items = self._count_items()
-            self._make_streams(selectors, num_items)
+
+            # Batch streams, which select together with other nodes where tables are on several.
+            relabelling = attempt(
+                "the fields",
+                lambda: HindsightRelabelling(
+                    config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
+                ),
+            )
+            selectors = self.links.selectors(self._states, relabelling.draw, self.detector)
+            #: By table and name.
+            self.streams = self._make_streams(selectors, self._count_items())
+            self.all_streams = [
+                stream for streams in self.streams.values() for stream in streams.values()
+            ]
             #: The training stream of each sampled table.
-            self.train = [self.streams[table][TRAIN] for table in plan.config.sampled_tables]
+            self.train = [self.streams[table][TRAIN] for table in sampled]
+
+            # The gathering of their samples into batches, and the quotas of writers.
             assemble = partial(
                 BatchAssembler, plan, self.train, relabelling, engine_dtype, device, self.releases
             )
-            self.assembler = plan.control_plane.attempt("the fields", assemble)
-            self._set_quotas()
+            self.assembler = attempt("the fields", assemble)
+            self.rates = RateRounds(plan.control_plane, plan.leads_shard)
+            # Numbers of a kept store are leased once a rank asks: it may load before.
+            keeps = config.shared_memory.keep
+            self.rates.set_quotas([s for s in self.all_streams if not (keeps and s.table.ledger)])
         self.leave_inner_stage()
-
-    def _relabelling(self) -> HindsightRelabelling:
-        plan = self.plan
-        config = self.plan.config
-        return HindsightRelabelling(
-            config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
-        )
 
     def _count_items(self) -> dict[StreamState, int]:
         """Count the items of all nodes for streams of tables on several nodes. Collective."""
@@ -107,34 +263,23 @@ class ReplayParts:
         return {state: sum(totals[at] for totals in of_nodes) for at, state in enumerate(spread)}
 
     def _make_streams(
-        self,
-        selectors: Mapping[StreamState, Selector],
-        num_items: Mapping[StreamState, int],
-    ) -> None:
-        """Make the batch streams of all tables.
+        self, selectors: Mapping[StreamState, Selector], num_items: Mapping[StreamState, int]
+    ) -> dict[str, dict[str, BatchStream]]:
+        """Return the batch streams of all tables, by table and name; {} of one that is not sampled.
 
         A stream without a selector here selects from this node alone, or follows the node's leader.
         """
         # The error of a rank ends the training stream's waits on all ranks that train together.
         training = self.context if self.barrier is None else self._context(self.barrier)
+        streams: dict[str, dict[str, BatchStream]] = {name: {} for name in self.tables}
         for state in self._states:
             spec = state.spec
             context = training if spec.name == TRAIN else self.context
             selector = selectors.get(state)
             follows = spec.together and self.plan.holds_shard and selector is None
             stream = BatchStream(state, selector, context.check, follows, num_items.get(state))
-            self.streams[state.table.spec.name][spec.name] = stream
-            self.all_streams.append(stream)
-
-    def _set_quotas(self) -> None:
-        """Set the quotas of each node's writers. Collective.
-
-        Numbers of a kept store are leased once a rank asks: it may load before.
-        """
-        plan = self.plan
-        keeps = plan.config.shared_memory.keep
-        streams = [stream for stream in self.all_streams if not (keeps and stream.table.ledger)]
-        self.rates.set_quotas(streams)
+            streams[state.table.spec.name][spec.name] = stream
+        return streams
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank.
@@ -171,6 +316,10 @@ class ReplayParts:
                 stream.leave()
 
     def release(self) -> None:
+        """End the parts that wait for other ranks, then the assembler, and detach from the stores.
+
+        Lost nodes are no longer reported from here on: other ranks may have ended already.
+        """
         self.links.part()
         if self.detector is not None:
             self.detector.part()
@@ -222,9 +371,8 @@ def _lost_rank(plan: Resolved, table: Table, detector: FailureDetector | None) -
     dead = [peer for peer in range(len(ranks)) if not table.memory.is_alive(peer)]
     if not dead:
         return None
-    first = max(
-        dead, key=lambda peer: int(peers[peer, Peer.LOST])
-    )  # others may have ended because of it
+    # The rank that is marked as lost was the first: others may have ended because of it.
+    first = max(dead, key=lambda peer: int(peers[peer, Peer.LOST]))
     peers[first, Peer.LOST] = 1
     process = f"process {int(peers[first, Peer.PID])} died, or closed its replay"
     return PeerError(f"rank {ranks[first]}", "must live as long as the others train", None, process)

@@ -23,7 +23,6 @@ from deepspeed_gear.batching.transfer.device_gather import (
     WAYS,
     DeviceGatherer,
     FieldTransfer,
-    Reach,
     column_name,
     is_computed,
 )
@@ -81,12 +80,12 @@ class DeviceTransfer:
             names = dict.fromkeys([*stored, *n_step])  # compressed columns are always staged
             self._names[table.spec.name] = [name for name in names if name not in table.compressed]
         self._ops: Ops | None = self._tables[0].ops
-        self._reaches: dict[str, Reach] = {}
+        self._reached: dict[str, dict[str, torch.Tensor]] = {}  # by table
         with undo_on_error(self.close):
             if self.lane.device.type != "cpu":
                 self._ops = self._kernels(backend)
             for table in self._tables:
-                self._reaches[table.spec.name] = self._reach(table)
+                self._reached[table.spec.name] = self._reached_columns(table)
             self.way = self._choose(self._tables[0], num_samples)
         LOG.info("gear: batches are transferred to %s: %s", self.lane.device, self.describe())
 
@@ -98,8 +97,8 @@ class DeviceTransfer:
         reaches_n_step = all(map(self._is_reached, n_step))
         ops, way = self._ops or table.ops, way or self.way  # ops are unused by staged fields
         transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep)
-        reach = self._reaches[table.spec.name]
-        return DeviceGatherer(transfer, reach, self._options, table, depth)
+        columns = self._reached[table.spec.name]
+        return DeviceGatherer(transfer, columns, self._options, table, depth)
 
     @property
     def _num_registered(self) -> int:
@@ -120,12 +119,13 @@ class DeviceTransfer:
         self._refused[DIRECT] = why
         return None
 
-    def _reach(self, table: Table) -> Reach:
+    def _reached_columns(self, table: Table) -> dict[str, torch.Tensor]:
+        """Return the columns of a table that the device reads in place; register their memory."""
         columns = {name: table.gather_source(name) for name in self._names[table.spec.name]}
         if self.lane.device.type == "cpu":
-            return Reach(columns)
+            return columns
         if self._ops is None:
-            return Reach({})
+            return {}
         most = self._config.register_bytes
         room = None if most is None else max(most - self._num_registered, 0)
         registration = Registration.of(table.memory, columns, CudaRuntime(self.lane.device), room)
@@ -136,14 +136,15 @@ class DeviceTransfer:
                 there[name] = as_device_tensor(columns[name], self.lane.device)
             except RuntimeError as error:
                 registration.left_out[name] = str(error)
-        return Reach(there)
+        return there
 
     def _is_reached(self, name: str) -> bool:
+        """Return whether the device reads a column in place, in every table that has it."""
         if any(name in table.compressed for table in self._tables):
             return False
         return all(
-            name in reach.columns
-            for table, reach in self._reaches.items()
+            name in columns
+            for table, columns in self._reached.items()
             if name in self._names[table]
         )
 

@@ -15,6 +15,7 @@ import torch
 from deepspeed_gear.context import LOG
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import WINDOW
 from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
@@ -24,7 +25,6 @@ from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.late_columns import absent
-from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
@@ -36,7 +36,7 @@ TRAINED = ("trajectories", "tokens", "shared_tokens", "micro_batches", "fill", "
 
 
 class Metrics:
-    """Sums that only increase.
+    """Counters of a replay's batches and steps: sums that only increase.
 
     Thread safety: a prefetch thread adds, the main thread adds and reads.
     """
@@ -79,6 +79,7 @@ class Metrics:
         self.sums["batches"] += 1
 
     def _new(self) -> dict[str, float]:
+        """Return the increase of each sum since the last call."""
         now = dict(self.sums)
         before = self._taken
         self._taken = now
@@ -108,9 +109,8 @@ class Metrics:
             "sample_ms": self._mean("sample_ms", 1e3 * new["sample_s"], new["made"]),
             "wait_ms": self._mean("wait_ms", 1e3 * new["wait_s"], new["batches"]),
             "bytes": self._mean("bytes", new["bytes"], new["made"]),
-            "padding": self._mean(
-                "padding", new["rows"] - new["real"], new["rows"]
-            ),  # fraction of rows
+            # A fraction of the rows.
+            "padding": self._mean("padding", new["rows"] - new["real"], new["rows"]),
             "epoch": float(self.epoch),
         }
 
@@ -165,6 +165,45 @@ class Progress:
         return ", ".join(parts)
 
 
+def metrics_of(parts: ReplayParts, sums: Metrics) -> dict[str, float]:
+    """Return the metrics of a replay since the last call; see `Replay.take_metrics`."""
+    is_packed = parts.plan.config.pack is not None
+    taken = sums.take_trained() if is_packed else sums.take(parts.assembler.counters)
+    states = [stream.state for stream in parts.train]
+    if any(state.may_wait for state in states):
+        taken["rate_wait_s"] = sum(state.limiter_wait.total_s for state in states)
+    return {
+        **taken,
+        **of_groups([stream.table for stream in parts.train]),
+        **parts.links.take_metrics(),
+        **of_last_batch(parts.train),
+    }
+
+
+def progress_of(parts: ReplayParts, sums: Metrics, begin_s: float) -> Progress:
+    """Return the progress of a replay's training since `begin_s` of `time.perf_counter`."""
+    info = parts.plan.info
+    num_samples = int(sums.sums["batches"]) * info.micro * info.data_world
+    if parts.plan.config.pack is not None:
+        num_samples = int(sums.sums["trajectories"])
+    elapsed_s = time.perf_counter() - begin_s
+    return Progress(num_samples, elapsed_s, sums.sums["wait_s"], policy_lag(parts.train))
+
+
+def statistics_of(parts: ReplayParts, sums: Metrics) -> dict[str, Any]:
+    """Return the statistics of a replay; see `Replay.statistics`."""
+    transfer = parts.assembler.transfer
+    return {
+        **of_store([stream.table for stream in parts.train]),
+        "batches": int(sums.sums["batches"]),
+        "digest": sums.digest,
+        **of_streams(parts.train),
+        **metrics_of(parts, sums),
+        **of_selection(parts.train),
+        **({} if transfer is None else {"transfer": transfer.describe()}),
+    }
+
+
 Selections = list[tuple[BatchStream, Selection]]  # of one global batch: one a table
 
 
@@ -190,7 +229,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
                 groups[table.spec.name] = table.groups.statistics
                 if table.ledger is not None:
                     table.ledger.reclaim()
-                    prompts[table.spec.name] = books_of(table.ledger)
+                    prompts[table.spec.name] = table.ledger.books.account()
     sections = {"late": late, "groups": groups, "prompts": prompts, "media": media}
     return {
         "trajectories": sum(table.num_trajectories for table in tables),
@@ -305,6 +344,7 @@ def _effective(batch: Selections) -> float:
 
 
 def _duplicates(batch: Selections) -> float:
+    """Return the fraction of samples whose item is already in the batch."""
     total = different = 0
     for stream, selection in batch:
         resolutions = selection.resolutions.numpy()
@@ -316,10 +356,12 @@ def _duplicates(batch: Selections) -> float:
 
 
 def _ages(stream: BatchStream, selection: Selection) -> np.ndarray:
+    """Return how many trajectories are newer than each sample's. [n], int64."""
     spec = stream.table.spec
     counter = int(stream.table.control[Control.NEXT_ID])
+    # Ids alternate between nodes: of 2 nodes, the third trajectory of a node is number 4 or 5.
     count = spec.own_shard.count if spec.dataset is None else 1
-    newest = counter * count - 1  # of this node: ids alternate between nodes
+    newest = counter * count - 1
     return np.asarray(newest - selection.resolutions.numpy()[:, Resolution.ID])
 
 
@@ -330,17 +372,18 @@ def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any]
     )
     if not len(ages):
         return None
-    found: dict[str, Any] = {"trajectories": _mean_and_max(ages), "batches": None}
+    in_batches = None
     if stream.table.spec.dataset is None:
         # Global batches from the commit of each trajectory that is stored to the one that drew it.
         born = stream.table.slots[:, Slot.BORN]
         of_each = [one.head[Head.NUMBER] - born[_slots(stream, one)] for one in selections]
         since = np.maximum(np.concatenate(of_each), 0)
-        found["batches"] = _mean_and_max(since) if len(since) else None
-    return found
+        in_batches = _mean_and_max(since) if len(since) else None
+    return {"trajectories": _mean_and_max(ages), "batches": in_batches}
 
 
 def _lag(batch: Selections) -> float | None:
+    """Return the mean policy lag of the samples on this node; None without any."""
     lags = []
     for stream, selection in batch:
         if stream.table.spec.retention.version_column is not None:
@@ -414,7 +457,7 @@ class ClampWarning:
         applied = now[0] - before[0]
         clamped = now[1] - before[1]
         if self._recent is not None:
-            (applied, clamped) = self._recent()
+            applied, clamped = self._recent()
             when = f"in the latest {WINDOW} global batches"
         if clamped <= MOST_CLAMPED * applied:
             return
@@ -436,9 +479,8 @@ class GroupWarning:
         self._groups = groups
         self._table = stream.table.spec.name
         limited = stream.table.spec.retention.max_times_sampled
-        self._draws_each = (
-            bool(limited) or stream.spec.sampler.each_once
-        )  # no group may leave unsampled
+        # Whether no group may leave unsampled.
+        self._draws_each = bool(limited) or stream.spec.sampler.each_once
         self._first = groups.counts.copy()
         self._loads = stream.table.control[Control.LOADS]
         # The next global batch, and the counts when it became that.
@@ -545,14 +587,14 @@ class LossWarning:
 
 def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarning]:
     """Return the warnings of streams with priorities, and of those whose tables have groups."""
-    found: list[ClampWarning | GroupWarning] = []
+    warnings: list[ClampWarning | GroupWarning] = []
     for stream in streams:
         masses = stream.state.priorities
         groups = stream.table.groups
         if masses is not None:
             name = stream.table.spec.name
             most_bits = masses.rule.most_bits
-            found.append(ClampWarning(name, most_bits, masses.priority_counts, masses.recent))
+            warnings.append(ClampWarning(name, most_bits, masses.priority_counts, masses.recent))
         if groups is not None and stream.table.spec.dataset is None:
-            found.append(GroupWarning(stream, groups))
-    return found
+            warnings.append(GroupWarning(stream, groups))
+    return warnings

@@ -36,7 +36,7 @@ NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahe
 
 @dataclass(frozen=True)
 class RunStart:
-    """How this job begins its run, the same on all ranks."""
+    """How this job begins its run; the same on all ranks, but for `has_kept`."""
 
     name: str  # of the run
     run_id: str  # that of the kept stores, or `job_id`
@@ -91,7 +91,7 @@ class NodeStores:
         name = file.spec.name
         attempt = self._plan.control_plane.attempt
         attempt(f"creating the store of table {name}", partial(self._create, file))
-        if file.keeps:  # no node's store is refused
+        if file.keeps:  # after all nodes have theirs: nothing is retired for a job that is refused
             attempt(f"retiring the groups of table {name}", partial(self._begin_job, file))
         attempt(f"attaching to the store of table {name}", partial(self._attach, file))
         if self._plan.topology.leads_node and not file.spec.num_writers and not file.keeps:
@@ -152,12 +152,10 @@ class NodeStores:
         if not self._plan.topology.leads_node:
             return
         if file.keeps and self._start.has_kept:
-            self.tables[file.spec.name] = self._attached(
-                file, peer=0
-            )  # its streams begin with the job
+            # Its streams begin with the job, in `_begin_job`.
+            self.tables[file.spec.name] = self._attached(file, peer=0)
             return
         config = self._plan.config
-        huge_pages = config.shared_memory.huge_pages
         table = Table.create(
             file.spec,
             file.regions,
@@ -165,13 +163,13 @@ class NodeStores:
             file.run,
             self._plan.ops,
             config.timeout_s,
-            huge_pages,
+            config.shared_memory.huge_pages,
         )
         for state in self._add(file, table):
             state.initialise()
-        table.memory.link(
-            file.name, reaped=file.spec.num_writers > 0 and not file.keeps, kept=file.keeps
-        )
+        # Only now has the file a name: no process attaches to a store that is not initialised.
+        is_reaped = file.spec.num_writers > 0 and not file.keeps
+        table.memory.link(file.name, reaped=is_reaped, kept=file.keeps)
 
     def _begin_job(self, file: StoreFile) -> None:
         """Retire what a run's earlier job has drawn, and restart its streams; on the leader."""
@@ -181,7 +179,8 @@ class NodeStores:
         with table.lock:
             assert isinstance(table.ledger, KeptLedger)
             table.ledger.begin([region.name for region in file.regions])
-            table.peers[1 : self._plan.topology.num_peers] = 0  # they attach after this
+            # The other ranks attach after this; their entries are of the earlier job.
+            table.peers[1 : self._plan.topology.num_peers] = 0
             made = self.states.get(file.spec.name)
             for state in self._add(file, table) if made is None else made.values():
                 state.initialise()

@@ -14,21 +14,40 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.field_rows import affine
 from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.config import GearConfig, ResolvedField, ds_config, parse
+from deepspeed_gear.config import GearConfig, ResolvedField, gear_config, parse
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
 from deepspeed_gear.ops.conversion import arithmetic_dtype, widen
 from deepspeed_gear.plan.resolved_plan import fields_of, schemas_of, statistics_of
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import DTYPES, Schema
 
 FILE = "normalizer.json"
 _FORMAT = 1
 _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class OnlineStatistics:
+    """Statistics of the rows ever added, as of the newest selection of a training stream."""
+
+    def __init__(self, stream: BatchStream) -> None:
+        self._stream = stream
+        # Running moments of a selection, and the statistics that follow from them.
+        self._known: tuple[np.ndarray, Mapping[str, ColumnStatistics]] | None = None
+
+    def newest(self) -> Mapping[str, ColumnStatistics]:
+        """Return the statistics by column; the same object until they change."""
+        table = self._stream.table
+        with table.lock:
+            moments = self._stream.state.newest_numbers.copy()
+        if self._known is None or not np.array_equal(self._known[0], moments):
+            self._known = moments, running_statistics(moments, table.spec.normalized_columns)
+        return self._known[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +195,7 @@ class Normalizer:
             dataset = Dataset.open(dataset)
         arguments.one_of("dataset", dataset, (Dataset, type(None)), "a Dataset or a path")
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
-        checked = parse(ds_config.read(config)[0])
+        checked = parse(gear_config.read(config)[0])
         paths = {
             name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None
         }

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.micro_batch import MicroBatch, PackShape, pack_of_tokens
+from deepspeed_gear.batching.micro_batch import MicroBatch, pack_of_tokens
+from deepspeed_gear.batching.pack_rows import PackShape
 from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
 from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.replay.rollout_context import PackSettings
+from deepspeed_gear.replay.rollout_columns import PackSettings
 
 _EXACT = 1e-4  # relative difference admitted in float32
 _ROUNDED = 3e-2  # in 16 bits
@@ -81,4 +82,4 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
         prefixes = Prefixes(np.where(number % 2, steps[number // 2 * 2] // 2, 0), number // 2 * 2)
         steps = steps + prefixes.steps
     shape = PackShape(steps, rows, 0, rows, prefixes)
-    return pack_of_tokens(tokens, shape, settings.token, settings.device)
+    return pack_of_tokens(tokens, shape, settings.field_by_role.get("token"), settings.device)

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankPreview:
+    """The first micro batch of a rank."""
+
     rank: int
     node: int
     place: RankCoordinates
@@ -96,9 +98,7 @@ def preview(
             raise ConfigError(
                 f"gear.tables.{table}", "must hold a data set for a preview", None, remedy
             )
-    first = places[0]
-    sizes = first.data_world, first.tensor_world, first.pipe_world, first.sequence_world
-    info = BatchInfo(micro, accumulation, *sizes)
+    info = BatchInfo.at(places[0], micro, accumulation)
     alone = {
         "batch_size": info.global_batch,
         "micro_batch_size": None,
@@ -167,9 +167,8 @@ def _traffic(
     consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
     source = batch.source.numpy()
     ids = batch.trajectory_id.numpy()
-    held = np.zeros(
-        len(ids), np.int64
-    )  # index of the reading node that holds each trajectory, then the node
+    # Index, among the nodes that read, of the one that holds each trajectory; then the node.
+    held = np.zeros(len(ids), np.int64)
     for index, table in enumerate(replay.config.sampled_tables):
         dataset = replay.datasets[table]
         mine = source == index
@@ -177,6 +176,7 @@ def _traffic(
         held[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
     held = np.array(consuming)[np.minimum(held, len(consuming) - 1)]
     sent = np.zeros((num_nodes, num_nodes), np.int64)
+    # With 2 replicas and 4 micro batches, sample 7 belongs to micro batch 3 and so to replica 1.
     replica = np.arange(batch.num_samples) % info.num_micro_batches % info.data_world
     readers: dict[tuple[int, int], list[ReadNeeds]] = {}  # of each replica on each node
     for place, node in zip(places, nodes, strict=True):
@@ -212,15 +212,16 @@ def read_lengths(path: Path) -> np.ndarray:
             raise DataError(f"lengths {path}", "must be a file", stat.filemode(path.stat().st_mode))
         check_no_pointer(path)
         if path.suffix == ".npy":
-            found: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+            lengths: np.ndarray = np.lib.format.open_memmap(path, mode="r")
         else:
             with path.open("rb") as file:  # by its name, NumPy would decompress it to any size
-                found = np.loadtxt(file, ndmin=1)  # as an integer, 1.5 is 1 with older NumPy
-            found = found.astype(np.int64) if (found % 1 == 0).all() else found
-    if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or found.min() < 1:
-        form = f"{found.dtype} {found.shape}"
+                lengths = np.loadtxt(file, ndmin=1)  # as an integer, 1.5 is 1 with older NumPy
+            lengths = lengths.astype(np.int64) if (lengths % 1 == 0).all() else lengths
+    is_whole = lengths.ndim == 1 and lengths.dtype.kind in "iu"
+    if not is_whole or not len(lengths) or lengths.min() < 1:
+        form = f"{lengths.dtype} {lengths.shape}"
         raise DataError(f"lengths {path}", "must be whole numbers of at least 1", form)
-    return found.astype(np.int64)
+    return lengths.astype(np.int64)
 
 
 def pack_preview(
@@ -258,12 +259,11 @@ def pack_preview(
         "trajectories": len(lengths),
         "tokens": tokens,
         "longest": longest,  # steps of the longest trajectory
-        "truncated": int(
-            (lengths > most).sum()
-        ),  # trajectories of which only the first steps are trained
+        # Trajectories of which only the first steps are trained.
+        "truncated": int((lengths > most).sum()),
         "micro_batches": planned.plan.num_micro_steps * steps,  # K of every rank
-        "bound": -(-tokens // (most * planned.plan.width))
-        * steps,  # the least K that any plan could have
+        # The least K that any plan could have.
+        "bound": -(-tokens // (most * planned.plan.width)) * steps,
         "rows": rows,  # places of all micro batches, padding included
         # Cost of the slowest rank in each micro step, summed, or in all / the mean, minus 1.
         "step_imbalance": planned.imbalance,
@@ -283,14 +283,10 @@ def rollout_preview(
     assert size is not None
     check_ranks(config, replicas, sequence, stages)
     tables = {name: config.resolved_tables[name] for name in config.sampled_tables}
-    members = [
-        1 if table.group is None else table.group.max_trajectories or table.group.size
-        for table in tables.values()
-    ]
     return {
         "unit": "groups" if size.groups else "trajectories",
         "items": size.size,  # of a rollout batch, the most where it has a number of tokens
-        "trajectories": size.size * max(members),
+        "trajectories": size.size * max(table.most_trajectories for table in tables.values()),
         "tokens": size.tokens,  # most of a rollout batch; null: of any number
         "epochs": size.epochs,
         "minibatches": size.minibatches,
@@ -305,26 +301,26 @@ def rollout_preview(
 def _table_preview(config: GearConfig, name: str, table: TableConfig) -> dict[str, Any]:
     if table.data is not None:
         return {"data": table.data.path}
-    found: dict[str, Any] = {"max_length": table.max_length}
+    sizes: dict[str, Any] = {"max_length": table.max_length}
     if table.schema is not None:
         steps, slots = capacity_of(name, table, table.schema, 1)
-        found |= {"steps": steps, "trajectories": slots, "bytes": steps * table.schema.row_bytes}
+        sizes |= {"steps": steps, "trajectories": slots, "bytes": steps * table.schema.row_bytes}
     if table.prompts is not None and config.rollout_size is not None:
         share = config.share_of(name) or 0
-        found["prompts"] = round((table.prompts.max_lag + 1) * config.rollout_size.size * share)
-    return found
+        sizes["prompts"] = round((table.prompts.max_lag + 1) * config.rollout_size.size * share)
+    return sizes
 
 
-def format_rollout_preview(found: Mapping[str, Any]) -> Sequence[str]:
+def format_rollout_preview(document: Mapping[str, Any]) -> Sequence[str]:
     """Return the lines that `gear preview` prints of packed batches without lengths."""
     size = "{items:,} {unit}" + (
-        ", {trajectories:,} trajectories" if found["unit"] == "groups" else ""
+        ", {trajectories:,} trajectories" if document["unit"] == "groups" else ""
     )
-    if found["tokens"] is not None:
+    if document["tokens"] is not None:
         size = "at most " + size + " and {tokens:,} tokens"
     each = (
         ""
-        if found["rank_tokens"] == found["pack_tokens"]
+        if document["rank_tokens"] == document["pack_tokens"]
         else ", {rank_tokens:,} of each sequence rank"
     )
     lines = [
@@ -333,8 +329,8 @@ def format_rollout_preview(found: Mapping[str, Any]) -> Sequence[str]:
         f"micro batches of each of {{replicas}} replicas: packs of at most {{pack_tokens:,}} "
         f"tokens{each}",
     ]
-    lines = [line.format(**found) for line in lines]
-    for name, table in found["tables"].items():
+    lines = [line.format(**document) for line in lines]
+    for name, table in document["tables"].items():
         parts = []
         if "data" in table:
             parts.append(f"the data set {table['data']}")
@@ -352,17 +348,17 @@ def format_rollout_preview(found: Mapping[str, Any]) -> Sequence[str]:
     ]
 
 
-def format_pack_preview(found: Mapping[str, int | float], replicas: int) -> Sequence[str]:
+def format_pack_preview(document: Mapping[str, int | float], replicas: int) -> Sequence[str]:
     """Return the lines that `gear preview --lengths` prints."""
-    truncated = ", {truncated} of them truncated" if found["truncated"] else ""
+    truncated = ", {truncated} of them truncated" if document["truncated"] else ""
     lines = [
         f"{{trajectories:,}} trajectories, {{tokens:,}} tokens, longest {{longest:,}}{truncated}",
         f"micro batches of each of {replicas} replicas: {{micro_batches}} (at least {{bound}})",
         "fill: {fill:.1%} of {rows:,} places",
         "imbalance: {step_imbalance:.2%} over micro steps, {rank_imbalance:.2%} over ranks",
     ]
-    if not found["knows_prompts"]:
+    if not document["knows_prompts"]:
         lines.append(
             'planned without shared prompts ("prefix": "share"), with which there are fewer places'
         )
-    return [line.format(**found) for line in lines]
+    return [line.format(**document) for line in lines]

@@ -22,88 +22,182 @@ from deepspeed_gear.batching.transfer.cuda_streams import (
     allow_captures_elsewhere,
     refuse_capture,
 )
-from deepspeed_gear.config.sampler_options import PriorityOptions, SamplerOptions
+from deepspeed_gear.config.sampler_options import PriorityOptions
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, ShapeError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS
 from deepspeed_gear.ops.records import LogEntry, Resolution, Slot
+from deepspeed_gear.plan.resolved_plan import Resolved
+from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_log import PriorityLog, check_priorities
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 
+Ids = Sequence[int] | torch.Tensor
 
-def report(
-    tables: Sequence[PriorityMasses],
-    sampler: SamplerOptions,
-    place: RankCoordinates,
-    batch: object,
-    priorities: object,
-    mask: object,
-    late: AsyncPriorityUpdates,
-) -> None:
-    """Report the priorities of a batch, on a rank that reports; see `Replay.update_priorities`.
+
+class PriorityReports:
+    """Priorities of a replay's tables: reported by batch or by id, and read back.
 
     Args:
-        tables: Priorities of each sampled table.
-        sampler: Options of the sampler, which reduce priorities over a window.
-        place: This rank's place in the grid.
-        batch: As `Replay.update_priorities`.
-        priorities: As `Replay.update_priorities`.
-        mask: As `Replay.update_priorities`.
+        plan: The resolved plan of the replay.
+        train: The training stream of each sampled table.
         late: Appends priorities once a GPU has computed them.
     """
-    assert isinstance(sampler, PriorityOptions)  # as the tables have priorities
-    if not isinstance(batch, (Batch, MicroBatch)):
-        rule = "must be from this replay's sample or iterator, or a micro batch of packs"
-        raise DataError("batch", rule, type(batch).__name__)
-    counts = None if mask is None else arguments.tensor("mask", mask)
-    if counts is not None and counts.dtype != torch.bool:
-        raise DataError("mask", "must be bool", str(counts.dtype))
-    values = given = arguments.tensor("priorities", priorities)
-    if isinstance(batch, MicroBatch):
-        _check_packed(sampler.unit, batch, given, counts)
-    if given.dim() == 2 and place.sequence_world > 1:
-        rule = "must have shape [B] where ranks share the time axis"
-        raise ShapeError(
-            "priorities", rule, list(given.shape), "reduce them over the sequence ranks"
-        )
-    is_late = given.is_cuda
-    if is_late:  # a GPU has yet to compute them: nothing here reads its memory
-        faults = given.new_zeros(2, dtype=torch.float32)
-        late.check()
-        rule = "cannot be captured where the table is in host memory"
-        refuse_capture("update_priorities", rule, "call it after the graph")
-    else:
-        late.drain()
+
+    def __init__(
+        self, plan: Resolved, train: Sequence[BatchStream], late: AsyncPriorityUpdates
+    ) -> None:
+        self._config = plan.config
+        self._placement = plan.placement
+        self._place = plan.topology.place
+        self._late = late
+        self._masses = {stream.table.spec.name: stream.state.priorities for stream in train}
+
+    def _masses_of(self, table: str) -> PriorityMasses:
+        masses = self._masses.get(table)
+        if masses is None:
+            rule = 'must be "prioritized" or "top_k" for priorities to be reported'
+            raise ConfigError("gear.sampler.kind", rule, self._config.sampler_of(table).kind)
+        return masses
+
+    def report(self, batch: object, priorities: object, mask: object) -> None:
+        """Report the priorities of a batch; see `Replay.update_priorities`."""
+        tables = [self._masses_of(table) for table in self._config.sampled_tables]
+        if not self._place.reports:
+            return
+        # All samplers of a mixture reduce priorities in the same way.
+        sampler = self._config.sampler_of(self._config.sampled_tables[0])
+        assert isinstance(sampler, PriorityOptions)  # as the tables have priorities
+        if not isinstance(batch, (Batch, MicroBatch)):
+            rule = "must be from this replay's sample or iterator, or a micro batch of packs"
+            raise DataError("batch", rule, type(batch).__name__)
+        counts = None if mask is None else arguments.tensor("mask", mask)
+        if counts is not None and counts.dtype != torch.bool:
+            raise DataError("mask", "must be bool", str(counts.dtype))
+        given = arguments.tensor("priorities", priorities)
+        if isinstance(batch, MicroBatch):
+            _check_packed(sampler.unit, batch, given, counts)
+        if given.dim() == 2 and self._place.sequence_world > 1:
+            rule = "must have shape [B] where ranks share the time axis"
+            raise ShapeError(
+                "priorities", rule, list(given.shape), "reduce them over the sequence ranks"
+            )
+        is_late = given.is_cuda
+        if is_late:
+            self._late.check()
+            rule = "cannot be captured where the table is in host memory"
+            refuse_capture("update_priorities", rule, "call it after the graph")
+        else:
+            self._late.drain()
+        values, faults = _reduced(batch, given, counts, sampler)
+        parts = _parts(tables, batch)
+        if is_late:
+            none = given.new_zeros(2, dtype=torch.float32)
+            self._late.take(parts, float32_on_device(values), none if faults is None else faults)
+            return
+        rounded = _rounded(values)
+        if len(parts) > 1:  # nothing has changed if one of the tables raises
+            check_priorities(rounded.numpy())
+            for part in parts:
+                part.reports.check_room(len(part.resolutions))
+        for part in parts:
+            part.reports.add(
+                part.resolutions, rounded if part.which is None else rounded[part.which]
+            )
+
+    def report_by_id(
+        self,
+        table: str,
+        ids: Ids,
+        priorities: torch.Tensor | Sequence[float] | np.ndarray,
+        steps: Ids | None = None,
+        reports: bool = True,
+    ) -> int:
+        """Report priorities of a table's items by id; see `Replay.set_priorities`.
+
+        Args:
+            reports: Whether this rank reports for its replica.
+        Returns:
+            Number of the items that are stored and admitted by the sampler.
+        """
+        self._late.drain()
+        masses = self._masses_of(table)
+        numbers, anchors = _items(masses, ids, steps)
+        given = arguments.tensor("priorities", priorities)
+        if tuple(given.shape) != numbers.shape:
+            raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(given.shape))
+        values = _rounded(given).numpy()
+        check_priorities(values)
+        with masses.table.lock:
+            updates, known = masses.handles_of(numbers, anchors)
+        shard = masses.table.spec.shard
+        if table in self._placement.spread and shard is not None:
+            # The slot's upper bits hold the shard: slot 5 of shard 2 is 2 << SHARD_BITS | 5. Slots
+            # of other nodes are not known here: ANY_SLOT, with the id in place of the generation.
+            shards = self._placement.shard_of(table, numbers)
+            updates = updates.copy()
+            updates[:, 0] |= shard.index << SHARD_BITS
+            elsewhere = (shards >= 0) & (shards != shard.index)
+            updates[elsewhere, 0] = shards[elsewhere] << SHARD_BITS | ANY_SLOT
+            updates[elsewhere, 1] = numbers[elsewhere]
+            known = known | elsewhere
+        if reports:
+            masses.reports.add_items(updates[known], values[known], LogEntry.BY_ID)
+        return int(known.sum())
+
+    def reporter(self, table: str) -> Callable[[Ids, np.ndarray], int]:
+        """Return a function of ids and priorities that reports them; ConfigError without any."""
+        self._masses_of(table)
+        return partial(self.report_by_id, table)
+
+    def values_of(self, table: str, ids: Ids, steps: Ids | None) -> torch.Tensor:
+        """Return priorities at the latest selection, 0 for evicted items. [n], float32."""
+        masses = self._masses_of(table)
+        numbers, anchors = _items(masses, ids, steps)
+        priorities = np.zeros(len(numbers), np.float32)
+        with masses.table.lock:
+            updates, known = masses.handles_of(numbers, anchors)
+            items = updates[known, 0]  # slots
+            if masses.by_step:
+                items = masses.table.slots[items, Slot.FIRST_ROW] + updates[known, 2]  # rows
+            priorities[known] = masses.values[items]
+        return torch.from_numpy(priorities)
+
+
+def _reduced(
+    batch: Batch | MicroBatch, given: Tensor, counts: Tensor | None, sampler: PriorityOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Reduce priorities to one for each sample.
+
+    What a GPU has yet to compute is not read: its faults are raised once it is computed.
+
+    Returns:
+        The priorities, [B]; and, on a GPU, whether masks differ, and the number of the first sample
+        without a step that counts, from 1, or 0: [2], float32; None: no step can be at fault.
+    Raises:
+        DataError, ShapeError: The shape does not fit, or, on the host, there is a fault.
+    """
+    values = given
+    faults = None
     if given.dim() == 2 and isinstance(batch, Batch):
         chosen, *others = priority_reduction.masks_of(batch, given, counts)
         differ = chosen.new_zeros(())
         for other in others:
             differ |= (other != chosen).any()
-        if is_late:
+        if given.is_cuda:
             none_counts = ~chosen.any(1)
-            # Number of the first sample without a step that counts, from 1; 0: there is none.
             empty = torch.where(none_counts.any(), none_counts.float().argmax() + 1, 0)
             faults = torch.stack([differ, empty]).float()
         elif differ:
             priority_reduction.refuse_masks()
-        how = sampler.reduce, sampler.eta
-        values = priority_reduction.reduce_steps(given, chosen, *how, is_checked=not is_late)
+        values = priority_reduction.reduce_steps(
+            given, chosen, sampler.reduce, sampler.eta, is_checked=not given.is_cuda
+        )
     count = batch.num_samples if isinstance(batch, Batch) else batch.num_trajectories
     if values.dim() != 1 or values.numel() != count:
         rule = f"must have shape [{count}], or [{count}, T]"
         raise ShapeError("priorities", rule, list(given.shape))
-    parts = _parts(tables, batch)
-    if is_late:
-        late.take(parts, float32_on_device(values), faults)
-        return
-    rounded = _rounded(values)
-    if len(parts) > 1:  # nothing has changed if one of the tables raises
-        check_priorities(rounded.numpy())
-        for part in parts:
-            part.reports.check_room(len(part.resolutions))
-    for part in parts:
-        part.reports.add(part.resolutions, rounded if part.which is None else rounded[part.which])
+    return values, faults
 
 
 def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor | None) -> None:
@@ -168,73 +262,7 @@ def _rounded(given: Tensor) -> Tensor:
     return rounded
 
 
-def report_by_id(
-    masses: PriorityMasses,
-    ids: Sequence[int] | torch.Tensor,
-    priorities: torch.Tensor | Sequence[float],
-    steps: Sequence[int] | torch.Tensor | None,
-    reports: bool,
-    shard_of: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> int:
-    """Report priorities of items by id; see `Replay.set_priorities`.
-
-    Args:
-        masses: Priorities of the table.
-        ids: As `Replay.set_priorities`.
-        priorities: As `Replay.set_priorities`.
-        steps: As `Replay.set_priorities`.
-        reports: Whether this rank reports for its replica.
-        shard_of: Maps ids to their shards, -1 for unknown ids, [n] -> [n], int64; None: the table
-            has one shard.
-    Returns:
-        Number of the items that are stored and admitted by the sampler.
-    """
-    numbers, anchors = _items(masses, ids, steps)
-    given = arguments.tensor("priorities", priorities)
-    if tuple(given.shape) != numbers.shape:
-        raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(given.shape))
-    values = _rounded(given).numpy()
-    check_priorities(values)
-    with masses.table.lock:
-        updates, known = masses.handles_of(numbers, anchors)
-    shard = masses.table.spec.shard
-    if shard_of is not None and shard is not None:
-        # The slot's upper bits hold the shard: slot 5 of shard 2 is 2 << SHARD_BITS | 5. Slots of
-        # other nodes are not known here: ANY_SLOT, with the id in place of the generation.
-        shards = shard_of(numbers)
-        updates = updates.copy()
-        updates[:, 0] |= shard.index << SHARD_BITS
-        elsewhere = (shards >= 0) & (shards != shard.index)
-        updates[elsewhere, 0] = shards[elsewhere] << SHARD_BITS | ANY_SLOT
-        updates[elsewhere, 1] = numbers[elsewhere]
-        known = known | elsewhere
-    if reports:
-        masses.reports.add_items(updates[known], values[known], LogEntry.BY_ID)
-    return int(known.sum())
-
-
-def priorities_of(
-    masses: PriorityMasses,
-    ids: Sequence[int] | torch.Tensor,
-    steps: Sequence[int] | torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the priorities of items at the latest selection, 0 for evicted ones. [n], float32."""
-    numbers, anchors = _items(masses, ids, steps)
-    priorities = np.zeros(len(numbers), np.float32)
-    with masses.table.lock:
-        updates, known = masses.handles_of(numbers, anchors)
-        items = updates[known, 0]  # slots
-        if masses.by_step:
-            items = masses.table.slots[items, Slot.FIRST_ROW] + updates[known, 2]  # rows
-        priorities[known] = masses.values[items]
-    return torch.from_numpy(priorities)
-
-
-def _items(
-    masses: PriorityMasses,
-    ids: Sequence[int] | torch.Tensor,
-    steps: Sequence[int] | torch.Tensor | None,
-) -> tuple[np.ndarray, np.ndarray]:
+def _items(masses: PriorityMasses, ids: Ids, steps: Ids | None) -> tuple[np.ndarray, np.ndarray]:
     """Check the items of a call; return ids and steps (0 for whole trajectories). [n] each."""
     numbers = arguments.integers("ids", ids)
     if masses.by_step != (steps is not None):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
@@ -21,34 +19,32 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
+from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.plan.resolved_plan import resolve_plan
-from deepspeed_gear.replay import metrics, priority_updates, table_access, table_forward
+from deepspeed_gear.replay import metrics, table_access, table_forward
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.metrics import Metrics, Progress, warnings_of
+from deepspeed_gear.replay.normalizer import OnlineStatistics
 from deepspeed_gear.replay.packing_check import check_packing
+from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
-from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.priority_masses import PriorityMasses
+from deepspeed_gear.sampling.batch_info import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
+from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.rollout_worker import RolloutWorker
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
-
-Ids = Sequence[int] | torch.Tensor
 
 
 class Replay(ReplayBase):
@@ -99,14 +95,12 @@ class Replay(ReplayBase):
         self._place = plan.topology.place
         # By the table's name as calls give it; None: the only sampled one, as in `store`.
         self._inserters: dict[str | None, Inserter] = {}
-        # Running moments of the newest selection, and the statistics that follow from them.
-        self._numbers: tuple[np.ndarray, Mapping[str, ColumnStatistics]] | None = None
         # An exception that is being handled now is not the reason why this replay is closed.
         self._around = id(sys.exc_info()[1])
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics = Metrics()
-        self._late_updates = parts.late_updates
+        self._priorities = PriorityReports(plan, parts.train, parts.late_updates)
         self._passes = Evaluation(parts)
         self._divisor = GradientDivisor(float(plan.topology.place.data_world))
         self._loader: BatchLoader | RolloutLoader
@@ -117,43 +111,25 @@ class Replay(ReplayBase):
         self._checkpoint = ReplayCheckpoint(parts, self._loader, self._passes)
         # Each node's leader warns of its own store.
         self._warnings = warnings_of(parts.train if plan.topology.leads_node else [])
-        self._questions = Readiness(parts)
+        self._readiness = Readiness(parts, self._loader)
+        self._online_statistics = OnlineStatistics(parts.train[0])
         self._finalizer = weakref.finalize(self, parts.release)
-
-    @property
-    def _sampled(self) -> list[Table]:
-        self._check_open()
-        return [self.tables[name] for name in self.config.sampled_tables]
-
-    def _streams(self, table: Table) -> list[BatchStream]:
-        return list(self._parts.streams[table.spec.name].values())
 
     def _inserter(self, table: str | None) -> Inserter:
         self._check_open()
         known = self._inserters.get(table) if table is None or isinstance(table, str) else None
-        if known is not None:
-            return known
-        target = self.store(table)
-        name = target.spec.name
-        if name not in self._inserters:
-            max_length = self.config.resolved_tables[name].max_length
-            context = replace(self._parts.context, timeout_s=self.config.items_timeout_s(name))
-            streams = self._streams(target)
-            self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
-        self._inserters[table] = self._inserters[name]
-        return self._inserters[name]
+        if known is None:
+            name = self.store(table).spec.name
+            known = self._inserters.get(name) or table_access.new_inserter(self._parts, name)
+            self._inserters[name] = known
+            self._inserters[table] = known
+        return known
 
     def _statistics_of_fields(self) -> Mapping[str, ColumnStatistics]:
         if not (self.config.normalizes_online and any(field.normalize for field in self.fields)):
             return super()._statistics_of_fields()
         self._check_reads()
-        stream = self._parts.train[0]
-        with stream.table.lock:
-            numbers = stream.state.newest_numbers.copy()
-        if self._numbers is None or not np.array_equal(self._numbers[0], numbers):
-            columns = stream.table.spec.normalized_columns
-            self._numbers = numbers, running_statistics(numbers, columns)
-        return self._numbers[1]
+        return self._online_statistics.newest()
 
     def _set_transform(self, transform: Transform | None) -> None:
         super()._set_transform(transform)
@@ -211,20 +187,10 @@ class Replay(ReplayBase):
         """
         inserter = self._inserter(table)
         releases = self._parts.releases
-
-        def insert(one: Mapping[str, Any]) -> int:
-            releases.settle()
-            try:
-                return inserter.add(one)
-            except StoreFullError:
-                # Rows of selections that the device was reading may be free now.
-                if not releases.drain():
-                    raise
-                return inserter.add(one)
-
-        if split_by_flags:
-            return [insert(part) for part in inserter.split(trajectory, final)]
-        return insert(trajectory)
+        if not split_by_flags:
+            return table_access.add(inserter, releases, trajectory)
+        parts = inserter.split(trajectory, final)
+        return [table_access.add(inserter, releases, part) for part in parts]
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
         """Set the version of the learner's policy; the next selection evicts stale trajectories.
@@ -284,18 +250,15 @@ class Replay(ReplayBase):
         """
         self._check_open()
         rollout.check_open()
-        reader = rollout.reader
+        columns = rollout.batch_columns
 
         def copy() -> int:
             target = self.store(table)
-            report = None
-            if priorities is not None:
-                self._priorities(table)  # raises where there are none
-                report = partial(self._report_by_id, table=table)
+            report = None if priorities is None else self._priorities.reporter(table)
             add = partial(self.add, table=table)
-            return table_access.copy_items(reader.columns, target, add, report, chosen, priorities)
+            return table_access.copy_items(columns, target, add, report, chosen, priorities)
 
-        return reader.context.agree(copy)
+        return columns.context.agree(copy)
 
     def forward(
         self, *names: str, tokens: int | None = None, table: str | None = None
@@ -336,7 +299,7 @@ class Replay(ReplayBase):
             StoreError: The table holds a data set.
         """
         target = self.store(table)
-        for stream in self._streams(target):
+        for stream in self._parts.streams[target.spec.name].values():
             stream.note_writer()  # a selection must not wait for items that this process would add
         writer = TrajectoryWriter(target, self._inserter(table))
         self._writers.add(writer)
@@ -351,8 +314,8 @@ class Replay(ReplayBase):
             ConfigError: The table has no prompts.
         """
         if table is None:
-            with_prompts = [name for name, one in self.tables.items() if one.ledger is not None]
-            table = with_prompts[0] if with_prompts else None
+            with_prompts = (name for name, one in self.tables.items() if one.ledger is not None)
+            table = next(with_prompts, None)
         return RolloutWorker(self.writer(table))
 
     def vector_writer(
@@ -385,9 +348,7 @@ class Replay(ReplayBase):
         """Close an object that uses this replay's stores together with this replay."""
         self._dependents.add(part)
 
-    def read(
-        self, ids: Sequence[int] | torch.Tensor, table: str | None = None
-    ) -> list[dict[str, Any]]:
+    def read(self, ids: Ids, table: str | None = None) -> list[dict[str, Any]]:
         """Copy whole trajectories.
 
         An evicted trajectory, such as a sampled one of a queue, can be read until its rows are
@@ -401,7 +362,7 @@ class Replay(ReplayBase):
         """
         return table_access.read(self.store(table), ids)
 
-    def remove(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> int:
+    def remove(self, ids: Ids, table: str | None = None) -> int:
         """Evict trajectories before the next selection; ids that are not stored are ignored.
 
         In a table with groups, the whole groups of these trajectories are evicted.
@@ -420,7 +381,7 @@ class Replay(ReplayBase):
             StoreError: The table holds a data set.
         """
         target = self.store(table)
-        table_access.clear(target, self._streams(target))
+        table_access.clear(target, self._parts.streams[target.spec.name].values())
 
     @property
     def run(self) -> str:
@@ -429,12 +390,14 @@ class Replay(ReplayBase):
 
     def __len__(self) -> int:
         """Return the number of trajectories in this node's stores of the sampled tables."""
-        return sum(table.num_trajectories for table in self._sampled)
+        self._check_open()
+        return sum(stream.table.num_trajectories for stream in self._parts.train)
 
     @property
     def num_steps(self) -> int:
         """Number of steps in this node's stores of sampled tables; a shared prompt counts once."""
-        return sum(table.num_steps for table in self._sampled)
+        self._check_open()
+        return sum(stream.table.num_steps for stream in self._parts.train)
 
     def sample(self) -> Batch:
         """Return this rank's next micro batch of the training stream.
@@ -555,7 +518,7 @@ class Replay(ReplayBase):
         For simulators in the training ranks: step them while this is False, then sample.
         """
         self._check_reads()
-        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_number)
+        answer = self._readiness.can_sample()
         self._warn()
         return answer
 
@@ -578,18 +541,7 @@ class Replay(ReplayBase):
             PeerError: Another rank does not call in time.
         """
         self._check_reads()
-        target = self.store(table)
-        if target.groups is None or target.spec.name not in self.config.sampled_tables:
-            rule = "must have groups"
-            remedy = f"set gear.tables.{target.spec.name}.group"
-            raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
-        refuse_read_only(target)
-        stream = self._parts.streams[target.spec.name][TRAIN]
-        missing = (
-            0
-            if self._loader.holds_batch
-            else self._questions.missing(stream, self._loader.next_number)
-        )
+        missing = self._readiness.missing_groups(self.store(table))
         self._warn()
         return missing
 
@@ -635,13 +587,7 @@ class Replay(ReplayBase):
             StoreError: More updates wait than the priority log holds.
         """
         self._check_open()
-        masses = self._all_priorities
-        if self._place.reports:
-            # All samplers of a mixture reduce priorities in the same way.
-            sampler = self.config.sampler_of(self.config.sampled_tables[0])
-            priority_updates.report(
-                masses, sampler, self._place, batch, priorities, mask, self._late_updates
-            )
+        self._priorities.report(batch, priorities, mask)
 
     def set_priorities(
         self,
@@ -664,42 +610,15 @@ class Replay(ReplayBase):
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
         self._check_open()
-        return self._report_by_id(ids, priorities, steps, table, self._place.reports)
-
-    def _report_by_id(
-        self,
-        ids: Any,
-        priorities: Any,
-        steps: Any = None,
-        table: str | None = None,
-        reports: bool = True,
-    ) -> int:
-        self._late_updates.drain()
-        masses = self._priorities(table)
-        placement = self._parts.plan.placement
-        name = masses.table.spec.name
-        shard_of = partial(placement.shard_of, name) if name in placement.spread else None
-        return priority_updates.report_by_id(masses, ids, priorities, steps, reports, shard_of)
+        name = self.store(table).spec.name
+        return self._priorities.report_by_id(name, ids, priorities, steps, self._place.reports)
 
     def priorities(
         self, ids: Ids, steps: Ids | None = None, table: str | None = None
     ) -> torch.Tensor:
         """Return the priorities at the latest selection, 0 for evicted items. [n], float32."""
         self._check_open()
-        return priority_updates.priorities_of(self._priorities(table), ids, steps)
-
-    @cached_property
-    def _all_priorities(self) -> list[PriorityMasses]:
-        return [self._priorities(table) for table in self.config.sampled_tables]
-
-    def _priorities(self, table: str | None) -> PriorityMasses:
-        name = self.store(table).spec.name
-        streams = self._parts.streams[name]
-        masses = streams[TRAIN].state.priorities if TRAIN in streams else None
-        if masses is None:
-            rule = 'must be "prioritized" or "top_k" for priorities to be reported'
-            raise ConfigError("gear.sampler.kind", rule, self.config.sampler_of(name).kind)
-        return masses
+        return self._priorities.values_of(self.store(table).spec.name, ids, steps)
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -732,29 +651,10 @@ class Replay(ReplayBase):
         - With groups: the number held, ever rejected, and of trajectories that came too late.
         """
         self._check_open()
-        if self.config.pack is None:
-            taken = self.metrics.take(self._parts.assembler.counters)
-        else:
-            taken = self.metrics.take_trained()
-        train = self._parts.train
-        if any(stream.state.may_wait for stream in train):
-            taken["rate_wait_s"] = sum(stream.state.limiter_wait.total_s for stream in train)
-        return {
-            **taken,
-            **metrics.of_groups(self._sampled),
-            **self._parts.links.take_metrics(),
-            **metrics.of_last_batch(train),
-        }
+        return metrics.metrics_of(self._parts, self.metrics)
 
     def total_progress(self) -> Progress:
-        if self.config.pack is None:
-            info = self.batch_info
-            samples = int(self.metrics.sums["batches"]) * info.micro * info.data_world
-        else:
-            samples = int(self.metrics.sums["trajectories"])
-        elapsed_s = time.perf_counter() - self._begin_s
-        lag = metrics.policy_lag(self._parts.train)
-        return Progress(samples, elapsed_s, self.metrics.sums["wait_s"], lag)
+        return metrics.progress_of(self._parts, self.metrics, self._begin_s)
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, statistics of the training stream, and times since last call.
@@ -762,16 +662,7 @@ class Replay(ReplayBase):
         docs/how-to/statistics.md explains each entry. Cost: one pass over priorities and counters.
         """
         self._check_open()
-        transfer = self._parts.assembler.transfer
-        return {
-            **metrics.of_store(self._sampled),
-            "batches": int(self.metrics.sums["batches"]),
-            "digest": self.metrics.digest,
-            **metrics.of_streams(self._parts.train),
-            **self.take_metrics(),
-            **metrics.of_selection(self._parts.train),
-            **({} if transfer is None else {"transfer": transfer.describe()}),
-        }
+        return metrics.statistics_of(self._parts, self.metrics)
 
     def _check_reads(self) -> None:
         self._check_open()
@@ -786,22 +677,23 @@ class Replay(ReplayBase):
         reason why this rank has ended. References of the program to a store, such as a column's
         tensor, stay valid and keep the store's memory.
         """
-        if not self._closed:
-            self._closed = True
-            error = sys.exc_info()[1]
-            if error is not None and id(error) != self._around:
-                self._parts.explain(error)
-            for writer in self._writers:
-                writer.end_with_replay()
-            for part in self._dependents:
-                part.close()
-            if isinstance(self._loader, RolloutLoader):
-                self._loader.abandon()  # the program may still hold a loop over its steps
-            self._finalizer()
-            self._folder_locks.release()
-            # Drop all references to the stores, so that their memory is freed.
-            self.__dict__.pop("_all_priorities", None)
-            self.tables = {}
-            self._warnings = []
-            self._inserters = {}
-            del self._parts, self._passes, self._loader, self._questions, self._checkpoint
+        if self._closed:
+            return
+        self._closed = True
+        error = sys.exc_info()[1]
+        if error is not None and id(error) != self._around:
+            self._parts.explain(error)
+        for writer in self._writers:
+            writer.end_with_replay()
+        for part in self._dependents:
+            part.close()
+        if isinstance(self._loader, RolloutLoader):
+            self._loader.abandon()  # the program may still hold a loop over its steps
+        self._finalizer()
+        self._folder_locks.release()
+        # Drop all references to the stores, so that their memory is freed.
+        self.tables = {}
+        self._warnings = []
+        self._inserters = {}
+        del self._parts, self._passes, self._loader, self._readiness, self._checkpoint
+        del self._priorities, self._online_statistics

@@ -69,11 +69,11 @@ class ReplayCheckpoint:
             kept: State of the latest save here that this Replay has loaded or made.
         """
         parts = self._parts
-        loader = self._loader
-        parts.plan.control_plane.attempt("the priority updates", parts.late_updates.drain)
         plan = parts.plan
-        control_plane = parts.plan.control_plane
-        spread = parts.plan.placement.spread
+        control_plane = plan.control_plane
+        spread = plan.placement.spread
+        loader = self._loader
+        control_plane.attempt("the priority updates", parts.late_updates.drain)
         known = loader.position.at if plan.topology.place.reads else None
         # All additions and updates that the save contains come before this.
         used = position.batches(
@@ -95,15 +95,7 @@ class ReplayCheckpoint:
                 if plan.leads_first_shard or (plan.leads_shard and name in spread):
                     save_folders.check_shared(folder, save_id)
                     part = save_folders.partial_of(folder, name)
-                    before = None
-                    if self._latest is not None:
-                        at, latest = self._latest
-                        with contextlib.suppress(CheckpointError):  # it was removed
-                            before = save_folders.find(at, name, latest["save"])
-                    if before is not None:
-                        before = table_files.folder_of(table, before)
-                    links = SegmentLinks(before, self._written.get(name, {}))
-                    links.check()
+                    links = self._links(name, table)
                     with table.lock:
                         written[name] = table_files.save_table(
                             table, streams, part, used, save_id, links
@@ -112,10 +104,8 @@ class ReplayCheckpoint:
             return written
 
         def state(save: State) -> dict[str, Any]:
-            return self.state(
-                save,
-                next((one for one in control_plane.all_gather(columns) if one is not None), None),
-            )
+            of_ranks = control_plane.all_gather(columns)
+            return self.state(save, next((one for one in of_ranks if one is not None), None))
 
         names = list(tables)
         is_first = plan.leads_first_shard
@@ -124,13 +114,26 @@ class ReplayCheckpoint:
         self._written = recorded
         return made
 
+    def _links(self, name: str, table: Table) -> SegmentLinks:
+        """Return the links to the unchanged segments of a table in the save that was made last."""
+        before = None
+        if self._latest is not None:
+            at, latest = self._latest
+            with contextlib.suppress(CheckpointError):  # it was removed
+                before = save_folders.find(at, name, latest["save"])
+        if before is not None:
+            before = table_files.folder_of(table, before)
+        links = SegmentLinks(before, self._written.get(name, {}))
+        links.check()
+        return links
+
     def load(self, state: State, folder: Path | None) -> None:
         """Continue at a state, with its save's tables; None: tables stay. Errors change nothing."""
         parts = self._parts
-        loader = self._loader
-        parts.plan.control_plane.attempt("the priority updates", parts.late_updates.drain)
         plan = parts.plan
-        control_plane = parts.plan.control_plane
+        control_plane = plan.control_plane
+        loader = self._loader
+        control_plane.attempt("the priority updates", parts.late_updates.drain)
 
         def check() -> None:
             position.check(state, plan, may_grow=True)
@@ -144,12 +147,15 @@ class ReplayCheckpoint:
             if not rollout or not rollout.get("names"):
                 return {}
             if folder is None:
-                rule = "must be loaded from the folder of its save, "
-                rule += "which has the columns of its rollout batch"
+                rule = (
+                    "must be loaded from the folder of its save, which has the columns of its "
+                    "rollout batch"
+                )
                 remedy = "use save and load, or take states between two rollout batches"
                 raise CheckpointError("the gear state", rule, ", ".join(rollout["names"]), remedy)
             return rollout_file.read_rollout(folder, state)
 
+        # Until all ranks have read and checked what they load, nothing changes.
         control_plane.attempt("loading the state", check)
         save_folders.compare(control_plane.all_gather(state))
         loading = None
@@ -158,6 +164,7 @@ class ReplayCheckpoint:
             control_plane.attempt("loading the tables", partial(loading.read, folder, state))
         columns = control_plane.attempt("loading the rollout batch", read_columns)
 
+        # All ranks stop at the same selection; then each node's leader seeks the streams.
         if parts.barrier is not None:
             parts.barrier.drain()
         self._pause()
@@ -178,7 +185,7 @@ class ReplayCheckpoint:
             parts.rates.set_quotas(parts.train)
         parts.leave_inner_stage()
         loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
-        if loading is not None:
+        if loading is not None:  # the contents of the tables, for which no selection is made now
             control_plane.attempt("loading the tables", loading.replace)
             if plan.placement.spread:
                 control_plane.attempt("loading the unused selections", loading.deliver)

@@ -1,33 +1,47 @@
-"""Rollout batch: selected once, trained for several optimizer steps, consumed as a whole."""
+"""Rollout batch: selected once, trained for several optimizer steps, consumed as a whole.
+
+A `Rollout` is an iterable of `TrainStep`s, and a `TrainStep` of micro batches, which its `Packs`
+plan and read.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.group_advantages import group_advantages
-from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
-from deepspeed_gear.config.describe_options import translate
-from deepspeed_gear.config.options import AdvantageConfig
+from deepspeed_gear.batching.field_rows import read_opaque
+from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weights
+from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
+from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
+from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
+from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.ops.constants import MOST_PACK_TOKENS
+from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.public_names import PublicNames
-from deepspeed_gear.replay.pack_reader import PackReader, PackSequence, check_tokens
-from deepspeed_gear.replay.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.rollout_advantages import set_advantages
+from deepspeed_gear.replay.rollout_columns import (
+    MASK,
+    READ,
+    TARGETS,
+    FilledColumns,
+    RolloutColumns,
+    TableRows,
+)
+from deepspeed_gear.row_exchange.trajectory_places import Moves
 
 EPSILON = 1e-8
-READ = "the columns of a rollout batch that are read"
+_STEPS = lower([GatherSpec(Source.STEPS)])
 
 
 class Rollout(PublicNames):
-    """A rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
+    """Rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
 
     It ends with its last step, or when the loop over the steps is left.
 
@@ -41,23 +55,26 @@ class Rollout(PublicNames):
             float32, trajectory by trajectory.
     """
 
-    _internal = frozenset({"abandon", "check_open", "finish", "reader", "step"})
+    _internal = frozenset({"abandon", "batch_columns", "check_open", "finish", "step"})
 
     def __init__(
-        self, number: int, reader: PackReader, consume: Callable[[], None], steps_done: int = 0
+        self,
+        number: int,
+        columns: RolloutColumns,
+        consume: Callable[[], None],
+        steps_done: int = 0,
     ) -> None:
         self.number = number
-        self.reader = reader
+        self.batch_columns = columns
         self._consume = consume  # the loader's: releases the rows, and admits the next batch
-        self._context = reader.context
-        self._columns = reader.columns
-        self._trajectories = reader.columns.trajectories
-        self._size = reader.context.settings.size
+        self._context = columns.context
+        self._trajectories = columns.trajectories
+        self._size = columns.context.settings.size
         self.num_items = self._trajectories.num_items
         self.num_tokens = self._trajectories.num_tokens
         self.num_trajectories = len(self._trajectories)
         self._minibatches = min(self._size.minibatches, max(self.num_items, 1))
-        self.columns: Mapping[str, torch.Tensor] = self._columns.filled
+        self.columns: Mapping[str, torch.Tensor] = self.batch_columns.filled
         self.steps_done = steps_done
         self._is_closed = False
 
@@ -97,8 +114,8 @@ class Rollout(PublicNames):
             StoreError: The rollout batch has ended.
         """
         self.check_open()
-        self._context.check_same(READ, (name,), partial(self._columns.check_values, name))
-        return torch.from_numpy(self._columns.values(name))
+        self._context.check_same(READ, (name,), partial(self.batch_columns.check_values, name))
+        return torch.from_numpy(self.batch_columns.values(name))
 
     def forward(self, *names: str, tokens: int | None = None) -> Iterator[MicroBatch]:
         """Iterate over micro batches of the whole batch, to fill columns. Collective.
@@ -119,7 +136,7 @@ class Rollout(PublicNames):
         """
         self.check_open()
         context = self._context
-        columns = self._columns
+        columns = self.batch_columns
         missing = [name for name in names if name not in columns.filled]
 
         def check() -> None:
@@ -132,11 +149,11 @@ class Rollout(PublicNames):
         context.check_same("rollout.forward: columns and tokens", (missing, tokens))
         if not missing:
             return
-        packs = PackSequence(columns, np.arange(self.num_trajectories), tokens)
+        packs = Packs(columns, np.arange(self.num_trajectories), tokens)
         _ = packs.loss  # cached here, as its computation is collective
-        self.reader.fetch(packs)
-        filled = _FilledColumns(columns, missing)
-        for micro in self.reader.forward(packs, ForwardPass(missing, len(packs), filled)):
+        packs.fetch()
+        filled = FilledColumns(missing, columns)
+        for micro in packs.forward(filled):
             yield micro
             self.check_open()  # the loop may be resumed after the batch has ended
         columns.filled.update(filled.of_all_ranks())
@@ -157,7 +174,7 @@ class Rollout(PublicNames):
         if array.shape not in ((self.num_trajectories,), (self.num_tokens,)):
             rule = f"must have shape [{self.num_trajectories}] or [{self.num_tokens}]"
             raise ShapeError(name, rule, list(array.shape))
-        self._columns.set_column(name, array)
+        self.batch_columns.set_column(name, array)
 
     def column(self, name: str) -> torch.Tensor:
         """Copy a column of this rollout batch. [num_tokens], float32, trajectory by trajectory.
@@ -165,10 +182,10 @@ class Rollout(PublicNames):
         Raises:
             FieldError: The column was not filled or set.
         """
-        if name not in self._columns.filled:
-            has = f"there are: {', '.join(self._columns.filled) or 'none'}"
+        if name not in self.batch_columns.filled:
+            has = f"there are: {', '.join(self.batch_columns.filled) or 'none'}"
             raise FieldError(f"column {name!r}", "must be filled or set before", None, has)
-        return self._columns.filled[name].clone()
+        return self.batch_columns.filled[name].clone()
 
     def advantages(
         self,
@@ -191,7 +208,8 @@ class Rollout(PublicNames):
         was terminated. Without a column of the role terminated or truncated all are.
 
         Args:
-            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`; "gae" or "vtrace".
+            kind: "grpo", "dr_grpo" or "rloo" (see `batching/group_advantages.py`); "gae" or
+                "vtrace".
             reward: Name of the rewards: a per-trajectory column, which "gae" and "vtrace" add to
                 the last actions; or, with these two, a column that was filled or set, or a field or
                 column with a number per step.
@@ -212,57 +230,11 @@ class Rollout(PublicNames):
             PeerError: Another rank failed.
         """
         self.check_open()
-        if kind in ("gae", "vtrace"):
-            of_groups = {"group": group, "member": member, "count_masked": count_masked}
-            options |= {option: value for option, value in of_groups.items() if value is not None}
-            return self._estimated(kind, reward, name, options)
-        if options:
-            option, value = next(iter(options.items()))
-            raise ConfigError(
-                f"rollout.advantages.{option}", f"is not an option of {kind!r}", value
-            )
-        columns = self._columns
-        settings = self._context.settings
-        member = settings.member if member is None else member
-        named = tuple(column for column in (group, member, reward) if column is not None)
-        if count_masked is None:
-            count_masked = settings.loss.count_masked
-
-        def compute() -> np.ndarray:
-            values = {column: columns.values(column) for column in named}
-            counted = None if count_masked else columns.counts > 0
-            groups = self._trajectories.item if group is None else values[group].astype(np.int64)
-            members = np.arange(len(groups)) if member is None else values[member].astype(np.int64)
-            advantages = group_advantages(kind, values[reward], groups, members, counted)
-            columns.set_column(name, advantages)
-            return advantages
-
-        # Reading is collective over nodes, so a wrong name must be raised on all ranks first.
-        self._context.check_same(
-            READ, (*named, count_masked), partial(columns.check_values, *named)
+        columns = self.batch_columns
+        advantages = set_advantages(
+            columns, kind, reward, name, group, member, count_masked, options
         )
-        return torch.from_numpy(self._context.agree(compute))
-
-    def _estimated(
-        self, kind: str, reward: str, name: str, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Set advantages and value targets of places; return the former. [num_tokens], float32."""
-        try:
-            chosen = AdvantageConfig(**{"kind": kind, "gamma": 1.0, **options})
-        except ValidationError as error:
-            wrong = translate(AdvantageConfig, error)
-            at = wrong.name.replace("gear", "rollout.advantages", 1)
-            raise ConfigError(at, wrong.rule, wrong.value, wrong.remedy) from None
-        columns = self._columns
-
-        def compute() -> np.ndarray:
-            advantages, targets = columns.estimate(chosen, reward)
-            columns.set_column(name, advantages)
-            columns.set_column("value_target", targets)
-            return np.asarray(advantages)
-
-        self._context.check_same(READ, (reward, chosen.model_dump()))
-        return torch.from_numpy(self._context.agree(compute))
+        return torch.from_numpy(advantages)
 
     def whiten(self, name: str, over: str = "token") -> None:
         """Normalise a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
@@ -279,7 +251,7 @@ class Rollout(PublicNames):
         if over not in ("token", "sequence"):
             raise ConfigError("over", "must be token or sequence", over)
         values = self.column(name).double().numpy()
-        columns = self._columns
+        columns = self.batch_columns
         counted = values[columns.mask]
         if over == "sequence" and self.num_trajectories:
             sums = np.add.reduceat(np.where(columns.mask, values, 0.0), self._trajectories.starts)
@@ -324,7 +296,7 @@ class Rollout(PublicNames):
         order = torch.arange(count)
         if self._size.shuffle and count:
             turn = self.number * self._size.epochs + epoch
-            ops = self._columns.tables[0].table.ops
+            ops = self.batch_columns.tables[0].table.ops
             ops.permute_(order, *self._context.settings.random_keys, turn, 0, count)
         # 7 items in 3 minibatches are [0:2], [2:4] and [4:7]; with "drop" [0:2], [2:4] and [4:6].
         first, end = (count * part // parts for part in (minibatch, minibatch + 1))
@@ -359,7 +331,7 @@ class Rollout(PublicNames):
 
 
 class TrainStep(PublicNames):
-    """One optimizer step: an iterable of this rank's micro batches. Iterated once.
+    """Optimizer step of a rollout batch: an iterable of this rank's micro batches, used once.
 
     Attributes:
         number: Number of the step in its rollout batch.
@@ -378,11 +350,11 @@ class TrainStep(PublicNames):
         self._rollout = rollout
         self.number = number
         self.index = index
-        self._reader = rollout.reader
-        self._context = rollout.reader.context
-        self.packs = PackSequence(rollout.reader.columns, index, None)
+        columns = rollout.batch_columns
+        self._context = columns.context
+        self.packs = Packs(columns, index, None)
         self.num_trajectories = len(index)
-        self.num_tokens = int(rollout.reader.columns.trajectories.lengths[index].sum())
+        self.num_tokens = int(columns.trajectories.lengths[index].sum())
         self.loss_tokens = self.packs.loss.num_tokens
         self.shared_tokens = self.packs.shared_tokens
         self._is_used = False
@@ -416,10 +388,10 @@ class TrainStep(PublicNames):
         if context.is_spread:
             batch = f"the train step of rollout batch {self._rollout.number}"
             context.control_plane.compare(batch, self.number)
-        self._reader.fetch(packs)
+        packs.fetch()
         context.metrics.add(wait_s=time.perf_counter() - begin)
         for number in range(len(packs)):
-            yield self._reader.read(packs, number)
+            yield packs.read(number)
             self._rollout.check_open()  # the loop may be resumed after the batch has ended
         context.metrics.add(
             steps=1,
@@ -479,24 +451,253 @@ class TrainStep(PublicNames):
         return {name: value / divisor for name, value in zip(values, total, strict=True)}
 
 
-class _FilledColumns:
-    """Columns that a forward pass fills; each rank has the values of its own places."""
+class Packs:
+    """Packs of trajectories whose loss is one mean: their plan, and the reader of micro batches.
 
-    def __init__(self, columns: RolloutColumns, names: Sequence[str]) -> None:
+    Every rank has the same number of packs.
+
+    Args:
+        columns: Columns of the rollout batch.
+        index: The trajectories. [n], int64.
+        tokens: Most steps of a pack; None: `gear.pack.tokens`.
+        planned: A plan of trajectories that are sorted by pack; None: one is made here.
+    """
+
+    def __init__(
+        self,
+        columns: RolloutColumns,
+        index: np.ndarray,
+        tokens: int | None,
+        planned: PlannedPacks | None = None,
+    ) -> None:
         self._columns = columns
-        self._own = {name: torch.zeros(columns.trajectories.num_tokens) for name in names}
+        self._context = columns.context
+        self._index = index
+        place = columns.context.settings.place
+        trajectories = columns.trajectories
+        is_sorted = planned is not None
+        if planned is None:
+            options = columns.context.settings.pack
+            options = options.model_copy(update={"tokens": tokens or options.tokens})
+            prompts = None if columns.prompts is None else columns.prompts.of(index)
+            ops = columns.tables[0].table.ops
+            planned = plan_step(
+                trajectories.lengths[index], options, place.data_world, ops, prompts
+            )
+        self.planned = planned
+        # The ranks of the plan that this rank stands for: with a plan for more ranks than there are
+        # it trains several packs in each micro step. With 4 of the plan for 2 replicas, the second
+        # replica has the ranks [2, 3].
+        first = place.data_rank * planned.per_rank
+        end = first + planned.per_rank
+        of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
+        chosen = [packs[step] for step in range(planned.plan.num_micro_steps) for packs in of_ranks]
+        self._replica = planned.plan.rank // planned.per_rank  # that trains each trajectory. [n]
+        #: Trajectories of each of this rank's packs, as indices into the rollout batch.
+        self.indices = [index[pack] for pack in chosen]
+        self._at: list[Any] = self.indices
+        if is_sorted:  # then they are ranges: slices copy nothing
+            self._at = [slice(at[0], at[-1] + 1) if len(at) else slice(0) for at in self.indices]
+        #: Places of the trajectories in each pack.
+        self.shapes: list[PackShape] = []
+        prefixes = planned.prefixes
+        every_rows = planned.rows[:, first:end].reshape(-1).tolist()
+        for pack, at, rows in zip(chosen, self._at, every_rows, strict=True):
+            shared = None if prefixes is None else prefixes.of(pack)
+            # Sequence rank 1 of 2 has the places [4, 8) of a pack of 8.
+            part = rows // place.sequence_world
+            own = place.sequence_rank * part
+            lengths = trajectories.lengths[at]
+            self.shapes.append(PackShape(lengths, rows, own, own + part, shared))
+        num_tokens = sum(shape.num_tokens for shape in self.shapes)
+        #: Part of this rank's places that hold a step, and tokens that all ranks save by prefixes.
+        self.fill_fraction = num_tokens / max(sum(shape.rows for shape in self.shapes), 1)
+        self.shared_tokens = 0 if prefixes is None else int(prefixes.steps.sum())
 
-    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
-        self._columns.write(self._own[name], micro, micro.flat(name, values))
+    def __len__(self) -> int:
+        return len(self.indices)
 
-    def of_all_ranks(self) -> dict[str, torch.Tensor]:
-        """Return the whole columns, [num_tokens] each. Collective."""
-        context = self._columns.context
-        whole = dict[str, torch.Tensor]()
-        for name, values in self._own.items():
-            # Every place is filled on one replica; its tensor ranks have equal values, so only the
-            # first of them adds to the sum.
-            if context.settings.place.tensor_rank != 0:
-                values.zero_()
-            whole[name] = context.control_plane.sum(values)
-        return whole
+    @cached_property
+    def loss(self) -> StepLoss:
+        """Loss tokens and weights of all ranks' packs together. Collective over nodes."""
+        columns = self._columns
+        index = self._index
+        counts = columns.counts[index]
+        weights = np.zeros(len(columns.trajectories))
+        # A trajectory may be in the batch several times, but each of its samples is another index.
+        sequences = columns.sequence[index]
+        items = columns.trajectories.item[index]
+        weights[index] = loss_weights(self._context.settings.loss, counts, sequences, items)
+        return StepLoss(int(counts.sum()), weights)
+
+    def fetch(self) -> None:
+        """Bring the rows of the packs to the nodes whose ranks read them. Collective, all ranks.
+
+        Every rank has passed a batch barrier since it read packs of the rollout batch before.
+        """
+        trajectories = self._columns.trajectories
+        moving: list[tuple[TableRows, Moves]] = []
+        for number, rows in enumerate(self._columns.tables):
+            is_own = trajectories.source[self._index] == number
+            moves = rows.missing(trajectories.row[self._index[is_own]], self._replica[is_own])
+            if moves is not None:
+                moving.append((rows, moves))
+        if not moving:
+            return
+
+        def exchange() -> None:
+            sent = [rows.send(moves) for rows, moves in moving]
+            for add_media in sent:  # after all rows: an error here is this node's own
+                if add_media is not None:
+                    add_media()
+
+        self._context.agree(exchange)
+        for rows, moves in moving:  # after an exchange that failed, the next one moves them all
+            rows.arrived(moves)
+
+    def forward(self, to_fill: ForwardPass) -> Iterator[MicroBatch]:
+        """Iterate over this rank's micro batches, to fill them.
+
+        Raises:
+            StoreError: A micro batch was not filled; on all ranks.
+        """
+        for number in range(len(self)):
+            yield self.read(number, to_fill)
+        self._context.agree(partial(to_fill.check_filled, len(self)))
+
+    def read(self, number: int, to_fill: ForwardPass | None = None) -> MicroBatch:
+        """Read one of this rank's packs as a micro batch.
+
+        Args:
+            number: Index of the pack.
+            to_fill: The pass that fills it; None: it is trained.
+        Cost: each row is read once and written once.
+        """
+        begin = time.perf_counter()
+        settings = self._context.settings
+        columns = self._columns
+        device = settings.device
+        index = self.indices[number]
+        at = self._at[number]
+        shape = self.shapes[number]
+        with columns.reading(at) as has_rows:
+            tensors, per_trajectory, opaque = self._gather(index, at, shape)
+        if columns.filled or MASK not in tensors:
+            tensors.update(self._own_columns(at, shape, MASK not in tensors))
+        mask = tensors.pop(MASK)
+        targets = tensors.pop(TARGETS, None)
+        if has_rows is not None and not has_rows.all():
+            mask &= torch.from_numpy(shape.spread(has_rows))
+        media = None
+        name = settings.field_by_role.get("media")
+        if name is not None:
+            numbers = tensors[name][0, : shape.own_tokens].numpy()
+            media = MediaReader([rows.table for rows in columns.tables], numbers, device)
+        tensors.update(per_trajectory)
+        made = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        loss = PackLoss(
+            host_mask=mask,
+            mask=mask.to(device),
+            shape=shape,
+            index=index,
+            step=self,
+            divisor=self._context.divisor,
+            ranks=settings.ranks,
+            by=settings.loss.by,
+        )
+        micro = MicroBatch(
+            made,
+            None if targets is None else targets.to(device),
+            shape,
+            loss,
+            PackSources(columns.trajectories, index, at, number, opaque, media, to_fill),
+            settings.field_by_role.get("token"),
+            device,
+        )
+        self._context.metrics.add(wait_s=time.perf_counter() - begin)
+        return micro
+
+    def _gather(
+        self, index: np.ndarray, at: Any, shape: PackShape
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, list[Any]]]:
+        """Gather a pack from each of its tables; `at` is `index`, or a slice of as many.
+
+        Returns:
+            Fields of steps, [1, rows, *shape]; of trajectories, [S, *shape]; and opaque ones.
+        """
+        tables = self._columns.tables
+        trajectories = self._columns.trajectories
+        fields = self._context.settings.opaque
+        steps = tables[0].gatherer.outputs(shape.end - shape.first, shape.own_tokens)
+        per_trajectory: dict[str, torch.Tensor] = {}
+        opaque: dict[str, list[Any]] = {field.name: [None] * len(index) for field in fields}
+        for number, rows in enumerate(tables):
+            own: Any = slice(None)  # the trajectories of the pack that lie in this table
+            rows_at = at
+            if len(tables) > 1:
+                own = np.nonzero(trajectories.source[index] == number)[0]
+                rows_at = trajectories.row[index][own]
+            resolutions = torch.from_numpy(rows.rows.numpy()[rows_at])
+            shared = None if rows.shared is None else rows.shared.of(rows_at)
+            rows.gatherer.gather(steps, *shape.runs(resolutions, own, shared), shape.first)
+            for name, values in rows.gatherer.trajectory_values(resolutions).items():
+                if name not in per_trajectory:
+                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
+                per_trajectory[name][own] = values
+            for field in fields:
+                assert field.column is not None
+                read = read_opaque(rows.table, field.column, resolutions)
+                for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
+                    opaque[field.name][i] = value
+        return steps, per_trajectory, opaque
+
+    def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
+        """Gather the filled columns of this rollout batch, and with `with_mask` the loss mask.
+
+        Returns:
+            Column (MASK for the loss mask) -> [1, rows].
+        """
+        columns = self._columns
+        rows = shape.end - shape.first
+        buffers = dict(columns.filled)
+        if with_mask:
+            buffers[MASK] = torch.from_numpy(columns.mask)
+        outs = {name: torch.zeros(1, rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
+        if not len(shape.lengths):
+            return outs
+        # A column is one buffer, trajectory by trajectory: the first row of each is its start.
+        resolutions = columns.trajectories.resolutions[at].clone()
+        resolutions[:, Resolution.FIRST_ROW] = torch.from_numpy(columns.trajectories.starts[at])
+        none = [torch.empty(0)] * len(outs)
+        columns.tables[0].table.ops.pack_(
+            list(outs.values()),
+            list(buffers.values()),
+            none,
+            none,
+            *shape.runs(resolutions),
+            _STEPS * len(outs),
+            [0.0] * len(outs),
+            shape.first,
+            rows,
+        )
+        return outs
+
+
+def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
+    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory.
+
+    Args:
+        pack: The section `gear.pack`.
+        lengths: Steps of each trajectory. [n], int64.
+        tokens: Most steps of a micro batch; None: `gear.pack.tokens`.
+    """
+    most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
+    if most > MOST_PACK_TOKENS:
+        raise ConfigError("forward: tokens", f"must be at most {MOST_PACK_TOKENS}", most)
+    multiple = pack.pad.multiple
+    longest = int(lengths.max(initial=1))
+    if most // multiple * multiple < longest:
+        rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
+        raise ConfigError(
+            "forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}"
+        )

@@ -1,63 +1,147 @@
-"""Columns of a rollout batch: its rows in each table, stored columns, and filled ones."""
+"""Columns of a rollout batch: what all its parts share, its rows in each table, and its columns.
+
+The loader makes one `RolloutContext` for a rank and passes it down. A rollout batch has a
+`TableRows` for each table, and one `RolloutColumns` over them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.batching.pack_gather import PackGatherer, SharedRows, steps_of
-from deepspeed_gear.batching.packing_plan import Prefixes
-from deepspeed_gear.batching.rollout_trajectories import (
+from deepspeed_gear.batching.loss_weights import GradientDivisor
+from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
+from deepspeed_gear.batching.pack_rows import (
+    PackGatherer,
     RolloutTrajectories,
+    SharedRows,
     TableTrajectories,
     item_numbers,
+    steps_of,
 )
-from deepspeed_gear.config.options import AdvantageConfig
+from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.config.options import LossConfig, PackConfig, RolloutConfig
+from deepspeed_gear.distributed.batch_barrier import BatchBarrier
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.distributed.sequence_sum import SequenceSum
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.node_links import SpreadTrajectories
-from deepspeed_gear.replay.rollout_context import RolloutContext
+from deepspeed_gear.replay.builder import SpreadTrajectories
+from deepspeed_gear.replay.metrics import LossWarning, Metrics
 from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
-from deepspeed_gear.schema import Column
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
+# Gathered with the fields of a pack, and returned as `targets` and `loss_mask` of a micro batch.
+TARGETS = "\0targets"
+MASK = "\0mask"
+READ = "the columns of a rollout batch that are read"  # what ranks compare, in errors
+StepObserver = Callable[[Any], None]  # takes a TrainStep
+T = TypeVar("T")
 
-class RowAccess(Protocol):
-    """Keeps rows of trajectories in place while they are read."""
 
-    def reading(self, at: Any) -> AbstractContextManager[np.ndarray | None]:
-        """Return a context in which the rows of some trajectories may be read.
+@dataclass(frozen=True)
+class PackSettings:
+    """Settings of this rank's packs: config, fields, and the rank's place in its replica."""
+
+    pack: PackConfig
+    loss: LossConfig
+    size: RolloutConfig
+    random_keys: tuple[int, int]  # seed and random key of the shuffled orders
+    place: RankCoordinates
+    device: torch.device
+    schema: Schema  # of the first table; all have the fields of a pack
+    fields: tuple[ResolvedField, ...]
+    opaque: tuple[ResolvedField, ...] = ()
+    member: str | None = None  # column that names a group's members; None: each trajectory is one
+    ranks: SequenceSum | None = None  # sum over the ranks of one sequence; None: there is one
+
+    @cached_property
+    def field_by_role(self) -> dict[str | None, str]:
+        """The first field of a column of each role: `field_by_role.get("token")`."""
+        fields = reversed(self.fields)  # of fields of one role the first one is set last
+        return {one.column.role: one.name for one in fields if one.column is not None}
+
+    @property
+    def predicts(self) -> bool:
+        """Whether columns stand where the token is predicted."""
+        return self.schema.role("token") is not None
+
+    def gathered(self) -> list[ResolvedField]:
+        """Return the fields that packs are gathered with: those of a micro batch, and targets."""
+        gathered = []
+        for one in self.fields:
+            column = one.column
+            if column is not None and column.role == "token" and one.dtype == column.dtype:
+                one = replace(
+                    one, dtype="int64"
+                )  # the config names no type; all embeddings take it
+            gathered.append(one)
+        token = self.schema.role("token")
+        if token is not None:
+            gathered.append(ResolvedField(TARGETS, token, offset=1, dtype="int64"))
+        return gathered
+
+
+@dataclass(frozen=True)
+class RolloutContext:
+    """Context of a rank's rollout batches. Its loader makes it and passes it down."""
+
+    settings: PackSettings
+    control_plane: ControlPlane
+    barrier: BatchBarrier | None  # None: ranks do not train together
+    is_spread: bool  # nodes exchange rows, so reading values of all trajectories is collective
+    divisor: GradientDivisor
+    metrics: Metrics = field(default_factory=Metrics)
+    loss_warning: LossWarning | None = None  # of rank 0
+    #: Functions of an engine, called with each train step before its first micro batch. An error
+    #: is raised on all ranks.
+    observers: list[StepObserver] = field(default_factory=list)
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Run an action on all ranks and pass a barrier; return the result of this rank's action.
+
+        An error of one rank is raised on all. No rank returns before all have run the action: so
+        rows that it moves are not read before they are there, nor overwritten while they are read.
+        A rank that neither trains with others nor exchanges rows just runs the action.
+        """
+        if self.barrier is not None:
+            return self.barrier.agree(action)
+        if self.is_spread:
+            return self.control_plane.attempt("a rollout batch", action)
+        return action()
+
+    def check_same(
+        self, what: str, value: object, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Raise PeerError unless all ranks give the same value, where nodes exchange rows.
 
         Args:
-            at: The trajectories: indices or a slice.
-        Returns:
-            The context gives which of them still have rows, [n], bool; None: all have.
+            what: Name of the value in errors.
+            value: The value of this rank.
+            check: Called first; its error is raised on all ranks.
         """
-
-
-class PinnedRows:
-    """Access to rows that a selection pins: they stay until the rollout batch ends."""
-
-    _none = nullcontext(None)
-
-    def reading(self, at: Any) -> AbstractContextManager[np.ndarray | None]:
-        return self._none
+        if self.is_spread:
+            self.agree(check)
+            self.control_plane.compare(what, value)
 
 
 class TableRows:
-    """The rows of a rollout batch in one table: where they lie, and values read from them.
+    """Rows of a rollout batch in one table: where they lie, and values read from them.
 
-    Where nodes exchange rows, one rank of each node contributes the values of the trajectories that
-    the node holds, and reading is collective.
+    Where nodes exchange rows, reading is collective: one rank of each node contributes the values
+    of the trajectories that the node holds.
     """
 
     def __init__(
@@ -74,8 +158,8 @@ class TableRows:
         self.trajectories = trajectories
         self._spread = spread
         self._context = context
-        #: Resolutions by which rows are gathered: rows of other nodes lie where `arrived` has put
-        #: them.
+        #: Resolutions that rows are gathered by. [n, 8]. Those of other nodes' rows are set when
+        #: the rows arrive.
         self.rows = torch.from_numpy(trajectories.resolutions.numpy().copy())
         # The trajectories whose values this rank contributes. [m], int64.
         self._own = np.arange(len(self.rows))
@@ -83,6 +167,8 @@ class TableRows:
         self.copied = self._own[: len(self.rows) if contributes else 0]
         #: The prompts that other trajectories hold; None: each holds all of its steps.
         self.shared: SharedRows | None = None
+        # Whole trajectories have no anchor: the word holds the number of first steps whose rows
+        # another trajectory of the group has. A trajectory may be cut within them.
         shared = self.rows[:, [Resolution.ANCHOR, Resolution.NUM_STEPS]].numpy().min(axis=1)
         shared *= table.shared_prompts is not None
         if shared.any():
@@ -114,12 +200,12 @@ class TableRows:
         self._slots: np.ndarray = trajectories.resolutions.numpy()[self._own, Resolution.SLOT]
 
     def _locate(self) -> None:
-        """Find the rows of shared prompts again, after rows have moved."""
+        """Set the first rows of shared prompts, which may have moved."""
         if self.shared is not None:
             self.shared.first_row[:] = self.rows.numpy()[self._holders, Resolution.FIRST_ROW]
 
     def missing(self, index: np.ndarray, replica: np.ndarray) -> Moves | None:
-        """Return the rows that nodes need and lack; None: there are none, on all ranks alike.
+        """Return the rows that nodes need and lack; None, on all ranks alike: there are none.
 
         Args:
             index: The trajectories that are trained, of this table. [m], int64.
@@ -144,7 +230,7 @@ class TableRows:
         return None if self._spread.exchange is None else self._spread.exchange.send(moves)
 
     def arrived(self, moves: Moves) -> None:
-        """Account for rows that all nodes have received."""
+        """Record where rows lie that all nodes have received."""
         assert self._spread is not None
         self._places.moved(moves)
         room = self._spread.room
@@ -197,12 +283,12 @@ class TableRows:
             return own
         is_own = np.zeros(len(lengths), bool)
         is_own[self._own] = True
-        found = np.zeros(int(lengths.sum()), own.dtype)
-        # For lengths [2, 3] of which the second is own, the steps [0, 0, 1, 1, 1] are.
-        found[np.repeat(is_own, lengths)] = own
+        steps = np.zeros(int(lengths.sum()), own.dtype)
+        # For lengths [2, 3] of which the second is own, the mask is [0, 0, 1, 1, 1].
+        steps[np.repeat(is_own, lengths)] = own
         if not as_flags:
-            return self._join(found)
-        return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
+            return self._join(steps)
+        return np.unpackbits(self._join(np.packbits(steps)), count=len(steps)).astype(bool)
 
     def leaders(self, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
         """Return for each trajectory the first one of its item that begins with the same prompt.
@@ -224,22 +310,22 @@ class TableRows:
         resolutions = self.trajectories.resolutions[torch.from_numpy(own)]
         resolutions[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
         shared = SharedRows.none(len(own)) if self.shared is None else self.shared.of(own)
-        known = [
-            self.table.tensor(c.name) for c in self.table.schema if c.role in ("token", "media")
-        ]
-        tokens = np.array([steps_of(ops, column, resolutions, *given, shared) for column in known])
+        names = [c.name for c in self.table.schema if c.role in ("token", "media")]
+        columns = [self.table.tensor(name) for name in names]
+        tokens = np.array([steps_of(ops, one, resolutions, *given, shared) for one in columns])
+        # Prompts of one item with as many rows and an equal sum, of token i times (2 i + 1)^2
+        # modulo 2^64, have a common first one. Then their tokens are compared with those of that
+        # one: a trajectory whose sum is equal by chance leads itself.
         factors = 2 * (np.arange(tokens.shape[1]) - begins.repeat(rows)) + 1
-        sums = np.add.reduceat(tokens.sum(0) * factors * factors, begins)  # of equal tokens equal
-        keys = items[own], rows, sums
-        _, first, number = np.unique(
-            np.stack(keys, axis=1), axis=0, return_index=True, return_inverse=True
-        )
+        sums = np.add.reduceat(tokens.sum(0) * factors * factors, begins)
+        prompts = np.stack([items[own], rows, sums], axis=1)
+        _, first, number = np.unique(prompts, axis=0, return_index=True, return_inverse=True)
         leader = first[number.reshape(-1)]
         resolutions[:, Resolution.FIRST_ROW] = resolutions[
             torch.from_numpy(leader), Resolution.FIRST_ROW
         ]
         shared = shared.of(leader)
-        others = np.array([steps_of(ops, column, resolutions, *given, shared) for column in known])
+        others = np.array([steps_of(ops, one, resolutions, *given, shared) for one in columns])
         is_equal = np.logical_and.reduceat((tokens == others).all(0), begins)
         return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
 
@@ -261,14 +347,14 @@ class TableRows:
 
 
 class RolloutColumns:
-    """The columns of a rollout batch: stored ones, its loss mask, and those that the program fills.
+    """Columns of a rollout batch: stored ones, its loss mask, and those that the program fills.
 
-    Reading stored columns is collective over nodes.
+    A selection pins the rows, which stay until the rollout batch ends. Reading stored columns is
+    collective over nodes.
 
     Args:
         tables: Rows of the rollout batch in each table.
         context: Context of the rank's rollout batches.
-        access: Keeps rows in place while they are read; None: a selection pins them.
         has_neighbours: Whether the trajectories of an item are side by side.
     """
 
@@ -276,22 +362,30 @@ class RolloutColumns:
         self,
         tables: Sequence[TableRows],
         context: RolloutContext,
-        access: RowAccess | None = None,
         has_neighbours: bool = True,
     ) -> None:
         self.tables = tables
         self.context = context
-        self.access: RowAccess = PinnedRows() if access is None else access
         self.trajectories = RolloutTrajectories.of(
             [rows.trajectories for rows in tables], has_neighbours
         )
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.filled: dict[str, torch.Tensor] = {}
 
+    def reading(self, at: Any) -> AbstractContextManager[np.ndarray | None]:
+        """Return a context in which rows of trajectories stay in place.
+
+        Args:
+            at: The trajectories: indices or a slice.
+        Returns:
+            The context gives which of them still have rows, [n], bool; None: all have.
+        """
+        return nullcontext()
+
     @cached_property
     def mask(self) -> np.ndarray:
         """Mask of the steps that count in the loss, at predicting places. [num_tokens], bool."""
-        with self.access.reading(slice(None)) as has_rows:
+        with self.reading(slice(None)) as has_rows:
             mask = self._read_mask()
         if has_rows is not None:  # what was evicted does not count
             mask = mask & has_rows.repeat(self.trajectories.lengths)
@@ -371,121 +465,6 @@ class RolloutColumns:
         self.check_values(name)
         return np.concatenate([rows.values(name) for rows in self.tables])
 
-    def _column(self, name: str) -> tuple[Column, int]:
-        """Return the column of numbers per step that micro batches have by a name; its offset."""
-        fields = {field.name: field for field in self.context.settings.fields}
-        column = fields[name].column if name in fields else None
-        if column is None and all(name in rows.table.schema for rows in self.tables):
-            column = self.context.settings.schema[name]
-        if column is None or column.rows == "1" or column.shape:
-            rule = "must be filled or set before, or be a column with one number per step"
-            raise ConfigError(
-                f"column {name!r}", rule, None, f"filled: {', '.join(self.filled) or 'none'}"
-            )
-        follows = int(self.context.settings.predicts and column.rows == "T")
-        return column, int(fields[name].offset) if name in fields else follows
-
-    def places(self, name: str, later: int = 0) -> np.ndarray:
-        """Return a column's values at the places of micro batches. [num_tokens], float64.
-
-        Collective over nodes.
-
-        Args:
-            name: A column of this rollout batch, or a field or column with a number per step.
-            later: Number of steps after the place.
-        """
-        if name in self.filled:
-            return self.filled[name].double().numpy()
-        column, offset = self._column(name)
-        return np.concatenate([rows.steps(column.name, offset + later) for rows in self.tables])
-
-    def estimate(self, options: AdvantageConfig, reward: str) -> np.ndarray:
-        """Estimate advantages and value targets by the op `advantages_`. [2, num_tokens], float32.
-
-        A place of the loss mask is an action, the others take no time: after an action comes the
-        next one of the trajectory, or its end; a reward at another place is added to that of the
-        action before it. Collective over nodes.
-
-        Raises:
-            ConfigError: There is no such column.
-            DataError: A late column is absent, or a trajectory that was not terminated has no value
-                after it.
-        """
-        trajectories = self.trajectories
-        found = np.zeros((2, trajectories.num_tokens), np.float32)
-        rewards = self._rewards(reward)
-        value = self.places(options.value)
-        ends = self._ends()
-        after = self._values_after(options, value, ends)
-        actions = self.mask.nonzero()[0]
-        names = options.log_prob, options.behaviour_log_prob
-        logs = [None if name is None else self.places(name)[actions] for name in names]
-        if not len(actions):
-            return found
-        owner = np.repeat(np.arange(len(trajectories)), trajectories.lengths)
-        of = owner[actions]
-        is_last = np.append(of[1:] != of[:-1], True)
-        latest = np.cumsum(self.mask) - 1  # for the mask [0, 1, 0, 1] the actions [-1, 0, 0, 1]
-        follows = (latest >= 0) & (of[latest] == owner)
-        summed = np.bincount(latest[follows], rewards[follows], len(actions))
-        last = trajectories.starts + trajectories.lengths - 1
-        following = np.where(is_last, after[last[of]], np.roll(value[actions], -1))
-        given = [summed, value[actions], following, is_last & ends[of], is_last, is_last | True]
-        inputs = [None if x is None else torch.from_numpy(x)[None] for x in (*given, *logs)]
-        outs = torch.zeros(2, 1, len(actions))
-        self.tables[0].table.ops.advantages_(*outs, *inputs, list(options.factors))
-        found[:, actions] = outs[:, 0]
-        return found
-
-    def _rewards(self, name: str) -> np.ndarray:
-        """Return the reward of each place; a trajectory's reward is at its last. [num_tokens]."""
-        schema = self.context.settings.schema
-        trajectories = self.trajectories
-        if name in self.filled or name not in schema or schema[name].rows != "1":
-            return self.places(name)
-        rewards: np.ndarray = np.zeros(trajectories.num_tokens)
-        rewards[trajectories.starts + trajectories.lengths - 1] = self.values(name)
-        return rewards
-
-    def _ends(self) -> np.ndarray:
-        """Return a mask of trajectories that were terminated: no value follows. [n], bool."""
-        last = self.trajectories.starts + self.trajectories.lengths - 1
-        ends = np.ones(len(last), bool)  # without flags trajectories are whole
-        for role in ("truncated", "terminated"):
-            flag = self.context.settings.schema.role(role)
-            if flag is not None:
-                flags = [rows.steps(flag.name, 0, as_flags=True) for rows in self.tables]
-                ends = np.concatenate(flags)[last] == (role == "terminated")
-        return np.asarray(ends & ~self.trajectories.is_cut)
-
-    def _values_after(
-        self, options: AdvantageConfig, value: np.ndarray, ends: np.ndarray
-    ) -> np.ndarray:
-        """Return the value of the state after each place; only last places are used. [num_tokens].
-
-        Args:
-            options: The columns of values.
-            value: The value at each place. [num_tokens].
-            ends: Mask of trajectories that need no value. [n], bool.
-        """
-        column = None
-        offset = 0
-        if options.value not in self.filled:
-            column, offset = self._column(options.value)
-        if options.next_value is not None:
-            return self.places(options.next_value)
-        if column is not None and column.rows == "T+1":
-            return self.places(options.value, 1)
-        if self.context.settings.predicts and offset == 0:
-            return value  # the last place is that of the last token: its value follows all actions
-        if ends.all():
-            return np.zeros(len(value))
-        rule = "must have the value of the state after trajectories that were not terminated"
-        remedy = "name the column of the values after each step as next_value"
-        raise DataError(
-            f"column {options.value!r}", rule, f"{(~ends).sum()} of {len(ends)}", remedy
-        )
-
     def set_column(self, name: str, values: np.ndarray) -> None:
         """Set a column of this rollout batch.
 
@@ -500,32 +479,47 @@ class RolloutColumns:
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise a FieldError if a field of the config has one of the names."""
-        for name in {field.name for field in self.context.settings.fields}.intersection(names):
+        for name in {one.name for one in self.context.settings.fields}.intersection(names):
             rule = "must not be named like a field of gear.fields"
             raise FieldError(
                 f"column {name!r}", rule, None, "choose another name, or leave the field out"
             )
 
-    def write(self, column: torch.Tensor, micro: MicroBatch, values: torch.Tensor) -> None:
-        """Write values of this rank's places of a pack to a column of the rollout batch.
 
-        Args:
-            column: The column. [num_tokens], float32.
-            micro: The micro batch that was made of the pack.
-            values: Values of this rank's places. [rows of this rank].
-        """
+class FilledColumns(ForwardPass):
+    """Columns of a rollout batch that a forward pass fills; a rank has the values of its places."""
+
+    def __init__(self, names: Sequence[str], columns: RolloutColumns) -> None:
+        super().__init__(names)
+        self._context = columns.context
+        self._trajectories = columns.trajectories
+        self._own = {name: torch.zeros(columns.trajectories.num_tokens) for name in names}
+
+    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+        column = self._own[name]
+        given = micro.flat(name, values).detach().to("cpu", torch.float32)
         shape = micro.pack_shape
-        given = values.detach().to("cpu", torch.float32)
         # This rank's first place within each trajectory: of a slice that begins at row 5, a
         # trajectory that starts at row 3 has place 2 first.
         begins = np.maximum(shape.first - shape.starts, 0)
-        whole = self.trajectories.starts[micro.index.numpy()]
+        whole = self._trajectories.starts[micro.index.numpy()]
         to = whole + begins if shape.prefixes is None else whole + shape.prefixes.steps
         at = 0
         # Not strict: the last size is that of the padding.
         for start, size in zip(to.tolist(), shape.sizes.tolist(), strict=False):
             column[start : start + size] = given[at : at + size]
             at += size
-        if shape.prefixes is not None:
+        if shape.prefixes is not None:  # values of a prefix are those of its leader
             for start, steps, leader in zip(whole, *shape.prefixes, strict=True):
                 column[start : start + steps] = column[whole[leader] : whole[leader] + steps]
+
+    def of_all_ranks(self) -> dict[str, torch.Tensor]:
+        """Return the whole columns, [num_tokens] each. Collective."""
+        whole = dict[str, torch.Tensor]()
+        for name, values in self._own.items():
+            # Every place is filled on one replica; its tensor ranks have equal values, so only the
+            # first of them adds to the sum.
+            if self._context.settings.place.tensor_rank != 0:
+                values.zero_()
+            whole[name] = self._context.control_plane.sum(values)
+        return whole

@@ -1,4 +1,4 @@
-"""Rollout loader: selects, holds and consumes the rollout batches of one rank, one after the other.
+"""Rollout loader: selects, holds and consumes the rollout batches of a rank, one after the other.
 
 A batch whose size is in items is a selection. One whose size is in tokens has the items that fit,
 from the rest of a selection and the next one: what is left begins the next batch, so nothing is
@@ -8,7 +8,7 @@ lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.loss_weights import GradientDivisor
-from deepspeed_gear.batching.pack_gather import PackGatherer
-from deepspeed_gear.batching.rollout_trajectories import TableTrajectories, item_numbers
+from deepspeed_gear.batching.pack_rows import PackGatherer, TableTrajectories, item_numbers
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
 from deepspeed_gear.config import ResolvedField
@@ -27,10 +26,14 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import LossWarning, Metrics
-from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
-from deepspeed_gear.replay.rollout_context import MASK, PackSettings, RolloutContext
+from deepspeed_gear.replay.rollout_columns import (
+    MASK,
+    PackSettings,
+    RolloutColumns,
+    RolloutContext,
+    TableRows,
+)
 from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
@@ -38,7 +41,9 @@ from deepspeed_gear.store.table import Table
 
 
 class SelectedItems:
-    """The items of one selection; those of several tables alternate, in proportion.
+    """Items of one selection, in the order in which batches take them.
+
+    Those of several tables alternate in proportion: of 2 and 3 items the order is b a b a b.
 
     Args:
         number: Number of the selection.
@@ -54,7 +59,7 @@ class SelectedItems:
             item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts
         ]
         counts = [int(item[-1]) + 1 if len(item) else 0 for item in items]
-        # For counts [2, 3] turns is [1/4, 3/4, 1/6, 3/6, 5/6], and place [1, 3, 0, 2, 4].
+        # For counts [2, 3], turns is [1/4, 3/4, 1/6, 3/6, 5/6] and place [1, 3, 0, 2, 4].
         turns = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
         place = np.empty(len(turns), np.int64)
         place[np.argsort(turns, kind="stable")] = np.arange(len(turns))
@@ -70,7 +75,7 @@ class SelectedItems:
         return len(self.steps)
 
     def trajectories(self, first: int, end: int) -> list[TableTrajectories]:
-        """Return the trajectories of a range of items, by table."""
+        """Return the trajectories of the items [first, end), by table."""
         if end - first == len(self):
             return self.parts
         chosen = [torch.from_numpy((at >= first) & (at < end)) for at in self._places]
@@ -81,7 +86,13 @@ class SelectedItems:
 
 
 class RolloutLoader:
-    """Loads this rank's rollout batches. Called by one thread."""
+    """Loader of this rank's rollout batches. Called by one thread.
+
+    A batch is taken from the held selections. Its items are consumed when it ends, and a selection
+    is released when all its items are consumed. So a checkpoint has the position of the first item
+    that is not consumed: a resumed run selects the batch under way again, and continues with its
+    next step.
+    """
 
     def __init__(
         self,
@@ -96,8 +107,6 @@ class RolloutLoader:
         assert config.pack is not None
         assert config.rollout_size is not None
         self.topology = plan.topology
-        self._leads_node = plan.topology.leads_node
-        self._leads_first_node = plan.topology.leads_node and plan.topology.node == 0
         self._spread = parts.links.trajectories
         self._size = config.rollout_size
         self._is_rollout = config.batch is None
@@ -146,7 +155,7 @@ class RolloutLoader:
         """Continue at a position to which the streams are already set."""
         self.abandon()
         self._start = to.at
-        # Heads of the last selection of which no item is left; None: `_start` is the position.
+        # Heads of the last selection whose items are all consumed; None: `_start` is the position.
         self._ended: list[list[int]] | None = None
         #: The number of the next selection.
         self.next_number = position.batches(to.at)
@@ -156,8 +165,7 @@ class RolloutLoader:
         self._first_item: int = known["first_item"]
         self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
         self._num_taken = 0  # items of the batch that was taken last, until it is consumed
-        # what the next rollout batch goes on with
-        self._resumed = to
+        self._resumed = to  # the next rollout batch continues with its columns and steps
         self._current = None
 
     def forward_gatherer(self, settings: PackSettings, table: Table) -> PackGatherer:
@@ -165,22 +173,27 @@ class RolloutLoader:
 
         All calls for a table have the same `settings`.
         """
-        found = self._of_forward.get(table.spec.name)
-        if found is None:
+        name = table.spec.name
+        if name not in self._of_forward:
             fields = settings.gathered()
             mask = settings.schema.role("loss_mask")
             if mask is not None and mask.dtype == "bool":
                 follows = int(settings.predicts)
                 fields.append(ResolvedField(MASK, mask, offset=follows, dtype="bool"))
-            found = self._of_forward[table.spec.name] = self._gatherer(fields, table)
-        return found
+            self._of_forward[name] = self._gatherer(fields, table)
+        return self._of_forward[name]
 
     def next(self) -> Rollout:
-        """Select and return the next rollout batch; the one before it is consumed. Collective."""
+        """Select and return the next rollout batch; the one before it is consumed. Collective.
+
+        After an error no item is taken: the next call tries again.
+        """
         if self._current is not None:
             self._current.close()
         begin = time.perf_counter()
-        columns = RolloutColumns(self._rows(self._take()), self.context)
+        while not self._next_items()[1]:
+            self._held.append(self._select())
+        columns = RolloutColumns(self._take(), self.context)
         resumed = self._resumed
         known = resumed.rollout or {}
         saved_tokens = known.get("num_tokens")
@@ -198,24 +211,11 @@ class RolloutLoader:
         if saved_tokens is not None:
             self.context.agree(check_tokens)
         columns.filled.update(resumed.columns)
-        made = Rollout(self._number, PackReader(columns), self._consume, known.get("steps_done", 0))
+        made = Rollout(self._number, columns, self._consume, known.get("steps_done", 0))
         self._resumed = LoaderPosition(resumed.at)
         self._current = made
         self.context.metrics.used(self._epoch, time.perf_counter() - begin)
         return made
-
-    def _rows(self, trajectories: Sequence[TableTrajectories]) -> list[TableRows]:
-        """Return the rows of a rollout batch in each table."""
-        rows = []
-        for gatherer, stream, of_table in zip(
-            self._gatherers, self._streams, trajectories, strict=True
-        ):
-            table = stream.table
-            spread = self._spread.get(stream.table.spec.name)
-            # Without a spread each node holds the whole table, and the first one makes all copies.
-            copies = self._leads_first_node if spread is None else self._leads_node
-            rows.append(TableRows(gatherer, table, of_table, self.context, spread, copies))
-        return rows
 
     def step(self) -> TrainStep:
         """Return the one step of the next batch, whose size is `gear.batch`."""
@@ -226,42 +226,11 @@ class RolloutLoader:
             )
         return self.next().step(0)
 
-    def _take(self) -> list[TableTrajectories]:
-        """Return the next batch's trajectories by table; after an error no item is taken.
+    def _next_items(self) -> tuple[int, bool]:
+        """Return how many held items are the next batch's, and whether the batch is complete.
 
         An item longer than the size of a batch is a batch of its own.
         """
-        while not self._next_items()[1]:
-            self._held.append(self._select())
-        self._num_taken = left = self._next_items()[0]
-        first = self._first_item  # in the selection that is next
-        taken = []
-        for items in self._held:
-            end = min(first + left, len(items))
-            taken.append(items.trajectories(first, end))
-            left -= end - first
-            first = 0
-            if not left:
-                break
-        by_table = zip(*taken, strict=True)
-        return [TableTrajectories(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
-
-    def _consume(self) -> None:
-        """Consume the rollout batch that was taken: rows before the next one may be evicted."""
-        self._number += 1
-        self._first_item += self._num_taken
-        self._num_taken = 0
-        ended = None  # to release a selection releases those before it
-        while self._held and self._first_item >= len(self._held[0]):
-            ended = self._held.pop(0)
-            self._first_item -= len(ended)
-        if ended is not None:
-            self._ended = ended.heads
-            for stream in self._streams:
-                stream.release(ended.number)
-
-    def _next_items(self) -> tuple[int, bool]:
-        """Return how many held items are the next batch's, and whether the batch is complete."""
         if not self._held:
             return 0, False
         if self._size.tokens is None:
@@ -269,17 +238,16 @@ class RolloutLoader:
         steps = np.concatenate([items.steps for items in self._held])[self._first_item :]
         most = self._size.size
         ends = np.cumsum(steps[:most])
-        # Of 100 tokens, for steps [40, 50, 20] ends is [40, 90, 110]: 2 items, and the batch is
+        # For 100 tokens and steps [40, 50, 20], ends is [40, 90, 110]: 2 items, and the batch is
         # full.
         count = int(np.searchsorted(ends, self._size.tokens, side="right"))
         if count == 0 and len(ends):
             return 1, True
-        is_full = (
-            count == most or count < len(ends) or (count and int(ends[-1]) == self._size.tokens)
-        )
-        return count, bool(is_full)
+        taken = int(ends[count - 1]) if count else 0
+        return count, count == most or count < len(ends) or taken == self._size.tokens
 
     def _select(self) -> SelectedItems:
+        """Select the items of the next number in every table. Collective."""
         number = self.next_number
         longest = self.context.settings.pack.room
 
@@ -301,18 +269,58 @@ class RolloutLoader:
         heads = [selection.head for selection in selections]
         self._epoch = heads[0][Head.EPOCH]
         parts = []
-        for stream, selection, head in zip(self._streams, selections, heads, strict=True):
-            resolutions = selection.resolutions[: head[Head.COUNT]].clone()
-            origins = (
-                resolutions[:, Resolution.SLOT] if selection.origins is None else selection.origins
-            )
-            is_cut = resolutions[:, Resolution.NUM_STEPS] > longest
-            resolutions[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
-            weights = stream.weights(head, resolutions)
-            parts.append(
-                TableTrajectories(resolutions, weights, origins[: len(resolutions)].clone(), is_cut)
-            )
+        for stream, selection in zip(self._streams, selections, strict=True):
+            # Copies, whose lengths are cut.
+            own = stream.part_of(selection, slice(selection.head[Head.COUNT]), of_mixture=True)
+            assert own.weights is not None
+            steps = own.resolutions[:, Resolution.NUM_STEPS]
+            is_cut = steps > longest
+            steps.clamp_(max=longest)  # the first ones are trained
+            slots = own.resolutions[:, Resolution.SLOT]
+            origins = slots.clone() if own.origins is None else own.origins
+            parts.append(TableTrajectories(own.resolutions, own.weights, origins, is_cut))
         return SelectedItems(number, heads, parts)
+
+    def _take(self) -> list[TableRows]:
+        """Take the next batch's items from the held selections; return their rows in each table."""
+        self._num_taken = left = self._next_items()[0]
+        first = self._first_item  # in the selection that is next
+        taken = []
+        for items in self._held:
+            end = min(first + left, len(items))
+            taken.append(items.trajectories(first, end))
+            left -= end - first
+            first = 0
+            if not left:
+                break
+        tables = []
+        for number, (stream, gatherer) in enumerate(
+            zip(self._streams, self._gatherers, strict=True)
+        ):
+            parts = [trajectories[number] for trajectories in taken]
+            joined = TableTrajectories(*map(torch.cat, zip(*parts, strict=True)))
+            spread = self._spread.get(stream.table.spec.name)
+            # One rank of a node contributes the node's rows. Without a spread each node holds the
+            # whole table: then that of the first node contributes all.
+            contributes = self.topology.leads_node and bool(spread or self.topology.node == 0)
+            tables.append(
+                TableRows(gatherer, stream.table, joined, self.context, spread, contributes)
+            )
+        return tables
+
+    def _consume(self) -> None:
+        """Consume the rollout batch that was taken: rows before the next one may be evicted."""
+        self._number += 1
+        self._first_item += self._num_taken
+        self._num_taken = 0
+        ended = None  # to release a selection releases those before it
+        while self._held and self._first_item >= len(self._held[0]):
+            ended = self._held.pop(0)
+            self._first_item -= len(ended)
+        if ended is not None:
+            self._ended = ended.heads
+            for stream in self._streams:
+                stream.release(ended.number)
 
     @property
     def _under_way(self) -> Rollout | None:
@@ -326,9 +334,9 @@ class RolloutLoader:
 
     @property
     def position(self) -> LoaderPosition:
-        """The position, with the rollout batch after it.
+        """Position of the first item that is not consumed, with the rollout batch that it is in.
 
-        Without one between two rollout batches that are a selection each.
+        There is no such rollout batch between two that are a selection each.
         """
         current = self._under_way
         at = self._start

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,20 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.media import Media
 from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, ShapeError, StoreError
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    NotReadyError,
+    ShapeError,
+    StoreError,
+    StoreFullError,
+)
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
+from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.rollout_columns import RolloutColumns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import check_weight
@@ -34,15 +44,14 @@ _POLL_S = 500e-6
 
 
 def inserter_of(
-    table: Table, streams: list[BatchStream], max_length: int | None, context: Context
+    table: Table, streams: Iterable[BatchStream], max_length: int | None, context: Context
 ) -> Inserter:
     """Return the inserter of a table, whose streams may sample its trajectories."""
     refuse_read_only(table)
-    name = f"table {table.spec.name}"
+    streams = list(streams)
     rules = [stream.spec.rule for stream in streams]
-    checks = [
-        partial(check_weight, name, rule.weight[0]) for rule in rules if rule.weight is not None
-    ]
+    weights = [rule.weight[0] for rule in rules if rule.weight is not None]
+    checks = [partial(check_weight, f"table {table.spec.name}", column) for column in weights]
     custom = [stream.masses for stream in streams if stream.spec.rule.custom is not None]
 
     def committed(slot: int) -> None:
@@ -51,6 +60,26 @@ def inserter_of(
             masses.of(np.array([slot]))
 
     return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
+
+
+def new_inserter(parts: ReplayParts, name: str) -> Inserter:
+    """Return an inserter of a replay's table, which all writers of this process share."""
+    config = parts.plan.config
+    max_length = config.resolved_tables[name].max_length
+    context = replace(parts.context, timeout_s=config.items_timeout_s(name))
+    return inserter_of(parts.tables[name], parts.streams[name].values(), max_length, context)
+
+
+def add(inserter: Inserter, releases: DeferredRelease, trajectory: Mapping[str, Any]) -> int:
+    """Add a trajectory; return its id. A full table is tried again once the device has read."""
+    releases.settle()
+    try:
+        return inserter.add(trajectory)
+    except StoreFullError:
+        # Rows of selections that the device was reading may be free now.
+        if not releases.drain():
+            raise
+        return inserter.add(trajectory)
 
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:
@@ -113,7 +142,7 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
         return len(table.evict(distinct(slots[slots >= 0]), removed=True))
 
 
-def clear(table: Table, streams: list[BatchStream]) -> None:
+def clear(table: Table, streams: Iterable[BatchStream]) -> None:
     """Evict all trajectories of a table and end the epoch."""
     refuse_read_only(table)
     with quiet(table, table.lock.timeout_s):

@@ -12,23 +12,29 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
+from deepspeed_gear.batching.pack_rows import TableTrajectories
 from deepspeed_gear.batching.packing_plan import PlannedPacks
-from deepspeed_gear.batching.rollout_trajectories import TableTrajectories
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay.pack_reader import PackReader, PackSequence, check_tokens
-from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
-from deepspeed_gear.replay.rollout_context import MASK, PackSettings, RolloutContext
+from deepspeed_gear.replay.rollout import Packs, check_tokens
+from deepspeed_gear.replay.rollout_columns import (
+    MASK,
+    PackSettings,
+    RolloutColumns,
+    RolloutContext,
+    TableRows,
+)
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.store.late_columns import absent, fill_each
 from deepspeed_gear.store.table import Table
 
 
-class StoredRows:
-    """Access to rows that no selection pins: looked up and read under the table's lock."""
+class StoredColumns(RolloutColumns):
+    """Columns of trajectories that no selection pins: read under the lock of their table."""
 
-    def __init__(self, rows: TableRows) -> None:
+    def __init__(self, rows: TableRows, context: RolloutContext) -> None:
+        super().__init__([rows], context, has_neighbours=False)
         self._rows = rows
 
     @contextmanager
@@ -57,16 +63,20 @@ class StoredRows:
         return np.asarray(has_rows)
 
 
-class LateColumns:
-    """The late columns of a table that a forward pass fills; values are stored at once.
+class LateColumns(ForwardPass):
+    """Late columns of a table that a forward pass fills; values are stored at once.
 
     Args:
+        names: The columns.
         table: The table.
         settings: Settings of the replay's packs; a column of a field has the field's offset.
         stored: Resolutions of the packs' trajectories. [n, 8], int64.
     """
 
-    def __init__(self, table: Table, settings: PackSettings, stored: np.ndarray) -> None:
+    def __init__(
+        self, names: Sequence[str], table: Table, settings: PackSettings, stored: np.ndarray
+    ) -> None:
+        super().__init__(names)
         self._table = table
         self._settings = settings
         self._stored = stored
@@ -180,20 +190,17 @@ def forward(
     )
     early = replace(settings, fields=fields, opaque=opaque, place=place)
 
-    def made() -> tuple[PackSequence, PackReader]:
+    def made() -> tuple[Packs, LateColumns]:
         planned().extend(longest, settings.pack)
         sorted_resolutions = resolutions[planned().sort()]
         columns = _stored_columns(
             table, sorted_resolutions, replace(context, settings=early), loader
         )
-        return PackSequence(columns, np.arange(len(resolutions)), tokens, planned()), PackReader(
-            columns
-        )
+        packs = Packs(columns, np.arange(len(resolutions)), tokens, planned())
+        return packs, LateColumns(names, table, settings, columns.tables[0].rows.numpy())
 
-    packs, reader = context.agree(made)
-    stored = reader.columns.tables[0].rows.numpy()
-    writer = LateColumns(table, settings, stored)
-    yield from reader.forward(packs, ForwardPass(names, len(packs), writer))
+    packs, late = context.agree(made)
+    yield from packs.forward(late)
 
 
 def _stored_columns(
@@ -220,7 +227,7 @@ def _stored_columns(
             column = context.settings.schema.role(role)
             if column is not None:
                 rows.check_filled(column.name)
-    columns = RolloutColumns([rows], context, StoredRows(rows), has_neighbours=False)
+    columns = StoredColumns(rows, context)
     if all(field.name != MASK for field in rows.gatherer.fields):
         _ = columns.mask  # else a pack would read it after others have been evicted
     return columns

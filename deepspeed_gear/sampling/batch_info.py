@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from deepspeed_gear.distributed.topology import RankCoordinates
+
 TRAIN = "train"  # the stream of training batches
 Turns = Literal[
     "micro", "global", "schedule"
@@ -25,6 +27,21 @@ class BatchInfo:
     sequence_world: int = 1
     # Most items of a packed batch, all replicas together; None: batches are not packed.
     items: int | None = None
+
+    @classmethod
+    def at(
+        cls, place: RankCoordinates, micro: int, accumulation: int, items: int | None = None
+    ) -> BatchInfo:
+        """Return the sizes of batches over the grid in which a rank has its place."""
+        return cls(
+            micro,
+            accumulation,
+            place.data_world,
+            place.tensor_world,
+            place.pipe_world,
+            place.sequence_world,
+            items,
+        )
 
     @cached_property
     def num_micro_batches(self) -> int:

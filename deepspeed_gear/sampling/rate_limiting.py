@@ -16,7 +16,6 @@ from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
-from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.rate_limiter import divide, kept
 from deepspeed_gear.store.records import Control, Head, Peer, Position, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED
@@ -277,7 +276,7 @@ class SelectionLimiter:
         if self._table.ledger is not None:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
             now += "{incomplete} incomplete"
-            found += now.format(**books_of(self._table.ledger))
+            found += now.format(**self._table.ledger.books.account())
             remedy = (
                 "check the rollout workers, of every node: batches wait for what was leased first"
             )
@@ -320,7 +319,7 @@ class SelectionLimiter:
         # Slots of dead processes must not block writers.
         if control[Control.PENDING] and not self._was_open:
             self._table.extents.end_abandoned()
-        words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
+        words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._table.counted(self._rate)
         admitted = int(words[NodeRate.INSERTED]) + pending
         words[NodeRate.ADMITTED] = admitted
         if self._rate.holds_back:

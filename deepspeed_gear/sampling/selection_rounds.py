@@ -32,7 +32,7 @@ from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.mass_rules import WindowEdge
 from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.stream_state import StreamState
-from deepspeed_gear.store.prompt_ledger import Progress
+from deepspeed_gear.store.prompt_spec import Progress
 
 PACKED_REPORT_WORDS = 3
 _NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)

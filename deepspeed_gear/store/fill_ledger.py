@@ -1,4 +1,4 @@
-"""Fill ledger: which process computes a late column of which trajectory.
+"""Fill ledger: the leases of trajectories that lack a late column.
 
 `SlotRetention.PRESENT` alone says what is filled. So a lease only keeps processes from the same
 work: there is nothing to recover, and two processes that compute the same rows cost time only.
@@ -11,8 +11,9 @@ import time
 import numpy as np
 
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.store.leases import LeaseRecord, ended
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import FillClaim
+from deepspeed_gear.store.row_allocator import have_ended
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 
@@ -41,11 +42,9 @@ class FillLedger:
         claims = self._claims[late]
         slots = lacking[:, Resolution.SLOT]
         held = np.flatnonzero(claims[slots, FillClaim.ID] == lacking[:, Resolution.ID] + 1)
-        owners = claims[slots[held], FillClaim.OWNER]
-        deadlines = claims[slots[held], FillClaim.DEADLINE]
-        is_dead, is_late = ended(owners, deadlines, self._memory, now)
         is_free = np.ones(len(lacking), bool)
-        is_free[held] = is_dead | is_late
+        is_free[held] = have_ended(claims[slots[held], FillClaim.OWNER], self._memory)
+        is_free[held] |= claims[slots[held], FillClaim.DEADLINE] < now
         chosen = lacking[is_free][:count]
         # The id comes last, so that a death in between leaves no claim of a trajectory that had
         # none.

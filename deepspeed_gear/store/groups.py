@@ -28,7 +28,8 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, RECENT, GroupCount, GroupSpec, SlotGroup
-from deepspeed_gear.store.prompt_ledger import Left, PromptLedger
+from deepspeed_gear.store.prompt_ledger import PromptLedger
+from deepspeed_gear.store.prompt_spec import Left
 from deepspeed_gear.store.records import Control, SharedPrompt, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator, distinct
 

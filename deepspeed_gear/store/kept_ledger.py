@@ -1,10 +1,9 @@
-"""Ledger of a store that outlives its job: numbers whose groups it still has are held, not
-generated again.
+"""Ledger of a store that outlives its job: groups that it still has are not generated again.
 
-A group that was drawn, and one that a load does not know, is retired: its rows stay until writers
-need them. Where its number is to be leased, the group is committed again instead, with the late
-columns that it has. So a new job and a load only retire what the store has (`begin`), and may die
-at any instruction: whole groups are found again by their numbers.
+A group that was drawn, and one that is not in a loaded checkpoint, is retired: its rows stay until
+writers need them. Where its number is to be leased, the group is committed again instead, with the
+late columns that it has. So a new job and a load only retire what the store has (`begin`), and may
+die at any instruction: whole groups are found again by their numbers.
 """
 
 from __future__ import annotations
@@ -17,36 +16,28 @@ import numpy as np
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.fill_ledger import FillLedger
 from deepspeed_gear.store.group_spec import SlotGroup
-from deepspeed_gear.store.leases import LeaseRecord
-from deepspeed_gear.store.prompt_ledger import (
-    Entry,
-    EntryState,
-    PromptCount,
-    PromptLedger,
-    PromptSpec,
-    may_lease,
-    version_of,
-)
-from deepspeed_gear.store.records import Control, Head, SlotRetention
+from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger
+from deepspeed_gear.store.prompt_spec import Entry, EntryState, PromptCount, PromptSpec
+from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 Views = Mapping[str, np.ndarray]
-# Words of a store's life. 1: no number is leased until a rank asks, and a death is followed by
-# `begin`; numbers below _END may have retired groups; _TOKEN: the latest lease before the latest
-# start or load. Of several stores in the order of completion: _SETTLED are the trained batches for
-# which the words from _SHARES on hold, or one of _VOID and _UNKNOWN. Each is how many more entries
-# of this store may be due by a batch, from the next one on.
-_IS_BEGUN, _END, _TOKEN, _SETTLED, _SHARES = range(5)
-# until the next round of the stores; for the first time since a start or load
+# Words of a store's life.
+_IS_BEGUN = 0  # 1: no number is leased until a rank asks, and a death is followed by `begin`
+_END = 1  # numbers below it may have retired groups
+_TOKEN = 2  # the latest lease before the latest start or load
+# Of several stores in the order of completion. The words from _SHARES on are how many more entries
+# of this store may be due by each batch, from the next one on. They hold for so many trained
+# batches; with _VOID not before the next round of the stores, with _UNKNOWN not before the first.
+_SETTLED = 3
+_SHARES = 4
 _VOID = -1
 _UNKNOWN = -2
 
 
 class KeptLedger(PromptLedger):
-    """The ledger of a table whose store outlives its job. Every method requires the
-    table's lock.
-    """
+    """The ledger of a store that outlives its job. Every method requires the table's lock."""
 
     def __init__(
         self,
@@ -60,18 +51,6 @@ class KeptLedger(PromptLedger):
         self._extents = extents
         self._life = views["life_words"]
         self._num_ranks = len(views["stream/train/consumed"])
-
-    def lease(self, count: int) -> list[LeaseRecord]:
-        """Lease numbers as in any ledger; those that have a group are held instead."""
-        self.reclaim()
-        return self._issue(count)
-
-    def update(self) -> None:
-        """Bring the entries up to date as in any ledger, and hold the groups whose numbers come
-        next.
-        """
-        self.reclaim()
-        self._issue(0)
 
     def _issue(self, count: int) -> list[LeaseRecord]:
         """Hold each next number that has a whole group in time, and lease up to `count` others.
@@ -91,7 +70,7 @@ class KeptLedger(PromptLedger):
             versions = self.views["retention"][slots, SlotRetention.POLICY_VERSION]
             version = int(versions.min(initial=1 << 62))
             is_kept = len(slots) == self.spec.members and self._is_in_time(number, version)
-            taken = self._take(1) if is_kept or len(leases) < count else []
+            taken = super()._issue(1) if is_kept or len(leases) < count else []
             if not taken:
                 break
             if is_kept:
@@ -101,7 +80,7 @@ class KeptLedger(PromptLedger):
                 self._free(slots)
                 leases += taken
         if self._following >= self._life[_END]:  # no later number has a group
-            leases += self._take(count - len(leases))
+            leases += super()._issue(count - len(leases))
         if revived:
             self._extents.rebuild()
         for slot in revived:
@@ -116,33 +95,32 @@ class KeptLedger(PromptLedger):
             self._revive(slots)
 
     def _is_in_time(self, number: int, version: int) -> bool:
-        """Return whether a group of a version may hold a number, so that no group
-        becomes too old.
-        """
+        """Return whether a group of a version may hold a number, so that none becomes too old."""
         spec = self.spec
         selected = self.num_selected
         others = (self._states != EntryState.FREE) & (self._of_entries != number)
         if spec.order == "lease":
             before = self._before(int((others & (self._of_entries < number)).sum()))
             before -= self._of_others(self._next) - self._of_others(number)
-            return may_lease(before, version, spec.groups, spec.max_lag)
-        newest = version_of(spec, self.views)  # that of entries without a group, at least
+            return spec.may_lease(before, version)
+        newest = self.books.version  # that of entries without a group, at least
         if spec.is_joint:
             may = self._life[_SETTLED] == newest and version + spec.max_lag >= selected
             return version >= newest or bool(may and (self._shares(version) > 0).all())
         versions = np.where(self._has_version(), self.entries[:, Entry.VERSION], newest)[others]
         due = np.arange(version, newest + 1)
-        num_due = (versions <= due[:, None]).sum(
-            1
-        ) + 1  # with this one, by each batch max_lag after `due`
+        # With this one, by each batch that is max_lag after one of `due`.
+        num_due = (versions <= due[:, None]).sum(1) + 1
         return bool((num_due <= (due + spec.max_lag - selected + 1) * spec.groups).all())
 
     def _shares(self, version: int) -> np.ndarray:
-        """Return the shares that a group of an older version than a lease has needs: by each batch
-        before.
+        """Return the shares that an older group needs: by each batch before that of a new lease.
+
+        With a max_lag of 2, batch 5 next, a version of 3 and leases of version 5, these are due by
+        batches 5 and 7: the group needs shares of the batches 5 and 6, [0:2].
         """
         spec = self.spec
-        newest = version_of(self.spec, self.views)
+        newest = self.books.version
         at, end = (max(one + spec.max_lag - self.num_selected, 0) for one in (version, newest))
         return np.asarray(self._life[_SHARES:][at : end if spec.is_joint else at])
 
@@ -152,18 +130,15 @@ class KeptLedger(PromptLedger):
         return super().progress()
 
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
-        """Take what the other stores hold, and a share of what all may hold, unless a batch is
-        drawn.
-        """
+        """Take what the others hold, and a share of what all may hold unless a batch is drawn."""
         super().note_others(num_held, is_drawn)
         spec = self.spec
         selected = self.num_selected
         if spec.is_joint:
             free = np.arange(1, spec.max_lag + 1) * spec.groups - self._num_due[: spec.max_lag]
             turn = (spec.store + selected) % spec.num_stores  # the shares add up to what is free
-            self._life[_SHARES:] = (
-                0 if is_drawn else np.maximum((free + turn) // spec.num_stores, 0)
-            )
+            shares = np.maximum((free + turn) // spec.num_stores, 0)
+            self._life[_SHARES:] = 0 if is_drawn else shares
             self._life[_SETTLED] = self._trained
 
     def _of_others(self, number: int) -> int:
@@ -182,9 +157,7 @@ class KeptLedger(PromptLedger):
 
     @contextmanager
     def committing(self, lease: LeaseRecord, members: int) -> Iterator[None]:
-        """End a lease as in any ledger; the group of one that came back, if it is open,
-        is retired.
-        """
+        """End a lease as in any ledger; where its number is open, its group is retired."""
         if not self._is_open(lease.number):
             with super().committing(lease, members):
                 yield
@@ -198,9 +171,7 @@ class KeptLedger(PromptLedger):
             super().renew(lease)
 
     def _is_open(self, number: int) -> bool:
-        """Return whether a number is to be leased, for the first time or again, and has
-        no group.
-        """
+        """Return whether a number is to be leased, at first or again, and has no group."""
         is_returned = self._of_entries[self._states == EntryState.RETURNED] == number
         return bool(number >= self._next or is_returned.any()) and not len(self.retired(number))
 
@@ -211,9 +182,7 @@ class KeptLedger(PromptLedger):
         return np.nonzero(is_retired & is_own)[0]
 
     def _revive(self, slots: np.ndarray) -> None:
-        """Commit retired trajectories again, as new ones; the caller rebuilds what follows from
-        slots.
-        """
+        """Commit retired trajectories again, as new ones; the caller rebuilds derived state."""
         control = self._extents.control
         slots = slots[np.argsort(self._slots[slots, Slot.ID])]  # members stay in their order
         ids = control[Control.NEXT_ID] + np.arange(len(slots))
@@ -258,23 +227,26 @@ class KeptLedger(PromptLedger):
         self._reasons[:] = b""
         counts[:] = 0
         self._epochs[:] = 0
-        counts[[PromptCount.LEASES, PromptCount.TRAINED]] = (
-            leases,
-            -1,
-        )  # until the stores have had a round
+        counts[PromptCount.LEASES] = leases
+        counts[PromptCount.TRAINED] = -1  # until the stores have had a round
         self._extents.control[Control.SELECTING] = 0
         for name in (*cleared, "groups", "group_counts"):
             self.views[name][:] = 0
         FillLedger(self.views["fill_claims"], self._memory).clear()
-        self.views["stream/train/consumed"][:] = self._position[Head.NUMBER]  # none is in training
+        self.views["stream/train/consumed"][:] = self.num_selected  # none is in training
         self._extents.rebuild()
 
     def place(self, records: np.ndarray, saved: Views) -> tuple[np.ndarray, np.ndarray]:
-        """Reserve slots and rows for a checkpoint's trajectories after `begin`; return them and the
-        records.
+        """Reserve slots and rows for a checkpoint's trajectories, after `begin`.
 
         Frees retired groups that the saved ledger holds or has counted, and others where there is
-        no room. Records of trajectories that fit into the store: [n, 8] -> [n] and [n, 8], int64.
+        no room.
+
+        Args:
+            records: Of trajectories that fit into the store. [n, 8], int64.
+            saved: The ledger's, as `export`.
+        Returns:
+            Their slots, and the records with the new rows. [n] and [n, 8], int64.
         """
         entries = saved["prompt_entries"]
         retired = self.retired()

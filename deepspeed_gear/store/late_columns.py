@@ -14,7 +14,7 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import quiet
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import SharedPrompt, SlotRetention
 from deepspeed_gear.store.table import Table
 

@@ -137,8 +137,7 @@ class RowAllocator:
     def _of_dead(self, slots: np.ndarray) -> np.ndarray:
         """Return those of some slots whose owner is dead. [n] -> [m]."""
         owners = self.slots[slots, Slot.OWNER]
-        dead = [owner for owner in set(owners.tolist()) if not self._memory.is_alive(owner)]
-        return np.asarray(slots[is_among(owners, dead)])
+        return np.asarray(slots[have_ended(owners, self._memory)])
 
     def recover(self) -> None:
         """Repair what dead processes have left: a move, reserved slots, ends and commits; then
@@ -264,6 +263,15 @@ def committed_at(slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
     committed = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
     committed = committed[np.argsort(slots[committed, Slot.ID])]
     return look_up(slots[committed, Slot.ID], ids, committed)
+
+
+def have_ended(owners: np.ndarray, memory: SharedMemory) -> np.ndarray:
+    """Return which owners, by the index of their process, have ended. [n] -> [n], bool.
+
+    Cost: a system call for each process.
+    """
+    dead = [owner for owner in set(owners.tolist()) if not memory.is_alive(owner)]
+    return is_among(owners, dead)
 
 
 def is_among(values: np.ndarray, few: Sequence[int]) -> np.ndarray:

@@ -29,7 +29,6 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.fill_ledger import FillLedger
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.kept_ledger import KeptLedger
-from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.memory_layout import (
     Layout,
@@ -39,7 +38,7 @@ from deepspeed_gear.store.memory_layout import (
     write_header,
 )
 from deepspeed_gear.store.native_rows import as_tensor
-from deepspeed_gear.store.prompt_ledger import PromptLedger
+from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator, committed_at, look_up

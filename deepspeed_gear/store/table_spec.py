@@ -16,7 +16,7 @@ from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.memory_layout import Layout, Region
-from deepspeed_gear.store.prompt_ledger import PromptSpec
+from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import (
     Control,
     FillClaim,

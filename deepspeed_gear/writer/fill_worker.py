@@ -14,8 +14,8 @@ from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.store.late_columns import absent, fill_leased
-from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Head, Peer, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
@@ -146,6 +149,60 @@ class Inserter:
         self.check(arrays)
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
         return columns, num_steps, spec.schema.late_bits(trajectory) if self._late else 0
+
+    def add_group(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Add all trajectories of a lease's group at once, and end the lease; return their ids.
+
+        Args:
+            lease: The lease of the group's prompt.
+            trajectories: The `group.size` trajectories, as `add`; the group's column may be left
+                out.
+        Raises:
+            LeaseExpiredError: The lease has ended; nothing is added.
+            DataError, StoreFullError, NotReadyError: As `add`; nothing is added.
+        """
+        table = self.table
+        items = dict[int, MediaItem]()
+        members = self._checked_group(lease, trajectories, items)
+        rows = [columns for columns, _, _ in members]
+        prompt = _prompt_steps(table.spec.schema, rows) if table.spec.shares_prompts else 0
+        slots = list[int]()
+        # All rows are written before one call commits the group: a process that dies in between
+        # leaves reserved slots only, which other processes free.
+        with undo_on_error(partial(self.free, slots)):
+            for columns, num_steps, _ in members:
+                shared = prompt if slots else 0  # the first trajectory holds the prompt's rows
+                slot = self.reserve(num_steps - shared, leased=True)
+                slots.append(slot)
+                table.write(slot, dict(zip(self._names, columns, strict=True)), before=shared)
+            table.share_prompt(slots, prompt)
+            self.add_media(rows, items)
+            with table.lock:
+                return table.commit_group(lease, slots, [present for _, _, present in members])
+
+    def _checked_group(
+        self,
+        lease: LeaseRecord,
+        trajectories: Sequence[Mapping[str, Any]],
+        items: dict[int, MediaItem],
+    ) -> list[tuple[list[np.ndarray], int, int]]:
+        """Check the group of a lease; as `checked` for each of its trajectories."""
+        arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        group = self.table.spec.group
+        assert group is not None
+        name = f"{self._name}: the group of prompt {lease.number}"
+        column = self._names.index(group.column)
+        number = {group.column: np.int64(lease.number)}
+        members = [self.checked({**number, **one}, items) for one in trajectories]
+        for columns, _, _ in members:
+            self.check_finite(columns)
+            if columns[column].item() != lease.number:
+                rule = f"must have the prompt's number in {group.column}"
+                raise DataError(name, rule, columns[column].item(), "leave the column out")
+        if len(members) != group.size:
+            rule = f"must have {group.size} trajectories"
+            raise DataError(name, rule, len(members), "fail() it if it cannot be complete")
+        return members
 
     def split(
         self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None
@@ -337,3 +394,32 @@ def refuse_read_only(table: Table) -> None:
         rule = "must have a capacity to be added to or changed"
         remedy = "it holds a read-only data set"
         raise StoreError(f"table {table.spec.name}", rule, None, remedy)
+
+
+def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> int:
+    """Return the number of prompt steps that a group's trajectories can share.
+
+    A prompt of 5 tokens has 4 steps to share: its last one stays with each trajectory, as its
+    logits predict the first token of the loss.
+
+    Args:
+        schema: Columns of the table.
+        trajectories: Columns in the stored form of each trajectory.
+    Returns:
+        Number of steps; 0 if the prompts differ.
+    """
+    mask = schema.role("loss_mask")
+    assert mask is not None
+    at_mask = schema.names.index(mask.name)
+    # The prompt ends at the first step with a loss; without one the whole trajectory is prompt.
+    length = 1 << 62
+    for columns in trajectories:
+        has_loss = columns[at_mask].astype(bool, copy=False)
+        first = int(has_loss.argmax())
+        length = min(length, first if has_loss[first] else len(has_loss))
+    for index, column in enumerate(schema):
+        if column.rows != "1" and length > 1:
+            prompt = trajectories[0][index][:length].tobytes()
+            if any(columns[index][:length].tobytes() != prompt for columns in trajectories[1:]):
+                return 0
+    return max(length - 1, 0)

@@ -16,12 +16,10 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
-from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.errors import ConfigError, DataError, LeaseExpiredError, undo_on_error
-from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.prompt_ledger import REASON_BYTES
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
+from deepspeed_gear.store.prompt_spec import REASON_BYTES
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
@@ -284,52 +282,7 @@ class LocalLedger(LeaseLedger):
 
     def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
         self._writer.check_goes_on()
-        table = self._table
-        inserter = self._inserter
-        schema = table.spec.schema
-        items = dict[int, MediaItem]()
-        members = self._checked(lease, trajectories, items)
-        rows = [columns for columns, _, _ in members]
-        prompt = _prompt_steps(schema, rows) if table.spec.shares_prompts else 0
-        slots = list[int]()
-        # All rows are written before one call commits the group: a process that dies in between
-        # leaves reserved slots only, which other processes free.
-        with undo_on_error(partial(inserter.free, slots)):
-            for columns, num_steps, _ in members:
-                shared = prompt if slots else 0  # the first trajectory holds the prompt's rows
-                slot = inserter.reserve(num_steps - shared, leased=True)
-                slots.append(slot)
-                table.write(slot, dict(zip(schema.names, columns, strict=True)), before=shared)
-            table.share_prompt(slots, prompt)
-            inserter.add_media(rows, items)
-            with table.lock:
-                return table.commit_group(lease, slots, [present for _, _, present in members])
-
-    def _checked(
-        self,
-        lease: LeaseRecord,
-        trajectories: Sequence[Mapping[str, Any]],
-        items: dict[int, MediaItem],
-    ) -> list[tuple[list[np.ndarray], int, int]]:
-        """Check the group of a lease; as `Inserter.checked` for each of its trajectories."""
-        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
-        spec = self._table.spec
-        group = spec.group
-        assert group is not None
-        name = f"table {spec.name}: the group of prompt {lease.number}"
-        column = spec.schema.names.index(group.column)
-        number = np.int64(lease.number)
-        members = [self._inserter.checked({group.column: number, **one}, items) for one in given]
-        for columns, _, _ in members:
-            self._inserter.check_finite(columns)
-            if columns[column].item() != lease.number:
-                rule = f"must have the prompt's number in {group.column}"
-                remedy = "leave the column out"
-                raise DataError(name, rule, columns[column].item(), remedy)
-        if len(members) != group.size:
-            rule = f"must have {group.size} trajectories"
-            raise DataError(name, rule, len(members), "fail() it if it cannot be complete")
-        return members
+        return self._inserter.add_group(lease, trajectories)
 
     def close(self) -> None:
         """Return the leases of this process, and close its writer. Safe to call twice."""
@@ -411,32 +364,3 @@ class RolloutWorker(LeaseWorker):
 
     def __repr__(self) -> str:
         return f"RolloutWorker({self.spec.name}: {len(self.prompts):,} prompts)"
-
-
-def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> int:
-    """Return the number of prompt steps that a group's trajectories can share.
-
-    A prompt of 5 tokens has 4 steps to share: its last one stays with each trajectory, as its
-    logits predict the first token of the loss.
-
-    Args:
-        schema: Columns of the table.
-        trajectories: Columns in the stored form of each trajectory.
-    Returns:
-        Number of steps; 0 if the prompts differ.
-    """
-    mask = schema.role("loss_mask")
-    assert mask is not None
-    at_mask = schema.names.index(mask.name)
-    # The prompt ends at the first step with a loss; without one the whole trajectory is prompt.
-    length = 1 << 62
-    for columns in trajectories:
-        has_loss = columns[at_mask].astype(bool, copy=False)
-        first = int(has_loss.argmax())
-        length = min(length, first if has_loss[first] else len(has_loss))
-    for index, column in enumerate(schema):
-        if column.rows != "1" and length > 1:
-            prompt = trajectories[0][index][:length].tobytes()
-            if any(columns[index][:length].tobytes() != prompt for columns in trajectories[1:]):
-                return 0
-    return max(length - 1, 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.config import ds_config, expand
+from deepspeed_gear.config import expand, gear_config
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
@@ -317,7 +317,7 @@ def _attached(
     section: Mapping[str, Any] | None = None
     memory: Mapping[str, Any] = {}
     if config is not None:
-        section = expand(_object("gear", ds_config.read(config)[0]))
+        section = expand(_object("gear", gear_config.read(config)[0]))
         memory = _object("gear.shared_memory", section.get("shared_memory", {}))
     prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
     if not isinstance(prefix, str):

@@ -12,8 +12,7 @@ from store_support import StoreScene, check_whole, every_death, stream_spec
 
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.group_spec import GroupCondition, GroupSpec
-from deepspeed_gear.store.prompt_books import books_of
-from deepspeed_gear.store.prompt_ledger import PromptSpec
+from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import NEVER_LATE
 from deepspeed_gear.store.retention import Retention
 
@@ -58,7 +57,7 @@ def check(table: Any, streams: Any) -> dict[str, Any]:
     check_whole(table, streams)
     with table.lock:
         table.groups.update()
-        books = books_of(table.ledger)
+        books = table.ledger.books.account()
         held = table.slots[:, Slot.STATE] == SlotState.COMMITTED
         numbers, counts = np.unique(table.columns["task"][: len(held)][held], return_counts=True)
     parts = [books[name] for name in ("trained", "training", "waiting", "leased", "returned")]

@@ -14,21 +14,26 @@ from instruction_deaths import states_left
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear.context import Context
+from deepspeed_gear.data.running_moments import Moment
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.writer.inserter import Inserter
+from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
+
+#: Columns that tables count moments of: 3 elements of each state, and 1 of each step.
+COUNTED = ("observation", "reward")
 
 
-def scene_of(lengths: list[int], removal: str, **sizes: int) -> StoreScene:
+def scene_of(lengths: list[int], removal: str, **options: Any) -> StoreScene:
     """Make a store of trajectories whose steps have priorities that say of which trajectory they
     are.
     """
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table", alpha=1.0))
-    sizes = {"num_slots": 9, "num_rows": 28, **sizes}
-    scene = StoreScene([spec], lengths, retention=Retention(removal), **sizes)
+    options = {"num_slots": 9, "num_rows": 28, **options}
+    scene = StoreScene([spec], lengths, retention=Retention(removal), **options)
     stream = scene.streams[0]
     stream.state.ask(0)
     stream.get(0)
@@ -77,11 +82,11 @@ def check_state(scene: StoreScene, number: int, stays: set[int]) -> Any:
     return table
 
 
-def reserve(table: Any, num_steps: int) -> Callable[[], Any]:
+def reserve(table: Any, num_steps: int, latest: tuple[int, int] = NO_LATEST) -> Callable[[], Any]:
     """Return a call that reserves rows, by a process that has released the first selection."""
     table.views["stream/train/consumed"][table.memory.peer] = 1
     rows = table.rows_for(num_steps)
-    wanted = (rows, num_steps, num_steps, NO_LATEST, False, True, False, True)
+    wanted = (rows, num_steps, num_steps, latest, False, True, False, True)
     return partial(table.extents.handle.reserve_with_removal, *wanted)
 
 
@@ -116,6 +121,23 @@ def test_extents_move_and_others_are_evicted(removal: str, spare_rows: int) -> N
     scene.close()
 
 
+def test_a_short_extent_moves_out() -> None:
+    """In a table of many, the latest trajectory of a writer leaves the rows that follow it."""
+    scene = scene_of([1] * 130, "fifo", num_slots=140, num_rows=2 * 130 + 14, spare_rows=3)
+    latest = int(scene.table.slots_of(np.array([129]))[0])
+    places = set()
+
+    def prepare(table: Any) -> Callable[[], Any]:
+        table.extents.end(latest, truncated=False, returns=True)
+        return reserve(table, 12, (latest, int(table.slots[latest, Slot.GENERATION])))
+
+    for number in states_left(scene, prepare):
+        check_state(scene, number, {*range(1, 130)})
+        places.add(int(scene.table.slots[latest, Slot.FIRST_ROW]))
+    assert places == {2 * 129, 0}
+    scene.close()
+
+
 def test_evicted_rows_have_no_priorities() -> None:
     scene = scene_of([5, 3, 7, 3], "lowest_priority")
     for number in states_left(scene, lambda table: reserve(table, 9)):
@@ -126,7 +148,7 @@ def test_evicted_rows_have_no_priorities() -> None:
 @pytest.mark.parametrize("call", ["commit", "grow", "end"])
 def test_steps_are_published_or_not(call: str) -> None:
     """A slot that grows, of a dead process: it ends with what is published."""
-    scene = scene_of([5], "fifo")
+    scene = scene_of([5], "fifo", normalized=COUNTED)
 
     def prepare(table: Any) -> Callable[[], Any]:
         extents = table.extents
@@ -142,16 +164,79 @@ def test_steps_are_published_or_not(call: str) -> None:
 
     found = set()
     for _ in states_left(scene, prepare):
-        table, streams = scene.attach(2)
-        with table.lock:
-            table.extents.end_abandoned()
-        check_whole(table, streams)
-        assert not table.views["retention"][:, SlotRetention.OPEN].any()
-        assert not table.control[Control.PENDING]
-        for number, first, steps in committed(table):
-            wanted = [number * STEP + i for i in range(steps)]
-            assert table.columns["code"][first : first + steps].tolist() == wanted
-            found.add((number, steps))
-        table.close()
+        found |= check_published(scene)
     assert found == {(0, 5), (1, 2)} | ({(1, 4)} if call == "grow" else set())
     scene.close()
+
+
+#: Steps of the dead writer's trajectory that one call may leave.
+LEFT = {
+    "add": {6},
+    "step that ends it": {4},
+    "step that publishes its first": {4},
+    "step that publishes more": {3, 4},
+    "step that ends the published": {3, 4},
+}
+
+
+@pytest.mark.parametrize("call", LEFT)
+def test_rows_are_written_before_they_are_published(call: str) -> None:
+    """Calls that copy rows take the store's lock themselves, some after the copy."""
+    scene = scene_of([5], "fifo", normalized=COUNTED, return_to_go=False)
+
+    def prepare(table: Any) -> Callable[[], Any]:
+        inserter = Inserter(table, Context(timeout_s=5.0), max_length=7)
+        rows = trajectory(1, 6, truncated=True)
+        if call == "add":
+            columns = [rows[name] for name in table.spec.schema.names]
+            native = table.ops.native.store_add
+            return partial(native, table.extents.handle.address, columns, 6, 5.0)
+        vector = TrajectoryWriter(table, inserter).vector_writer(1, "disabled")
+        vector.reset(observation=rows["observation"][:1], task=rows["task"][None])
+        for step in range(3):
+            vector.step(**step_of(rows, step), publish=step == 2 and LEFT[call] == {3, 4})
+        columns = step_of(rows, 3, ends="ends" in call)
+        publishes = "published" in call or "publishes" in call
+        take_step = vector._vector_step  # the closure keeps its writer alive
+        return lambda: take_step(vector._steps_address, columns, None, None, publishes)
+
+    found = set()
+    for _ in states_left(scene, prepare, holds_lock=False):
+        found |= check_published(scene)
+    assert found == {(0, 5), *((1, steps) for steps in LEFT[call])}
+    scene.close()
+
+
+def step_of(rows: dict[str, Any], step: int, ends: bool = False) -> dict[str, Any]:
+    """Return the columns of a trajectory's step for `VectorWriter.step`, of one environment."""
+    columns = {name: rows[name][step : step + 1] for name in ("action", "reward", "code")}
+    state = rows["observation"][step + 1 : step + 2]
+    flags = {"terminated": np.full(1, ends), "truncated": np.zeros(1, bool)}
+    return {**columns, "observation": state, **flags}
+
+
+def check_published(scene: StoreScene) -> set[tuple[int, int]]:
+    """Check what the next process has of trajectory 1, whose writer is dead, and of the others.
+
+    Returns:
+        Id and number of steps of each stored trajectory.
+    """
+    table, streams = scene.attach(2)
+    with table.lock:
+        table.extents.end_abandoned()
+        moments = table.extents.moments[Moment.COUNT].tolist()
+    check_whole(table, streams)
+    assert not table.views["retention"][:, SlotRetention.OPEN].any()
+    assert not table.control[Control.PENDING]
+    found = committed(table)
+    for number, _, steps in found:
+        wanted = trajectory(number, steps, truncated=number == 1)
+        slot = int(table.slots_of(np.array([number]))[0])
+        rows = table.rows(slot)
+        rows["truncated"] = rows["truncated"] | rows["terminated"]
+        for name in set(rows) - {"terminated"}:
+            assert np.array_equal(rows[name], wanted[name]), name
+    num_steps = sum(steps for *_, steps in found)
+    assert moments == [num_steps + len(found)] * 3 + [num_steps]
+    table.close()
+    return {(number, steps) for number, _, steps in found}

@@ -23,17 +23,8 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.kept_ledger import KeptLedger
-from deepspeed_gear.store.leases import LeaseRecord
-from deepspeed_gear.store.prompt_books import books_of
-from deepspeed_gear.store.prompt_ledger import (
-    Entry,
-    EntryState,
-    Left,
-    PromptCount,
-    PromptLedger,
-    PromptSpec,
-    merge,
-)
+from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger, merge
+from deepspeed_gear.store.prompt_spec import Entry, EntryState, Left, PromptCount, PromptSpec
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 
 LEASE_S = 6.0
@@ -481,7 +472,7 @@ class Machine:
         for store in self.stores:
             store.update()
             self.note_dropped(store)
-        books = [books_of(store.ledger) for store in self.stores]
+        books = [store.ledger.books.account() for store in self.stores]
         dropped = sum(sum(one["dropped"].values()) for one in books)
         sums = {name: sum(one[name] for one in books) for name in ("issued", *PARTS)}
         assert sums["issued"] == sum(sums[name] for name in PARTS) + dropped
@@ -674,7 +665,7 @@ class Resharding(Machine):
             is_known = all(store.owns(n) for n in self.gone if first <= n < following)
             if not self.by_lease:
                 is_known = len(self.gone) == self.num_gone
-            used = prompt_ledger.num_in_training(store.spec, store.views) + len(store.open_numbers)
+            used = store.ledger.books.num_in_training + len(store.open_numbers)
             if is_known and used < len(store.slots):
                 gone = [n for n in self.gone if not self.by_lease or n < following]
                 assert (following - len(gone)) // self.groups > self.num_trained + self.max_lag
@@ -733,7 +724,7 @@ class Successors(Machine):
     def take(self, store: NodeStore, count: int) -> list[LeaseRecord]:
         """Lease, and count what is held instead; some of it is older than a lease would be."""
         before = store.slots_in(SlotState.COMMITTED)
-        version = prompt_ledger.version_of(store.spec, store.views)
+        version = store.ledger.books.version
         leases = super().take(store, count)
         found = np.setdiff1d(store.slots_in(SlotState.COMMITTED), before)
         self.counts["found"] += len(found)
@@ -843,7 +834,7 @@ def driven(
         machine.drive(turns)
         assert len(machine.trained) == len({*machine.trained} - machine.gone)
         assert machine.trained == sorted(machine.trained) or not machine.by_lease
-        dropped = [books_of(store.ledger)["dropped"] for store in machine.stores]
+        dropped = [store.ledger.books.account()["dropped"] for store in machine.stores]
         counts["too old"] += sum(one.get("too old", 0) for one in dropped)
         counts += machine.counts
     return counts

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,14 @@ def _ptrace(request: int, child: int, value: int = 0) -> None:
         pytest.skip(f"this machine does not let a process trace its child: {error}")
 
 
-def states_left(scene: StoreScene, prepare: Callable[[Any], Callable[[], Any]]) -> Iterator[int]:
-    """Put a store into each state that the death of a peer leaves in a native call with the lock
-    held.
+def states_left(
+    scene: StoreScene, prepare: Callable[[Any], Callable[[], Any]], holds_lock: bool = True
+) -> Iterator[int]:
+    """Put a store into each state that the death of a peer leaves in a native call.
 
     The peer attaches, and prepares the call with its table: what it returns is the call, of C++
-    alone, as a line of Python takes some thousand instructions.
+    alone, as a line of Python takes some thousand instructions. The peer `holds_lock` meanwhile, or
+    the call takes the lock itself.
 
     The peer is a child that is stepped by single instructions. Whenever one has changed the store,
     its memory is copied; in the end it is killed, and the store gets one copy after the other. The
@@ -49,7 +52,7 @@ def states_left(scene: StoreScene, prepare: Callable[[Any], Callable[[], Any]]) 
 
     def run() -> None:
         table, _ = scene.attach(1)
-        with table.lock:
+        with table.lock if holds_lock else nullcontext():
             call = prepare(table)
             _libc.ptrace(_TRACEME, 0, None, 0)
             os.kill(os.getpid(), signal.SIGSTOP)

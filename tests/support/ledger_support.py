@@ -12,7 +12,6 @@ from gear_support import prefix
 from group_support import section
 
 from deepspeed_gear import Column, DatasetWriter, Lease, Replay, Schema
-from deepspeed_gear.store.prompt_books import books_of
 
 SIZE = 2  # members of a group
 PROMPTS = Schema(
@@ -91,7 +90,7 @@ def check_books(replay: Replay) -> dict[str, Any]:
         assert table.ledger is not None
         assert table.groups is not None
         table.groups.update()
-        books = books_of(table.ledger)
+        books = table.ledger.books.account()
         groups = table.groups.statistics
     parts = [
         books[name]

@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from deepspeed_gear.batching.micro_batch import MicroBatch, PackShape, pack_of_tokens
+from deepspeed_gear.batching.micro_batch import MicroBatch, pack_of_tokens
+from deepspeed_gear.batching.pack_rows import PackShape
 from deepspeed_gear.batching.packing_plan import Prefixes
 
 VOCABULARY = 64

@@ -41,7 +41,7 @@ def streams_of(replay: Replay) -> dict[str, BatchStream]:
 
 def late_updates_of(replay: Replay) -> AsyncPriorityUpdates:
     """Return the priorities that are still being computed on a device."""
-    return replay._late_updates
+    return replay._parts.late_updates
 
 
 def take(replay: Replay, count: int) -> list[Batch]:

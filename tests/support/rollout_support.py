@@ -15,10 +15,8 @@ from deepspeed_gear.batching.loss_weights import GradientDivisor
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_columns import RolloutColumns
-from deepspeed_gear.replay.rollout_context import RolloutContext
+from deepspeed_gear.replay.rollout_columns import RolloutColumns, RolloutContext
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},
@@ -90,13 +88,13 @@ def micros(rollout: Rollout) -> list[MicroBatch]:
 
 def seen_by(rollout: Rollout, place: RankCoordinates) -> Rollout:
     """Return a rollout batch as the rank with other coordinates sees it, without collectives."""
-    columns = rollout.reader.columns
+    columns = rollout.batch_columns
     settings = replace(columns.context.settings, place=place)
     divisor = GradientDivisor(float(place.data_world))
     context = RolloutContext(settings, ControlPlane(), None, False, divisor)
     there = RolloutColumns(columns.tables, context)
     there.filled.update(columns.filled)
-    return Rollout(rollout.number, PackReader(there), lambda: None)
+    return Rollout(rollout.number, there, lambda: None)
 
 
 def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:

@@ -55,17 +55,20 @@ class StoreScene:
         shard: Any = None,
         group: Any = None,
         prompts: Any = None,
+        normalized: tuple[str, ...] = (),
+        return_to_go: bool = True,
     ) -> None:
         self.ops = load_backend("cpu")
         self.specs = list(specs)
         self.timeout_s = timeout_s
         self.name = f"{prefix()}-{os.urandom(4).hex()}"
         self.run = RunIdentity("0" * 32)
-        sizes = (num_slots, num_rows + spare_rows, None, True, True, num_peers, shard)
+        sizes = (num_slots, num_rows + spare_rows, None, True, return_to_go, num_peers, shard)
         rules: dict[str, Any] = {
             "retention": retention or Retention(),
             "group": group,
             "prompts": prompts,
+            "normalized": normalized,
         }
         self.spec = TableSpec("main", SCHEMA, *sizes, spare_rows=spare_rows, **rules)
         extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]

@@ -40,7 +40,7 @@ class HostEvent(threading.Event):
 
 
 class HostStream:
-    """A queue of work in order; here in the calling thread, done on return. Thread safe."""
+    """Queue of work in order: in the calling thread here, done on return. Thread safe."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -91,7 +91,7 @@ class HostStream:
 
 
 class CudaStream(HostStream):
-    """A separate CUDA stream as a transfer stream."""
+    """CUDA stream of its own for the gathers and copies of batches."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -150,7 +150,10 @@ def lane_of(device: torch.device) -> HostStream:
 
 
 class Packing:
-    """Offsets of tensors in one allocation, each aligned."""
+    """Packing of tensors into one allocation, each at an aligned offset.
+
+    Tensors of 4 and 200 bytes begin at 0 and 128; the allocation has 384 bytes.
+    """
 
     def __init__(self, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
         self._shapes = list(shapes)

@@ -58,13 +58,6 @@ def column_name(field: ResolvedField) -> str:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """The columns of one table that a device reads in place, for direct fields."""
-
-    columns: Mapping[str, torch.Tensor]  # by name: device tensors over the stored columns
-
-
-@dataclass(frozen=True)
 class FieldTransfer:
     """How the fields of a batch reach a device, the same for all tables of a mixture."""
 
@@ -92,7 +85,7 @@ class FieldTransfer:
 
 @dataclass
 class _Use:
-    """The use of a batch that was handed over, until its ring entry is filled again."""
+    """Use of a batch that was handed over, until its ring entry is filled again."""
 
     consumer: Any  # stream of the user
     free: Event | None = None  # after the last use; None: the user may still use the batch
@@ -112,18 +105,29 @@ class _Pinned:
 
 
 class DeviceGatherer(Gatherer):
-    """Gathers batches of fixed fields and size on a device.
+    """Gatherer of batches of fixed fields and size on a device.
 
-    One thread gathers; another one may take batches. The gatherers of a mixture's tables have equal
-    `transfer`. The ring has one entry more than are prefetched and kept.
+    One thread gathers; another one may take batches.
+
+    Args:
+        transfer: How fields reach the device, equal for the gatherers of a mixture's tables.
+        reached: Columns of the table that the device reads in place: tensors of the device by name.
+        options: Fields and size of batches.
+        table: The table.
+        depth: Entries of the ring: one more than batches are prefetched and kept.
     """
 
     def __init__(
-        self, transfer: FieldTransfer, reach: Reach, options: GatherOptions, table: Rows, depth: int
+        self,
+        transfer: FieldTransfer,
+        reached: Mapping[str, torch.Tensor],
+        options: GatherOptions,
+        table: Rows,
+        depth: int,
     ) -> None:
         self._transfer = transfer
         self._lane = transfer.lane
-        self._reach = reach
+        self._reached = reached
         self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options.threads
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
@@ -160,8 +164,9 @@ class DeviceGatherer(Gatherer):
         is_there = transfer.preferred != STAGED and transfer.reaches_n_step and not is_followed
         self._n_step_there: NStepReturns | None = None
         if self._n_step is not None and is_there:
-            reached = self._reach.columns.__getitem__
-            self._n_step_there = NStepReturns(self._n_step, self._table, reached, self._lane.device)
+            self._n_step_there = NStepReturns(
+                self._n_step, self._table, self._reached.__getitem__, self._lane.device
+            )
             self._n_step_here = None
         chosen = {
             way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)
@@ -183,7 +188,7 @@ class DeviceGatherer(Gatherer):
         field = self._fields[index]
         if self._ways[index] == STAGED or is_computed(field):
             return torch.empty(0, dtype=torch.int64, device=self._lane.device)
-        return self._reach.columns[column_name(field)]
+        return self._reached[column_name(field)]
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
         """Return a group of fields that reads `columns`, one for each of all fields."""
@@ -255,7 +260,10 @@ class DeviceGatherer(Gatherer):
         return dict(buffers.tensors), dict(buffers.mask)
 
     def _reuse(self, slot: _Slot) -> None:
-        """Make the transfer stream wait for the user of the entry's last batch."""
+        """Make the transfer stream wait for the user of the entry's last batch.
+
+        The host does not wait: kernels that overwrite the entry run after those that read it.
+        """
         with self._lock:
             use = slot.use
             slot.use = None

@@ -273,15 +273,20 @@ def ingest(
             schema = schema.allowing_nan()
         groups = GroupNumbers(options.get("group_scope"), outputs, known)
         texts = TextNumbers(outputs, known)
-        _note_counted(readers[known is None :])
+        for reader in readers[known is None :]:  # the first source of all counts as it likes
+            reader.notes.extend(
+                f"{name} counts anew in each source: the column source tells equal numbers apart"
+                for name in reader.counted
+            )
         if progress:
             for reader in readers:
                 for note in (f"read as format {reader.format}", *reader.notes):
                     print(f"{reader.path}: {note}", file=sys.stderr)
         # The lists of notes are shared, so that notes of groups, which are known at the end only,
         # are recorded as well.
-        described = [{**reader.description, "notes": reader.notes} for reader in readers]
-        source: dict[str, Any] = {"sources": described}
+        source: dict[str, Any] = {
+            "sources": [{**reader.description, "notes": reader.notes} for reader in readers]
+        }
         changes = {
             name: options.get(name) for name in ("dtype", "rename", "role", "reward", "group_scope")
         }
@@ -290,8 +295,9 @@ def ingest(
         if texts.texts:
             source[TEXTS] = texts.texts
         total = sum(reader.num_steps for reader in readers) or None  # None: not known by all
-        shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
-        bar = stack.enter_context(shown)
+        bar = stack.enter_context(
+            tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
+        )
         num_bytes = 0
         episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
         divides: Any = bool(options.get("split_by_flags"))
@@ -319,14 +325,6 @@ def ingest(
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
             return writer.close()
-
-
-def _note_counted(readers: Sequence[Reader]) -> None:
-    """Note for each source which numbers it counts anew, although other sources count them too."""
-    for reader in readers:
-        for name in reader.counted:
-            note = f"{name} counts anew in each source: the column source tells equal numbers apart"
-            reader.notes.append(note)
 
 
 def ingest_rows(

@@ -104,9 +104,9 @@ class _ArrayMachine:
             if number % _OPCODES_AT_ONCE == 0:
                 self._spend(_OPCODES_AT_ONCE * _OBJECT_BYTES)
             if opcode.name in _LITERALS:
-                self._stack.append(argument)
+                self._push(argument)
             elif opcode.name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[opcode.name])
+                self._push(_CONSTANTS[opcode.name])
             else:
                 self._run(opcode.name, argument)
         value = self._pop()
@@ -119,7 +119,6 @@ class _ArrayMachine:
         PERSID, BINPERSID, EXT1 to EXT4, INST, OBJ and NEWOBJ_EX are refused because they build
         objects of any class; NEXT_BUFFER and READONLY_BUFFER because they build views.
         """
-        # `_pop_mark` replaces `self._stack`, so values are popped before it is used again.
         match opcode:
             case "PROTO" | "FRAME" | "STOP":
                 pass
@@ -134,15 +133,13 @@ class _ArrayMachine:
                 self._stack = []
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 items = [self._pop() for _ in range(int(opcode[-1]))]
-                self._stack.append(tuple(reversed(items)))
+                self._push(tuple(reversed(items)))
             case "TUPLE":
-                values = self._pop_mark()
-                self._stack.append(tuple(values))
+                self._push(tuple(self._pop_mark()))
             case "EMPTY_LIST":
-                self._stack.append([])
+                self._push([])
             case "LIST":
-                values = self._pop_mark()
-                self._stack.append(values)
+                self._push(self._pop_mark())
             case "APPEND":
                 value = self._pop()
                 self._container(list).append(value)
@@ -150,10 +147,9 @@ class _ArrayMachine:
                 values = self._pop_mark()
                 self._container(list).extend(values)
             case "EMPTY_DICT":
-                self._stack.append({})
+                self._push({})
             case "DICT":
-                values = self._pop_mark()
-                self._stack.append(_dict(values))
+                self._push(_dict(self._pop_mark()))
             case "SETITEM":
                 value = self._pop()
                 key = self._pop()
@@ -163,14 +159,13 @@ class _ArrayMachine:
                 self._container(dict).update(_dict(values))
             case "EMPTY_SET":
                 self._spend(_SET_BYTES)
-                self._stack.append(set())
+                self._push(set())
             case "ADDITEMS":
                 values = self._pop_mark()
                 self._container(set).update(map(_hashable, values))
             case "FROZENSET":
                 self._spend(_SET_BYTES)
-                values = self._pop_mark()
-                self._stack.append(frozenset(map(_hashable, values)))
+                self._push(frozenset(map(_hashable, self._pop_mark())))
             case "GLOBAL":
                 module, _, name = argument.partition(" ")
                 self._push_global(module, name)
@@ -181,11 +176,11 @@ class _ArrayMachine:
             case "REDUCE" | "NEWOBJ":
                 arguments = self._pop()
                 made = self._pop()
-                self._stack.append(self._call(made, arguments, is_new=opcode == "NEWOBJ"))
+                self._push(self._call(made, arguments, is_new=opcode == "NEWOBJ"))
             case "BUILD":
                 state = self._pop()
                 made = self._pop()
-                self._stack.append(self._build(made, state))
+                self._push(self._build(made, state))
             case "POP":
                 if self._stack:
                     self._pop()
@@ -194,11 +189,15 @@ class _ArrayMachine:
             case "POP_MARK":
                 self._pop_mark()
             case "DUP":
-                self._stack.append(self._top())
+                self._push(self._top())
             case _:
                 raise pickle.UnpicklingError(f"the opcode {opcode}")
 
     # The stack. A mark divides it; values below the last mark cannot be reached.
+
+    def _push(self, value: Any) -> None:
+        # Its argument is evaluated first: `_pop_mark` replaces the stack.
+        self._stack.append(value)
 
     def _top(self) -> Any:
         if not self._stack:
@@ -223,7 +222,7 @@ class _ArrayMachine:
             raise pickle.UnpicklingError(f"no value at {place} in the memo")
         value = self._memo[place]
         is_known = isinstance(value, _Pending) and value.value is not None
-        self._stack.append(value.value if is_known else value)
+        self._push(value.value if is_known else value)
 
     def _container(self, kind: type) -> Any:
         """Return the value at the top, which must be a list, dict or set that the pickle built."""
@@ -240,9 +239,9 @@ class _ArrayMachine:
         key = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         key = key.replace("__builtin__.", "builtins.")  # of protocols before 3
         if module in _TRAJECTORIES and name in ("Trajectory", "TrajectoryWithRew"):
-            self._stack.append(_Global(key, self._trajectory))
+            self._push(_Global(key, self._trajectory))
         elif key in self._globals:
-            self._stack.append(_Global(key, self._globals[key]))
+            self._push(_Global(key, self._globals[key]))
         else:
             raise pickle.UnpicklingError(key)
 

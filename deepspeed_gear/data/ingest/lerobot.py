@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -221,7 +221,7 @@ class LerobotReader(Reader):
             (file, list(group)) for file, group in groupby(self._episodes, key=lambda e: e.file)
         ]
         tables = read_ahead(self._read_file, files, lambda file: 2 * file[0].stat().st_size)
-        pairs = (pair for file in tables for pair in file)
+        pairs = chain.from_iterable(tables)
         return read_ahead(self._decode, pairs, lambda pair: pair[0].length * row_bytes)
 
     def _read_file(self, file: tuple[Path, list[Episode]]) -> list[tuple[Episode, Any]]:

@@ -47,11 +47,11 @@ class NpzReader(ArrayReader):
 
     def _load(self) -> Any:
         arrays = {}
-        # a malformed file can raise any
-        kind = Exception
-        rule = "must be a readable npz file"
-        is_readable = DataError.on(str(self.path), rule, kind, remedy=DAMAGED)
-        with is_readable, zipfile.ZipFile(self.path) as archive:
+        with (
+            # A malformed file can raise any exception.
+            DataError.on(str(self.path), "must be a readable npz file", Exception, remedy=DAMAGED),
+            zipfile.ZipFile(self.path) as archive,
+        ):
             for entry in archive.infolist():
                 if entry.filename.endswith(NPY):
                     name = entry.filename.removesuffix(NPY)

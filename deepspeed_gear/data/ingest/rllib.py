@@ -103,8 +103,8 @@ class RllibReader(ArrayReader):
         if not self.options.get("allow_pickle"):
             raise DataError(where, "must not be a pickle, as compressed columns are", None, PICKLED)
         lz4 = optional(where, "must be decompressed by LZ4", "lz4", "lz4.frame")
-        kinds = ValueError, RuntimeError, EOFError
-        with DataError.on(where, "must be base64 of an LZ4 frame", *kinds, remedy=""):
+        rule = "must be base64 of an LZ4 frame"
+        with DataError.on(where, rule, ValueError, RuntimeError, EOFError, remedy=""):
             packed = base64.b64decode(text, validate=True)
             content = io.BytesIO()
             decoder = lz4.LZ4FrameDecompressor()

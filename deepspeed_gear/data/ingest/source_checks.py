@@ -19,7 +19,7 @@ from typing import Any
 
 import h5py
 
-from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.dataset_files import read_object
 from deepspeed_gear.errors import ConfigError, DataError
 
 MAX_EXPANSION = 100.0  # default for the bytes of arrays per byte of their files
@@ -124,11 +124,7 @@ def check_archive(path: Path, expansion: Expansion) -> None:
 def read_source_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a source."""
     check_no_pointer(path)
-    with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=DAMAGED):
-        data = parse_json(path.read_text(encoding="utf-8"))
-    if not isinstance(data, dict):
-        raise DataError(str(path), "must hold a JSON object", type(data).__name__, DAMAGED)
-    return data
+    return read_object(path, DAMAGED)
 
 
 def check_description(where: str, value: Any) -> None:
@@ -182,9 +178,11 @@ def _check_link(path: Path, folder: Path, root: Path) -> None:
 def _check_hdf5(path: Path, expansion: Expansion) -> None:
     names: list[bytes] = []  # of all links
     sizes: dict[int, int] = {}  # of arrays by address, as one array may have several names
-    kinds = OSError, RuntimeError, KeyError
-    is_readable = DataError.on(str(path), "must be a readable HDF5 file", *kinds, remedy=DAMAGED)
-    with is_readable, h5py.File(path, "r") as file:
+    rule = "must be a readable HDF5 file"
+    with (
+        DataError.on(str(path), rule, OSError, RuntimeError, KeyError, remedy=DAMAGED),
+        h5py.File(path, "r") as file,
+    ):
         file.id.links.visit(names.append)
         for name in names:
             where = f"{path}: {name.decode(errors='replace')}"

@@ -222,9 +222,10 @@ def record_batches(
         is_file = head == _ARROW_FILE
         source.seek(len(_ARROW_FILE) if is_file else 0)
         messages = arrow.ipc.MessageReader.open_stream(source)
-        kinds = ("record batch", "dictionary")
         stated = sum(
-            decompressed_bytes(message) or 0 for message in messages if message.type in kinds
+            decompressed_bytes(message) or 0
+            for message in messages
+            if message.type in ("record batch", "dictionary")
         )
         expansion.check(str(path), stated, file_bytes)
         source.seek(0)

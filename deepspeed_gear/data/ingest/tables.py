@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.ingest.message_masks import check_no_pairs, is_messages
-from deepspeed_gear.data.ingest.reader import LEAVE_OUT, SCALARS, Reader, column_name, make_column
+from deepspeed_gear.data.ingest.reader import (
+    LEAVE_OUT,
+    SCALARS,
+    Reader,
+    column_name,
+    end_episode,
+    make_column,
+)
 from deepspeed_gear.data.ingest.step_arrays import KINDS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
@@ -447,9 +454,7 @@ def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> No
         getattr(rows, "shape", 0) != (length,) for rows in flags.values()
     ):
         return  # `_Facts` names what is malformed
-    terminated = flags["terminated"]
-    truncated = np.array(flags.get("truncated", np.zeros(length, bool)))
+    truncated = arrays.setdefault("truncated", np.zeros(length, bool))
     if done_is_any_end:
-        arrays["terminated"] = terminated = (terminated != 0) & (truncated == 0)
-    truncated[-1:][terminated[-1:] == 0] = True
-    arrays["truncated"] = truncated
+        arrays["terminated"] = (flags["terminated"] != 0) & (truncated == 0)
+    end_episode(arrays)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
-from deepspeed_gear.errors import ConfigError, DataError, GearError, ShapeError
+from deepspeed_gear.errors import DataError, GearError, ShapeError
 from deepspeed_gear.ops import load_backend
 
 OPS = load_backend("cpu").on_host()
@@ -61,9 +61,6 @@ def test_lengths_may_be_a_view_and_padding_counts() -> None:
             DataError,
             r"must be below 2\^62",
         ),
-        (torch.tensor([1.0]), PackBudget(10), 2, ShapeError, "lengths must be int64"),
-        (torch.ones(2, 2).long(), PackBudget(10), 2, ShapeError, "lengths must be int64"),
-        (torch.ones(3, dtype=torch.int32), PackBudget(10), 2, ShapeError, "lengths must be int64"),
         (torch.tensor([1]), PackBudget(10), 0, ShapeError, "width must be in"),
         (torch.tensor([1]), PackBudget(10), (1 << 20) + 1, ShapeError, "width must be in"),
     ],
@@ -73,24 +70,6 @@ def test_wrong_arguments(
 ) -> None:
     with pytest.raises(error, match=text):
         plan_packs(lengths, budget, width, OPS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((0,), "tokens must be in"),
-        ((1 << 31,), "tokens must be in"),
-        ((8, -1), "linear must be in"),
-        ((8, 1, 1 << 62), "quadratic must be in"),
-        ((8, 0, 0), "must have a cost"),
-        ((8, 1, 0, 0), "multiple must be in"),
-        ((8, 1, 0, 9), "multiple must be in"),
-        ((8, 1, 0, 1, 0), "trajectories must be in"),
-    ],
-)
-def test_wrong_budgets(arguments: tuple[int, ...], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        PackBudget(*arguments)
 
 
 @pytest.mark.parametrize(("count", "width", "most"), [(1024, 8, 0.002), (4096, 64, 0.005)])

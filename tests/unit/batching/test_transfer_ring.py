@@ -26,7 +26,6 @@ from deepspeed_gear.batching.transfer.device_gather import (
     STAGED,
     DeviceGatherer,
     FieldTransfer,
-    Reach,
 )
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import device_transfer
@@ -73,7 +72,7 @@ def gatherer_of(
     records = torch.tensor([[0, 0, 0, first, 9, anchor, 1, 0] for anchor in (2, 5)])
     transfer = FieldTransfer(lane, table.ops, way, lambda name: True, True, KEEP)
     options = GatherOptions(replay.fields, {}, None, 2, torch.float32, 1)
-    reach = Reach({"code": table.gather_source("code")})
+    reach = {"code": table.gather_source("code")}
     return DeviceGatherer(transfer, reach, options, table, DEPTH), records
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from refusal_table import refusals
 
-from deepspeed_gear.config import GearConfig, batch_sizes, ds_config, parse, refuse_batch_sizes
-from deepspeed_gear.config.model import difference, shared_options
+from deepspeed_gear.config import GearConfig, batch_sizes, gear_config, parse, refuse_batch_sizes
+from deepspeed_gear.config.gear_config import difference, shared_options
 from deepspeed_gear.config.options import FieldConfig
 from deepspeed_gear.config.sampler_options import AnchorsConfig
 from deepspeed_gear.config.schedules import value_at
@@ -239,7 +239,7 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"config.json must be JSON; 'a' is given twice in one object"
     ):
-        ds_config.read(path)
+        gear_config.read(path)
 
 
 def test_batch_sizes_without_an_engine() -> None:

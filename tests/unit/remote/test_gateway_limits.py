@@ -204,10 +204,9 @@ def test_peers_have_the_names_of_sockets(name: str, peer: tuple[str, int]) -> No
 
 
 def test_a_client_with_too_many_calls_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "_MOST_OF_SESSION", 0)
     sessions = Sessions(lambda _: 0)
     sessions.open("a")
-    sessions._sessions["a"].lock.acquire()  # a call that takes long
-    monkeypatch.setattr(sessions._sessions["a"], "calls", gateway.threading.Semaphore(0))
     answer = sessions.put("a", -1, [(0, {})])
     assert answer == {"upto": -1, "busy": True, "refused": [], "wait_s": 1.0}
     of_worker: Any = sessions  # the same of rollout workers

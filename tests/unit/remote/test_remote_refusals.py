@@ -45,7 +45,6 @@ from deepspeed_gear.errors import (
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, read_token
 from deepspeed_gear.remote.gateway import Gateway, Sessions, read_certificate
-from deepspeed_gear.remote.remote_writer import begin_session
 
 
 def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,7 +265,7 @@ def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
 
 def test_garbage_is_refused_and_harms_nobody() -> None:
     with served(section()) as (replay, gateway), connect(gateway.url) as writer:
-        who = begin_session(Connection(gateway.url, TOKEN, None, False), 5.0)["who"]
+        who = Connection(gateway.url, TOKEN, None, False).begin_session(5.0)["who"]
         short = gateway_messages.pack(
             who, gateway_messages.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2])
         )

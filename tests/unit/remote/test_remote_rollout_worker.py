@@ -57,8 +57,7 @@ from deepspeed_gear import (
 )
 from deepspeed_gear.remote.connection import Connection, ConnectionLost
 from deepspeed_gear.remote.gateway import Gateway, LeaseSessions
-from deepspeed_gear.remote.remote_writer import begin_session, end_session
-from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import remove_garbage
 
@@ -328,7 +327,7 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
     config["shared_memory"]["keep"] = keep
     with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
         line = Connection(gateway.url, TOKEN, None, False)
-        hello = begin_session(line, 5.0, grace_s=20.0)
+        hello = line.begin_session(5.0, grace_s=20.0)
         known, other = faulty_leases(line, hello)
         (mine,) = worker.lease(1)
         leases: list[Any] = [None, 7, "lease", {}, [], known[:4], [*known, 1], [known] * 7]
@@ -375,7 +374,7 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
             table.ledger.fail(LeaseRecord(*known[:5], b""), "lost", retry=False)
         renew = {**hello["who"], "number": 1000, "do": "renew", "lease": known, "more": []}
         assert line.call("put", renew, 5.0)["error"]["kind"] == "LeaseExpiredError"
-        end_session(line, hello["who"])
+        line.end_session(hello["who"])
         books = check_books(replay)
         assert (books["leased"], books["returned"], books["dropped"]) == (0, 1, {"lost": 1})
     remove_garbage(config["shared_memory"]["prefix"], kept=True)

@@ -316,13 +316,13 @@ def test_whitened_columns_have_mean_0_and_deviation_1(rollout: Any) -> None:
     assert found.shape == (rollout.num_trajectories,)
     rollout.set("a", np.arange(rollout.num_tokens, dtype=np.float32))
     rollout.whiten("a", over="token")
-    counted = rollout.column("a").numpy()[rollout.reader.columns.mask]
+    counted = rollout.column("a").numpy()[rollout.batch_columns.mask]
     assert counted.mean() == pytest.approx(0, abs=1e-6)
     assert counted.std(ddof=1) == pytest.approx(1, abs=1e-6)
     rollout.set("b", np.arange(rollout.num_trajectories, dtype=np.float32))
     rollout.whiten("b", over="sequence")
-    has = rollout.reader.columns.counts > 0
-    values = rollout.column("b").numpy()[rollout.reader.columns.trajectories.starts][has]
+    has = rollout.batch_columns.counts > 0
+    values = rollout.column("b").numpy()[rollout.batch_columns.trajectories.starts][has]
     assert (values.mean(), values.std(ddof=1)) == pytest.approx((0, 1), abs=1e-6)
 
 

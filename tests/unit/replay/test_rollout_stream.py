@@ -15,12 +15,13 @@ import torch
 from rollout_support import COLUMNS, TABLE, filled, micros, responses, section
 
 from deepspeed_gear import Replay
-from deepspeed_gear.batching.rollout_trajectories import TableTrajectories
+from deepspeed_gear.batching.pack_rows import TableTrajectories
+from deepspeed_gear.batching.packing_plan import PackingPlan
+from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.pack_reader import PackReader
-from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.rollout import Packs, Rollout
 from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
 from deepspeed_gear.row_exchange.trajectory_places import Moves
 from deepspeed_gear.store.table_spec import Shard
@@ -65,7 +66,7 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
         for _ in range(4):
             rollout = replay.rollout()
             assert rollout.num_tokens <= 400
-            source = rollout.reader.columns.trajectories.source
+            source = rollout.batch_columns.trajectories.source
             assert abs((source == 1).mean() - 0.25) <= 1 / len(source)
             for table, ids in taken.items():
                 ids += rollout.trajectory_id[torch.from_numpy(source == table)].tolist()
@@ -284,7 +285,7 @@ def replay() -> Any:
 
 def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
     """And trajectories are reported by the shard that holds them."""
-    whole = replay.rollout().reader.columns
+    whole = replay.rollout().batch_columns
     nodes = Nodes(whole)
     assert (
         nodes.columns(0).trajectories.resolutions[:, Resolution.SLOT].tolist()
@@ -298,7 +299,7 @@ def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, shard: int) -> None:
-    whole = replay.rollout().reader.columns
+    whole = replay.rollout().batch_columns
     nodes = Nodes(whole)
     ids = whole.trajectories.resolutions[:, Resolution.ID].tolist()
     absent = int(np.nonzero(nodes._shard == shard)[0][2])
@@ -326,9 +327,9 @@ def test_ranks_compare_what_they_read_and_which_step_they_train(
     """Over nodes each call is collective: ranks that differ would exchange rows of
     unlike things.
     """
-    columns = replay.rollout().reader.columns
+    columns = replay.rollout().batch_columns
     context = replace(columns.context, is_spread=True)
-    rollout = Rollout(0, PackReader(RolloutColumns(columns.tables, context)), lambda: None)
+    rollout = Rollout(0, RolloutColumns(columns.tables, context), lambda: None)
     compared: list[Any] = []
     monkeypatch.setattr(
         context.control_plane, "compare", lambda what, value: compared.append((what, value))
@@ -367,21 +368,21 @@ def test_an_exchange_that_fails_is_made_again() -> None:
     spec = SimpleNamespace(shard=Shard(0, 2, 0, 0))
     given = {"first_arrival": (100, 10), "gathers_own_rows": True, "shared_prompts": None}
     table: Any = SimpleNamespace(spec=spec, **given)
-    context: Any = SimpleNamespace(agree=agree)
+    place = RankCoordinates(data_rank=0, data_world=2)
+    context: Any = SimpleNamespace(agree=agree, settings=SimpleNamespace(place=place))
     none: Any = None  # no part of an exchange
     part = TableRows(none, table, trajectories, context, spread)
-    reader = PackReader(RolloutColumns([part], context))
+    plan = PackingPlan(0, 2, np.zeros(2, np.int64), np.array([1, 0]))  # each needs the other's
+    planned: Any = SimpleNamespace(plan=plan, per_rank=1, prefixes=None, rows=np.zeros((0, 2)))
+    packs = Packs(RolloutColumns([part], context), np.arange(2), None, planned)
 
     def placed() -> list[int]:
         return part.rows[:, Resolution.FIRST_ROW].tolist()
 
-    packs: Any = SimpleNamespace(
-        index=np.array([0, 1]), replica=np.array([1, 0])
-    )  # each needs the other's
     with pytest.raises(PeerError):
-        reader.fetch(packs)
+        packs.fetch()
     assert placed() == [0, 0]
-    reader.fetch(packs)
-    reader.fetch(packs)  # all there
+    packs.fetch()
+    packs.fetch()  # all there
     assert (sent, placed()) == ([[1], [1]], [0, 105])
     assert part.rows[:, Resolution.SLOT].tolist() == [0, 11]

@@ -114,6 +114,7 @@ def test_what_is_refused_or_left_out(made: Replay) -> None:
     wrong: list[tuple[Any, Any, type[Exception], str]] = [
         (("logp",), {}, ConfigError, "must be late, with one number per step"),
         (("ref",), {"tokens": 32}, ConfigError, "must hold the longest trajectory"),
+        (("ref",), {"tokens": 1 << 31}, ConfigError, "tokens must be at most 2147483647"),
     ]
     for names, options, kind, match in wrong:
         with pytest.raises(kind, match=match):

@@ -23,6 +23,7 @@ from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.rate_limiting import NodeRate
+from deepspeed_gear.store.group_spec import GroupSpec
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Head, Peer, Position
@@ -345,10 +346,14 @@ BATCH = 4
 def make(scenes: Any) -> Make:
     """Return what makes the stores of some nodes."""
 
-    def of(count: int, **retention: Any) -> list[StoreScene]:
-        spec = stream_spec(batch=BATCH, num_shards=count)
+    def of(count: int, group: GroupSpec | None = None, **retention: Any) -> list[StoreScene]:
+        unit = "trajectory" if group is None else "group"
+        spec = stream_spec(unit=unit, batch=BATCH, num_shards=count)
         kept = Retention("fifo", **retention)
-        made = [scenes(spec, retention=kept, shard=Shard(index, count)) for index in range(count)]
+        made = [
+            scenes(spec, retention=kept, shard=Shard(index, count), group=group)
+            for index in range(count)
+        ]
         meet(made)
         return made
 
@@ -374,17 +379,19 @@ def meet(scenes: list[StoreScene]) -> bool:
     return found.pop()
 
 
-def fill(scene: StoreScene, num_steps: int = 1) -> int:
-    """Add until it is refused; return how often it was not."""
+def fill(scene: StoreScene, num_steps: int = 1, most: int = 1000, size: int = 1) -> int:
+    """Add groups of a size until one is refused, `most` trajectories at most; return how many."""
     by = Inserter(scene.table, Context(timeout_s=0.001))
-    for number in range(1000):
+    first = int(scene.table.control[Control.INSERTED])
+    for number in range(most):
         try:
-            by.add(plain_trajectory(number, num_steps))
+            by.add(plain_trajectory((first + number) // size, num_steps))
         except NotReadyError as error:
             if "must be sampled from within 0.001 s, as its rate limiter" not in str(error):
                 raise
             return number
-    raise AssertionError("nothing holds it back")
+    assert most < 1000, "nothing holds it back"
+    return most
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -400,6 +407,20 @@ def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
         added += fill(last)
         joint(last).apply(say(scenes), BATCH)
     assert added <= 8
+
+
+def test_a_queue_of_all_nodes_counts_groups(make: Make) -> None:
+    """Batches wait for groups, and writers for places of groups: not for their trajectories."""
+    scenes = make(
+        2, GroupSpec("task", 2, max_trajectories=2), rate_limiter=RateLimiter.queue("group", 10)
+    )
+    assert fill(scenes[0], most=BATCH, size=2) == BATCH
+    assert not meet(scenes), "half of a batch"
+    assert say(scenes)[:, [NodeRate.SIZE, NodeRate.INSERTED]].tolist() == [[2, 2], [0, 0]]
+    assert not meet(scenes)
+    assert sum(fill(scene, size=2) for scene in scenes) == 2 * 10 - BATCH
+    assert sum(fill(scene, size=2) for scene in scenes) == 0
+    assert [meet(scenes) for _ in range(3)] == [True, True, False]
 
 
 def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) -> None:

@@ -1,6 +1,7 @@
 """Room for new trajectories: who goes, and who is waited for.
 
-Random lengths under every policy: tests/property/test_moving.py. Deaths: tests/crash/test_crash.py.
+Random lengths under every policy: tests/property/test_compaction.py. Deaths:
+tests/crash/test_crash.py.
 """
 
 import signal

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gear_support import prefix, run_command, shared_files
@@ -25,9 +26,9 @@ from deepspeed_gear import (
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import node_stores
-from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
+from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Control, MediaPage
 from deepspeed_gear.store.shared_memory import remove_garbage
 
@@ -183,6 +184,35 @@ def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(
             else:
                 assert commit(worker.lease(9)) == [0, 1, 2]
             assert check_books(replay)["dropped"] == {}
+
+
+def test_groups_of_the_job_before_stay_while_rows_are_free_far_away(data: Path) -> None:
+    """The first job's 24 trajectories of 1 to 3 rows lie one after the other, and all free rows
+    after them: farther from the beginning, where a new job searches, than a near search looks.
+    """
+    config = kept(data)
+    with Replay(config) as replay:
+        worker = replay.rollout_worker()
+        failed, *others = worker.lease(9)
+        failed.fail("too long", retry=False)
+        commit([*others, *worker.lease(9)])
+        for _ in range(2):
+            train(replay)
+            commit(worker.lease(9))
+        assert check_books(replay)["issued"] == 13
+    with Replay(config) as replay:
+        worker = replay.rollout_worker()
+        table = replay.tables["main"]
+        leases = worker.lease(1)
+        assert [lease.number for lease in leases] == [0]
+        retired = table.extents.retired().tolist()
+        assert len(retired) == 7 * SIZE  # of the numbers 6 to 12, whose turn comes later
+        tokens = np.zeros(4, np.int32)
+        leases[0].commit([{**one, "tokens": tokens} for one in responses(leases[0])])
+        assert table.extents.retired().tolist() == retired
+        assert train(replay) == [0, 1, 2]
+        again = worker.lease(9)  # 6 was generated for an earlier batch and is too old; 7 and 8 stay
+        assert [lease.number for lease in again] == [6]
 
 
 def test_a_load_frees_pages_of_media_that_retired_groups_name(data: Path, tmp_path: Path) -> None:

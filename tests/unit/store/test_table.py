@@ -25,7 +25,7 @@ def scene(scenes: Any) -> Iterator[StoreScene]:
     assert shared_files(prefix()) == []
 
 
-# ---- the life of a slot; rows and returns to go: tests/property/test_moving.py -------------------
+# ---- the life of a slot; rows and returns to go: tests/property/test_compaction.py ---------------
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_wrong_trajectories_are_refused(
     scene: StoreScene, change: dict[str, Any], text: str
 ) -> None:
     """Names, shapes and lengths: tests/unit/data/test_dataset.py; values:
-    tests/property/test_ways_in.py.
+    tests/property/test_trajectory_checks.py.
     """
     before = scene.table.slots.copy()
     with pytest.raises(DataError, match=text):
@@ -124,7 +124,7 @@ def test_trajectories_that_are_too_short_or_too_long(scene: StoreScene) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_of_every_dtype_round_trip(dtype: str) -> None:
-    """Other values: tests/property/test_ways_in.py."""
+    """Other values: tests/property/test_trajectory_checks.py."""
     schema = Schema([Column("x", dtype, (2,)), Column("one", dtype, (), "other", "1")])
     low, high = (0, 1) if dtype in ("bool", "uint8") else (-3, 3)
     given = {

@@ -42,7 +42,8 @@ from deepspeed_gear.cli.inspect import of_living
 from deepspeed_gear.data.ingest import ingested
 from deepspeed_gear.plan.table_resolution import prompt_spec_of
 from deepspeed_gear.store.live_stores import living_stores
-from deepspeed_gear.store.prompt_ledger import Entry, EntryState, Left, PromptCount, PromptLedger
+from deepspeed_gear.store.prompt_ledger import PromptLedger
+from deepspeed_gear.store.prompt_spec import Entry, EntryState, Left, PromptCount
 from deepspeed_gear.store.table_spec import Shard
 
 

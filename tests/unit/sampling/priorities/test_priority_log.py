@@ -219,6 +219,24 @@ def test_saved_reports_fill_the_logs_of_all_ranks_and_more_are_refused(scenes: A
     assert (stream.masses.values == before).all()
 
 
+def test_saved_reports_of_several_ranks_are_in_the_order_of_batches(scenes: Any) -> None:
+    """They are dealt out to the logs in it, so that each selection takes those that are due."""
+    scene = scenes(lag=3)
+    stream = scene.streams[0]
+    table, (other,) = scene.attach(1)
+    for batch in range(2):
+        for each in (stream, other):
+            each.state.ask(batch)
+            report(each, [(2, 1), (0, 0)][: batch + 1], 5)
+    saved = stream.masses.export(np.arange(5))
+    assert saved["log"][:, LogEntry.BATCH].tolist() == [0, 0, 1, 1, 1, 1]
+    stream.masses.restore(np.arange(5), saved)
+    reports = stream.masses.reports
+    for number, count in ((3, 0), (4, 2), (5, 6)):
+        assert sum(len(entries) for _, entries in reports.due(number)) == count
+    table.close()
+
+
 def test_a_withdrawn_request_counts_reports_for_the_batch_that_was_not_made(scenes: Any) -> None:
     scene = scenes(depth=8)
     stream = scene.streams[0]

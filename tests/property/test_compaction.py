@@ -1,4 +1,4 @@
-"""Moving of extents: random lengths, every removal rule, and rows that say whose they are."""
+"""Compaction: random lengths, every removal rule, and rows that say whose they are."""
 
 from typing import Any
 

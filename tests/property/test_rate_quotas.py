@@ -1,4 +1,4 @@
-"""Writers of several nodes, each of which knows its own reach only, keep the rate of all."""
+"""Quotas of writers on several nodes keep the rate of all, though each node knows only its own."""
 
 import math
 from dataclasses import dataclass

@@ -22,7 +22,6 @@ from deepspeed_gear.batching.transfer.device_gather import (
     WAYS,
     DeviceGatherer,
     FieldTransfer,
-    Reach,
 )
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import NStepConfig
@@ -131,10 +130,10 @@ def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
 def placed(
     ops: Ops, way: str, reached: frozenset[str], options: GatherOptions, table: Table
 ) -> DeviceGatherer:
-    reach = Reach({name: table.gather_source(name) for name in reached})
+    columns = {name: table.gather_source(name) for name in reached}
     n_step = {"reward", "terminated", "truncated"} <= reached
     transfer = FieldTransfer(HostStream(), ops, way, lambda name: name in reached, n_step, 2)
-    return DeviceGatherer(transfer, reach, options, table, DEPTH)
+    return DeviceGatherer(transfer, columns, options, table, DEPTH)
 
 
 def ways_in(gatherer: DeviceGatherer) -> dict[str, str]:
