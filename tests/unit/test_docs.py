@@ -65,6 +65,7 @@ def build_site(checkout: Path, folder: Path, pages: Path) -> Path:
     return site
 
 
+@pytest.mark.timeout(1200)  # a browser opens every page
 def test_the_site_and_the_api_reference_build(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
