@@ -25,7 +25,6 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.remote.gateway import Gateway
-from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 TOKEN = "0123456789abcdef"
@@ -103,7 +102,7 @@ def measure(
             for child in children:
                 child.start()
             table = replay.tables["rollouts"]
-            while table.ledger is None or not books_of(table.ledger)["issued"]:
+            while table.ledger is None or not table.ledger.books.account()["issued"]:
                 time.sleep(1e-4)
             begin = time.perf_counter()
             for _ in range(batches):

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _INT64 = np.iinfo(np.int64)
 
 
-def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
+def mapping(name: str, value: object, remedy: str = "give a dict") -> Mapping[str, Any]:
     """Return a mapping with strings as keys."""
     if not isinstance(value, Mapping):
         raise DataError(name, "must be a mapping by name", type(value).__name__, remedy)
@@ -39,14 +39,21 @@ def dense(name: str, tensor: object) -> torch.Tensor:
         DataError: It is sparse, nested, quantized, on the meta device, or no tensor.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise DataError(name, "must be a tensor", type(tensor).__name__)
+        raise DataError(
+            name, "must be a tensor", type(tensor).__name__, "convert it with torch.as_tensor"
+        )
     if tensor.is_nested or tensor.layout != torch.strided:
         raise DataError(
             name, "must be a dense tensor", str(tensor.layout), "give tensor.to_dense()"
         )
     if tensor.is_meta or tensor.is_quantized:
         form = "a meta tensor, which has no values" if tensor.is_meta else str(tensor.dtype)
-        raise DataError(name, "must be a tensor of numbers", form)
+        raise DataError(
+            name,
+            "must be a tensor of numbers",
+            form,
+            "give a tensor on a CPU or GPU with plain values",
+        )
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -64,18 +71,20 @@ def array(name: str, value: object) -> np.ndarray:
             raise DataError(name, "must be an array of numbers", None, str(error)) from error
     if numbers.dtype.kind not in "biuf":
         held = f"{type(value).__name__} of {numbers.dtype}"
-        raise DataError(name, "must hold real numbers", held)
+        raise DataError(
+            name, "must hold real numbers", held, "give bool, integer or floating-point values"
+        )
     return numbers
 
 
 def integers(name: str, value: object) -> np.ndarray:
     """Return integers as a flat array. [n], int64."""
     numbers = array(name, value)
-    # NumPy makes an empty list float64, so the dtype of no numbers says nothing.
+    # NumPy makes an empty list float64, so the dtype of no numbers is meaningless.
     if numbers.size and numbers.dtype.kind not in "iu":
-        raise DataError(name, "must be integers", str(numbers.dtype))
+        raise DataError(name, "must be integers", str(numbers.dtype), "convert them to int64")
     if numbers.dtype == np.uint64 and numbers.size and int(numbers.max()) > _INT64.max:
-        raise DataError(name, "must fit into int64", int(numbers.max()))
+        raise DataError(name, "must fit into int64", int(numbers.max()), "give values below 2^63")
     return numbers.astype(np.int64, copy=False).reshape(-1)
 
 
@@ -85,7 +94,12 @@ def tensor(name: str, value: object) -> torch.Tensor:
         return torch.from_numpy(np.array(array(name, value)))
     numbers = dense(name, value)
     if numbers.is_complex():
-        raise DataError(name, "must hold real numbers", str(numbers.dtype))
+        raise DataError(
+            name,
+            "must hold real numbers",
+            str(numbers.dtype),
+            "give the real and imaginary parts as two columns",
+        )
     return numbers
 
 
@@ -97,6 +111,7 @@ def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
         number = None
     if number is None or not least <= number <= _INT64.max:
         shown = type(value).__name__ if number is None else number
+        remedy = remedy or ("give an int" if number is None else "choose another number")
         raise ConfigError(name, f"must be an integer of at least {least}", shown, remedy)
     return number
 
@@ -104,7 +119,7 @@ def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
 def one_of(name: str, value: object, kind: type[T] | tuple[type[T], ...], what: str) -> T:
     """Return a value that is an instance of a type; `what` completes "must be" in the error."""
     if not isinstance(value, kind):
-        raise ConfigError(name, f"must be {what}", type(value).__name__)
+        raise ConfigError(name, f"must be {what}", type(value).__name__, "give one")
     return value
 
 
@@ -118,18 +133,24 @@ def tensors(name: str, value: object) -> Mapping[str, torch.Tensor]:
 def function(name: str, value: object) -> Callable[..., Any]:
     """Return a value that can be called."""
     if not callable(value):
-        raise ConfigError(name, "must be a function", type(value).__name__)
+        raise ConfigError(
+            name, "must be a function", type(value).__name__, "give something that can be called"
+        )
     return value
 
 
 def folder(name: str, value: object) -> Path:
     """Return a non-empty path."""
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(name, "must be a path", type(value).__name__)
+        raise ConfigError(
+            name, "must be a path", type(value).__name__, "give a str or a pathlib.Path"
+        )
     if not os.fspath(value):
         raise ConfigError(name, "must not be empty", None, "the current folder is '.'")
     if "\0" in os.fsdecode(value):
-        raise ConfigError(name, "must be a path without NUL characters", str(value)[:80])
+        raise ConfigError(
+            name, "must be a path without NUL characters", str(value)[:80], "remove them"
+        )
     return Path(value)
 
 

@@ -40,7 +40,8 @@ class GearError(Exception):
         """Raise foreign exceptions of the block as this error; errors of this class pass unchanged.
 
         With a `remedy`, the exception's text is the value: "config must be JSON, got 'Expecting
-        ...'; correct it". Without one, the text stands in the remedy's place, after `value`.
+        ...'; correct it". With a `value` too, the text stands in front of the remedy; without a
+        remedy, it stands in its place.
         """
         try:
             yield
@@ -49,6 +50,8 @@ class GearError(Exception):
         except kinds as error:
             if remedy is None:
                 raise cls(name, rule, value, str(error)) from error
+            if value is not None:
+                raise cls(name, rule, value, f"{error}; {remedy}") from error
             raise cls(name, rule, str(error), remedy) from error
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import SchemaError, known_names
+from deepspeed_gear.notebook_views import safe_view, table_html, view_html
 
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -64,7 +65,7 @@ def is_legal_name(name: str) -> bool:
     return bool(name) and not name.startswith(".") and all(c.isalnum() or c in "_-." for c in name)
 
 
-def _check(name: str, holds: bool, rule: str, value: Any = None, remedy: str = "") -> None:
+def _check(name: str, holds: bool, rule: str, value: Any, remedy: str) -> None:
     if not holds:
         raise SchemaError(name, rule, value, remedy)
 
@@ -98,7 +99,10 @@ class Column:
         for what in ("name", "dtype", "role", "rows"):
             if not isinstance(given := getattr(self, what), str):
                 raise SchemaError(
-                    f"column {self.name}: {what}", "must be a string", type(given).__name__
+                    f"column {self.name}: {what}",
+                    "must be a string",
+                    type(given).__name__,
+                    "give a str",
                 )
         try:
             if isinstance(self.shape, bytes):
@@ -106,33 +110,64 @@ class Column:
             object.__setattr__(self, "shape", tuple(operator.index(n) for n in self.shape))
         except TypeError:
             raise SchemaError(
-                f"column {self.name}: shape", "must be integers", type(self.shape).__name__
+                f"column {self.name}: shape",
+                "must be integers",
+                type(self.shape).__name__,
+                "give a list of integers; [] for a scalar",
             ) from None
         if not is_legal_name(self.name):
             raise SchemaError(
-                "column name", "must consist of letters, digits, '_', '-' and '.'", self.name
+                "column name",
+                "must consist of letters, digits, '_', '-' and '.'",
+                self.name,
+                "rename the column",
             )
         name = f"column {self.name}"
         kinds = (*DTYPES, *OPAQUE)
         shape = self.shape
         _check(
-            f"{name}: dtype", self.dtype in kinds, f"must be one of {', '.join(kinds)}", self.dtype
+            f"{name}: dtype",
+            self.dtype in kinds,
+            f"must be one of {', '.join(kinds)}",
+            self.dtype,
+            known_names(self.dtype, kinds),
         )
-        _check(f"{name}: role", self.role in ROLES, f"must be one of {', '.join(ROLES)}", self.role)
         _check(
-            f"{name}: rows", self.rows in ("T", "T+1", "1"), "must be 'T', 'T+1' or '1'", self.rows
+            f"{name}: role",
+            self.role in ROLES,
+            f"must be one of {', '.join(ROLES)}",
+            self.role,
+            '"other" suits every column',
+        )
+        _check(
+            f"{name}: rows",
+            self.rows in ("T", "T+1", "1"),
+            "must be 'T', 'T+1' or '1'",
+            self.rows,
+            "a row per step, one more at the end, or one per trajectory",
         )
         must_be_there = self.role in ("reward", "terminated", "truncated", "media")
         _check(
-            name, not (self.late and must_be_there), f"must not be late with the role {self.role}"
+            name,
+            not (self.late and must_be_there),
+            f"must not be late with the role {self.role}",
+            None,
+            "store it with the trajectory",
         )
         _check(
             f"{name}: allow_nan",
             self.is_floating or not self.allow_nan,
             f"must be left out unless the dtype is one of {', '.join(FLOATING)}",
             self.dtype,
+            "leave it out",
         )
-        _check(f"{name}: shape", all(n >= 1 for n in shape), "must have positive sizes", shape)
+        _check(
+            f"{name}: shape",
+            all(n >= 1 for n in shape),
+            "must have positive sizes",
+            shape,
+            "[] is a scalar",
+        )
         most = self.max_bytes
         if not self.is_opaque:
             _check(
@@ -140,6 +175,7 @@ class Column:
                 most == 0,
                 f"must be left out unless the dtype is one of {', '.join(OPAQUE)}",
                 most,
+                "leave it out",
             )
             return
         of = f"for the dtype {self.dtype}"
@@ -156,8 +192,15 @@ class Column:
             self.rows == "1",
             f"must be '1' {of}: one value per trajectory",
             self.rows,
+            "set it to '1'",
         )
-        _check(f"{name}: role", self.role == "other", f"must be 'other' {of}", self.role)
+        _check(
+            f"{name}: role",
+            self.role == "other",
+            f"must be 'other' {of}",
+            self.role,
+            "leave it out",
+        )
         stored = (LENGTH_BYTES + most,)
         _check(
             f"{name}: shape",
@@ -215,7 +258,7 @@ class Column:
     def is_next_observation(self) -> bool:
         """Whether row t is the state after step t.
 
-        The role says so, or the name `next_observation` that data sets use for it.
+        By its role, or by the name `next_observation` that data sets use for it.
         """
         named = self.role == "observation" and self.name.split(".")[0] == "next_observation"
         return self.rows == "T" and (named or self.role == "next_observation")
@@ -238,7 +281,11 @@ class Schema:
         given = tuple(columns) if is_list else (columns,)
         for one in given:
             _check(
-                "schema", isinstance(one, Column), "must be a list of Columns", type(one).__name__
+                "schema",
+                isinstance(one, Column),
+                "must be a list of Columns",
+                type(one).__name__,
+                "give [Column(...), ...]",
             )
         self.columns: tuple[Column, ...] = given  # type: ignore[assignment]
         self._by_name = {column.name: column for column in self.columns}
@@ -253,17 +300,36 @@ class Schema:
         self.end_columns = tuple(c for c in self.columns if c.role in ("terminated", "truncated"))
         names = [c.name for c in self.columns]
         few_late = len(self.late_columns) <= MOST_LATE
-        _check("schema", bool(names), "must have at least one column")
-        _check("schema", len(self.names) == len(names), "must have unique column names", names)
-        _check("schema", few_late, f"must have at most {MOST_LATE} late columns")
+        _check("schema", bool(names), "must have at least one column", None, "add the columns")
         _check(
-            "schema", bool(self.step_columns), "must have at least one column with a row per step"
+            "schema",
+            len(self.names) == len(names),
+            "must have unique column names",
+            names,
+            "rename one",
+        )
+        _check(
+            "schema",
+            few_late,
+            f"must have at most {MOST_LATE} late columns",
+            None,
+            "join some into vectors",
+        )
+        _check(
+            "schema",
+            bool(self.step_columns),
+            "must have at least one column with a row per step",
+            None,
+            "set the rows of one to 'T'",
         )
         for role, dtypes in _SCALAR_ROLES.items():
             columns = [c for c in self.columns if c.role == role]
             if len(columns) > 1:
                 raise SchemaError(
-                    "schema", f"must have at most one {role} column", [c.name for c in columns]
+                    "schema",
+                    f"must have at most one {role} column",
+                    [c.name for c in columns],
+                    'give the others the role "other"',
                 )
             for column in columns:
                 fits = column.dtype in dtypes or not dtypes
@@ -273,6 +339,7 @@ class Schema:
                         f"column {column.name}",
                         f"has role {role} and must be a scalar with rows 'T'{of_dtype}",
                         column.dtype if dtypes else None,
+                        'store one value for each step, or give it the role "other"',
                     )
         to_go = self.role("return_to_go")
         if to_go is not None and not (to_go.late and self.role("reward") is not None):
@@ -322,6 +389,25 @@ class Schema:
         columns = (f"{c.name}: {c.dtype}{list(c.shape)} x {c.rows}" for c in self.columns)
         return f"Schema({', '.join(columns)})"
 
+    def _repr_html_(self) -> str:
+        """Return a table of the columns, for notebooks."""
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        facts = {
+            "columns": f"{len(self):,}",
+            "bytes of a step": f"{self.row_bytes:,}",
+            "bytes of a trajectory": f"{sum(c.row_bytes for c in self.trajectory_columns):,}",
+        }
+        rows = []
+        for c in self.columns:
+            options = [name for name in ("late", "allow_nan") if getattr(c, name)]
+            shape = f"max_bytes {c.max_bytes}" if c.is_opaque else str(list(c.shape))
+            row = [c.name, c.dtype, shape, c.rows, c.role, ", ".join(options), f"{c.row_bytes:,}"]
+            rows.append(row)
+        heads = ["column", "dtype", "shape", "rows", "role", "options", "bytes of a row"]
+        return view_html("Schema", facts, table=table_html(heads, rows))
+
     def allowing_nan(self) -> Schema:
         """Return the schema with `allow_nan` in every floating column."""
         return Schema([replace(c, allow_nan=c.is_floating) for c in self.columns])
@@ -346,16 +432,32 @@ class Schema:
             SchemaError: An entry is malformed.
         """
         if not isinstance(data, Mapping):
-            raise SchemaError("schema", "must be a mapping that has columns", type(data).__name__)
+            raise SchemaError(
+                "schema",
+                "must be a mapping that has columns",
+                type(data).__name__,
+                'write {"columns": {...}}',
+            )
         entries = data.get("columns")
         if not isinstance(entries, (Mapping, list)):
-            raise SchemaError("schema.columns", "must be a list or a mapping of columns", entries)
+            raise SchemaError(
+                "schema.columns",
+                "must be a list or a mapping of columns",
+                entries,
+                'write {name: {"dtype": ..., "shape": ...}, ...}',
+            )
         rule = "must hold name, dtype, shape, role and rows"
         kinds = (TypeError, AttributeError)
         columns = []
         for name, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
             named = {"name": name} if isinstance(entries, Mapping) else {}
-            with SchemaError.on("schema.columns", rule, *kinds, value=entry):
+            with SchemaError.on(
+                "schema.columns",
+                rule,
+                *kinds,
+                value=entry,
+                remedy='write {"dtype": "float32", "shape": [3]} for each column',
+            ):
                 columns.append(Column(**{**named, **entry, "shape": tuple(entry.get("shape", ()))}))
         return cls(columns)
 

@@ -97,7 +97,7 @@ from importlib.machinery import PathFinder
 
 import torch
 
-names = "deepspeed numpy pydantic h5py tqdm pytest hypothesis"
+names = "deepspeed numpy pydantic h5py tqdm pytest hypothesis IPython"
 names += " gymnasium imageio mujoco matplotlib tensorboard minari grpc pyarrow scipy tensordict transformers accelerate ruff mypy"
 missing = [name for name in names.split() if importlib.util.find_spec(name) is None]
 ours = PathFinder.find_spec("deepspeed_gear")

@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
 
 
 @pytest.fixture(scope="session")

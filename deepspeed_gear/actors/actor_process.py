@@ -67,7 +67,12 @@ class ActorColumns:
         }
         for role in ("observation", "action"):
             if not of_role[role]:
-                raise DataError("schema", f"must have a column of role {role!r}", schema.names)
+                raise DataError(
+                    "schema",
+                    f"must have a column of role {role!r}",
+                    schema.names,
+                    "give the table a schema that has one, or name the role in it",
+                )
         self.observations = of_role["observation"]
         self.action = of_role["action"][0]
         self._nested = self.observations[0].partition(".")[0]  # the name that nests `observation.a`

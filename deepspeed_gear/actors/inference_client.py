@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.actors.inference_mailbox import SUFFIX, InferenceMailbox, PlaceState
-from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.shared_memory import living
@@ -18,6 +17,7 @@ from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.open_rows import OpenRows
 from deepspeed_gear.writer.partial_publish import CompletedTrajectory
+from deepspeed_gear.writer.step_columns import StepColumns
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -61,11 +61,10 @@ class InferenceClient(VectorWriter):
             super().__init__(writer, count, mode, open_rows)
         self._slots = slots
         self._places = places
-        answered = [schema[name] for name in slots.places.answers]
         # The policy's columns are written by its rank: a step is complete without them.
-        self._done_by = [column for column in self._done_by if column not in answered]
-        self._done_rows = open_rows.rows(self._done_by)
-        self._answer_rows = open_rows.rows(answered)
+        self._columns = StepColumns(schema, computed=slots.places.answers)
+        self._result_rows = open_rows.rows(self._columns.results)
+        self._answer_rows = open_rows.rows([schema[name] for name in slots.places.answers])
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
         # Full rows of places, moved here by environment: earlier steps of long episodes.
         self._aside: dict[int, list[dict[str, np.ndarray]]] = {}
@@ -104,7 +103,12 @@ class InferenceClient(VectorWriter):
             resting = asking[self._waits[asking]]
             asking = asking[~self._waits[asking]]
             if (self._next[resting] == self._open_rows.first[resting]).any():
-                raise DataError("reset", "must come first", None)
+                raise DataError(
+                    "reset",
+                    "must come first",
+                    None,
+                    "send the first observation of each environment with reset",
+                )
             zeros = [
                 np.zeros((len(resting), *c.shape), c.numpy_dtype) for c in self._answer_rows.columns
             ]
@@ -140,7 +144,7 @@ class InferenceClient(VectorWriter):
         which = self._places[slice(None) if mask is None else mask]
         if (self._slots.states[which] < PlaceState.IDLE).any():
             raise StoreError(
-                "reset", "must not come while an answer is waited for", None, "call act again"
+                "reset", "must not be called while an answer is pending", None, "call act again"
             )
         completed = super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0
@@ -166,9 +170,12 @@ class InferenceClient(VectorWriter):
         places = self._places if envs is None else self._places[envs]
         if not self._slots.are_ready(places).all():
             raise StoreError(
-                "step", "must come after the answers", None, "call act, or take those of ready"
+                "step",
+                "must be called after the answers have arrived",
+                None,
+                "call act, or take those of ready",
             )
-        given = dict(flatten("step", columns, self._column_names))
+        given = self._columns.flat("step", columns)
         unwanted = [column.name for column in self._answer_rows.columns if column.name in given]
         if unwanted:
             raise DataError(
@@ -194,6 +201,7 @@ class InferenceClient(VectorWriter):
 
     def _reserve_rows(self, envs: np.ndarray) -> None:
         """Ensure a free row for the next step of environments, so that `step` finds one."""
+        # `_next` is first + 1 after `reset`, before any step, and one more after each step.
         used = self._next[envs] - self._open_rows.first[envs] - 1
         if self._max_length is not None:
             too_long = used + self._steps_before[envs] >= self._max_length

@@ -19,10 +19,11 @@ from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.inserter import refuse_read_only
 from deepspeed_gear.writer.open_rows import ColumnRows
+from deepspeed_gear.writer.step_columns import StepColumns
 
 _LENGTH = 256
 # Roles of columns that only a simulator fills.
-_MEASURED = ("reward", "terminated", "truncated", "timestep")
+_MEASURED = ("reward", "terminated", "truncated")
 
 
 class InferenceRequest:
@@ -73,21 +74,28 @@ class InferenceRequest:
         if not self._loader._finalizer.alive:
             raise StoreError(slots.name, "must be open", None, "it was closed")
         if not self._open:
-            raise StoreError("a request", "must be answered once")
+            raise StoreError(
+                "a request",
+                "must be answered only once",
+                remedy="take the next request from the loader",
+            )
         wrong = sorted({column.name for column in answers.columns} ^ set(columns))
         if wrong:
             wanted = [column.name for column in answers.columns]
             rule = f"must be one of the answers, all of which must be given: {wanted}"
-            raise DataError(f"{slots.name}: column {wrong[0]}", rule)
+            raise DataError(
+                f"{slots.name}: column {wrong[0]}",
+                rule,
+                remedy="give every answer column, and no others",
+            )
         # Places of processes that have ended meanwhile may be used again.
         valid = (slots.states[places] == PlaceState.TAKEN) & (slots.stamps[places] == self._stamps)
         values = []
         for value in (columns[column.name] for column in answers.columns):
             if isinstance(value, torch.Tensor):  # an array over the same memory where possible
                 value = value.detach().cpu()
-                value = (
-                    value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
-                )
+                if value.dtype != torch.bfloat16:  # numpy has none
+                    value = np.ascontiguousarray(value.numpy())
             values.append(value)
         answers.put(values, np.where(valid, self._rows, -1))
         slots.answered(places[valid])
@@ -140,7 +148,10 @@ class InferenceLoader(ProcessBound):
         config = replay.config
         if not store.spec.num_writers:
             raise ConfigError(
-                f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0
+                f"gear.tables.{name}.writers",
+                "must be positive for simulators to attach",
+                0,
+                "set it to the number of simulators",
             )
         self.batch_size = arguments.count("batch_size", batch_size)
         self.timeout_s = None if timeout is None else check_timeout("timeout", timeout)
@@ -195,17 +206,17 @@ def _columns(
     schema: Schema, asks: Sequence[str] | None, answers: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the columns that the policy reads and computes, in the schema's order."""
-    steps = schema.step_columns
-    state = [c.name for c in steps if c.rows == "T+1" or c.role == "observation"]
-    free = [c.name for c in steps if c.name not in state and c.role not in _MEASURED]
-    asked = [c.name for c in steps if c.role == "observation"] if asks is None else asks
-    given = [c.name for c in steps if c.role == "action"] if answers is None else answers
-    seen = [*state, *(c.name for c in schema.trajectory_columns if not c.is_opaque)]
+    taken = StepColumns(schema)
+    free = [c.name for c in taken.results if c.role not in _MEASURED]
+    asked = [c.name for c in taken.state if c.role == "observation"] if asks is None else asks
+    given = [c.name for c in taken.results if c.role == "action"] if answers is None else answers
+    once = [c for c in schema.trajectory_columns if not c.is_opaque]
+    seen = [column.name for column in (*taken.state, *once)]
     for what, names, known in (("asks", asked, seen), ("answers", given, free)):
         arguments.one_of(what, names, (list, tuple), "a list of columns")
         wrong = [name for name in names if name not in known]
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
-            raise ConfigError(what, rule, wrong or "nothing")
+            raise ConfigError(what, rule, wrong or "nothing", "name columns of the table's schema")
     reads = tuple(c.name for c in schema if c.name in asked)
     return reads, tuple(c.name for c in schema if c.name in given)

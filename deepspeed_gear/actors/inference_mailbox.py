@@ -121,7 +121,7 @@ class InferenceMailbox:
             try:
                 memory.link(f"{table.memory.path.name}{SUFFIX}{peer}", reaped=True)
             except FileExistsError:
-                rule = "must have one inference loader of a rank"
+                rule = "must have one inference loader at a time"
                 raise StoreError(f"table {places.table}", rule, None, "close the other") from None
             return slots
 
@@ -149,7 +149,7 @@ class InferenceMailbox:
                 if peer not in slots.owners[slots.states != PlaceState.FREE]:
                     return slots
             memory.close()
-        rule = "must have a place for another process"
+        rule = "must have room for another process"
         raise StoreError(str(SHM / name), rule, None, "raise num_simulators")
 
     @property

@@ -28,9 +28,11 @@ PREFIX = "gear"
 MAX_READERS = 1024
 _SLOTS = 3  # a reader may copy a version until the publisher begins the third one after it
 _PUBLISHER = 0  # its peer index; readers have the next ones
-_NEWEST = 0  # word of the board
-# words of a stored policy
-_VERSION = 0
+# Words of the board.
+_NEWEST = 0  # number of the newest version
+_SLOT = 1  # slot that has it
+# Words of a slot.
+_VERSION = 0  # number of the version that it holds; 0: it is being overwritten
 _CHECKSUM = 1
 _POLL_S = 50e-6
 _PATIENCE_S = 10.0
@@ -103,7 +105,11 @@ class PolicyBoard(ProcessBound):
         with undo_on_error(memory.close):
             layout, _ = read_header(memory.fd, str(memory.path))
             if "board" not in layout.meaning:
-                raise StoreError(str(memory.path), "must be a policy board")
+                raise StoreError(
+                    str(memory.path),
+                    "must be a policy board",
+                    remedy="give the name that the learner's PolicyBoard has",
+                )
             return cls(memory, layout)
 
     @property
@@ -135,18 +141,27 @@ class PolicyBoard(ProcessBound):
         Cost: the parameters are copied and read once.
         """
         if self._memory.peer != _PUBLISHER:
-            raise StoreError(f"board {self.name}", "must be published by the process that made it")
+            raise StoreError(
+                f"board {self.name}",
+                "must be published by the process that made it",
+                remedy="publish in the learner, load in the actors",
+            )
         number = self.version + 1 if version is None else arguments.count("version", version)
         if number <= self.version:
-            raise DataError("version", f"must be more than {self.version}", number)
+            raise DataError(
+                "version",
+                f"must be more than {self.version}",
+                number,
+                "leave it out to count up by one",
+            )
         state = self._check(module)
-        slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
+        slot = (int(self._words[_SLOT]) + 1) % _SLOTS
         self._slots[slot, _VERSION] = 0  # invalidates it for readers that are copying it
         values = self._views["values"][slot]
         _copy(self._parts(values), state)
         self._slots[slot, _CHECKSUM] = zlib.crc32(values)
         self._slots[slot, _VERSION] = number
-        self._words[_NEWEST + 1] = slot
+        self._words[_SLOT] = slot
         self._words[_NEWEST] = number  # the commit point
         return number
 
@@ -170,7 +185,12 @@ class PolicyBoard(ProcessBound):
         version = wait_until(self._read, _PATIENCE_S, _POLL_S)
         if version is None:
             rule = f"must hold a whole version within {_PATIENCE_S:g} s"
-            raise StoreError(f"board {self.name}", rule, self.version)
+            raise StoreError(
+                f"board {self.name}",
+                rule,
+                self.version,
+                "the publisher may have died while it wrote; start it again",
+            )
         _copy(state, self._parts(self._copy))
         self.loaded = version
         return version
@@ -201,7 +221,12 @@ class PolicyBoard(ProcessBound):
         shapes = [(name, list(tensor.shape)) for name, tensor in state]
         if shapes != self._shapes:
             odd = next((s for s in shapes if s not in self._shapes), None) or "fewer parameters"
-            raise DataError("module", "must have the parameters that the board was made for", odd)
+            raise DataError(
+                "module",
+                "must have the parameters that the board was made for",
+                odd,
+                "load into a module of the same architecture",
+            )
         return [tensor for _, tensor in state]
 
     def close(self) -> None:

@@ -121,7 +121,11 @@ class Actors(ProcessBound):
         text = report.get(
             "error", f"exit status {status}; its output, if any, is in this program's stderr"
         )
-        return PeerError(f"actor {index}", f"must go on until it is stopped, but:\n{text}")
+        return PeerError(
+            f"actor {index}",
+            f"must run until it is stopped, but failed:\n{text}",
+            remedy="correct the cause, and start the actors again",
+        )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
@@ -175,7 +179,12 @@ def start_actors(
         run = replay.run
         if store.spec.num_writers < num_actors:
             option = f"gear.tables.{store.spec.name}.writers"
-            raise ConfigError(option, f"must admit {num_actors} actors", store.spec.num_writers)
+            raise ConfigError(
+                option,
+                f"must admit {num_actors} actors",
+                store.spec.num_writers,
+                f"set it to at least {num_actors}",
+            )
         attach = {"name": store.memory.path.name}
     name = None if board is None else board.name
     jobs = [

@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
 from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
+from deepspeed_gear.notebook_views import histogram_svg, safe_view, table_html, view_html
 from deepspeed_gear.ops.philox import philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
 from deepspeed_gear.public_names import PublicNames
@@ -82,7 +84,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     one. `batch.mask["action"]` is [B, T] or [B], bool: True where the values are real.
 
     `batch[:64]`, `batch[mask]` and `batch[indices]` are batches of some of the samples, with
-    everything that is known of them: masks, weights, probabilities, sample indices, and what
+    all that belongs to them: masks, weights, probabilities, sample indices, and what
     `update_priorities` needs. A slice shares the memory of its batch and lives as long; the others
     are copies.
 
@@ -187,7 +189,11 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
             if name in SAMPLE_NAMES:
                 values: torch.Tensor = getattr(self, name)
                 return values
-        raise FieldError(f"{name!r}", "must be a field or part of the batch")
+        raise FieldError(
+            f"{name!r}",
+            "must be a field or part of the batch",
+            remedy=f"it has {', '.join([*self._tensors, *SAMPLE_NAMES])}",
+        )
 
     def opaque(self, name: str) -> list[Any]:
         """Return the values of a field whose column has the dtype "bytes" or "json", one a sample.
@@ -388,7 +394,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         Args:
             batches: Batches with the same fields, masks, dtypes, windows and device.
         Raises:
-            DataError: They are no batches, or there is none.
+            DataError: An item is not a batch, or the list is empty.
             ShapeError: Their fields differ.
         """
         batches = _alike(batches)
@@ -437,7 +443,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         """Return a batch with a function applied to every tensor; shared masks stay shared.
 
         Raises:
-            ConfigError: `function` is no function.
+            ConfigError: `function` is not a function.
         """
         arguments.function("function", function)
         values, context = _flatten(self)
@@ -519,6 +525,41 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         )
         return f"Batch({self.num_samples} samples on {self.device}; {fields})"
 
+    def _repr_html_(self) -> str:
+        """Return a table of the fields, with pictures of the samples, for notebooks.
+
+        Cost: copies at most 2^16 elements of a field, or one sample, to host memory.
+        """
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        facts = {
+            "samples": f"{self.num_samples:,}",
+            "trajectories": f"{len(np.unique(self.trajectory_id.cpu())):,}",
+            "device": str(self.device),
+        }
+        weights = self.is_weight.cpu()
+        num_filling = int((~self.valid).sum())
+        if num_filling:
+            facts["only fill up"] = f"{num_filling:,}"
+        if self._samples.goal_step is not None:
+            facts["relabelled"] = f"{int(self.relabelled.sum()):,}"
+        if self._samples.source is not None:
+            facts["tables"] = f"{len(np.unique(self.source.cpu())):,}"
+        pictures = [
+            histogram_svg("steps of the trajectories", self.num_steps.cpu()),
+            histogram_svg("anchor of a sample", self.anchor.cpu()),
+        ]
+        if self._samples.is_weight is not None:
+            pictures.append(histogram_svg("PER weight of a sample", weights))
+        fields = ((name, tensor, self.mask.get(name)) for name, tensor in self._tensors.items())
+        table = tensor_table("field", fields)
+        opaque = self._samples.opaque or {}
+        if opaque:
+            rows = [[name, f"{len(values):,} objects"] for name, values in opaque.items()]
+            table += table_html(["opaque field", "values"], rows)
+        return view_html("Batch", facts, pictures, table)
+
 
 class OverwrittenBatch(Batch):
     """Batch whose lifetime has ended: every access raises.
@@ -528,10 +569,11 @@ class OverwrittenBatch(Batch):
     """
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python itself reads `__class__` and `__dict__`
+        # Python itself reads `__class__` and `__dict__`, and notebooks `_repr_html_`.
+        if name.startswith("__") or name == "_repr_html_":
             return object.__getattribute__(self, name)
         if not hasattr(Batch, name) and name not in object.__getattribute__(self, "__dict__"):
-            raise AttributeError(name)  # printers of objects look for `_repr_html_` and the like
+            raise AttributeError(name)  # printers of objects look for `__rich_repr__` and the like
         return _refuse_overwritten()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -542,6 +584,10 @@ class OverwrittenBatch(Batch):
 
     def __repr__(self) -> str:
         return "Batch(overwritten)"
+
+    def _repr_html_(self) -> str:
+        rule = "Its tensors have been written again; keep batch.clone()."
+        return view_html("Batch(overwritten)", {rule: ""})
 
 
 def _refuse_overwritten() -> NoReturn:
@@ -641,12 +687,18 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
     if key.dtype == torch.bool:
         if key.shape != (num_samples,):
             raise ShapeError(
-                "the mask of samples", f"must have shape [{num_samples}]", list(key.shape)
+                "the mask of samples",
+                f"must have shape [{num_samples}]",
+                list(key.shape),
+                "give a mask with one bool for each sample",
             )
         return key.nonzero()[:, 0]
     if key.is_floating_point():
         raise DataError(
-            "the samples", "must be a slice, a mask of bools, or integers", str(key.dtype)
+            "the samples",
+            "must be a slice, a mask of bools, or integers",
+            str(key.dtype),
+            "convert them with .bool() or .long()",
         )
     if key.dtype == torch.uint8 and key.shape == (num_samples,):
         rule = "must be a mask of bools, or indices of int64"
@@ -661,7 +713,12 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
         high = index.max().item()
         if low < -num_samples or high >= num_samples:
             rule = f"must be in [{-num_samples}, {num_samples})"
-            raise ShapeError("an index of samples", rule, low if low < -num_samples else high)
+            raise ShapeError(
+                "an index of samples",
+                rule,
+                low if low < -num_samples else high,
+                f"the batch has {num_samples} samples",
+            )
     return torch.where(index < 0, index + num_samples, index)
 
 
@@ -696,9 +753,18 @@ def _alike(batches: Sequence[Batch]) -> list[Batch]:
         name = next((n for n in [*wanted, *here] if wanted.get(n) != here.get(n)), None)
         if name is not None:
             rule = f"must be as in batch 0: {wanted.get(name, 'missing')}"
-            raise ShapeError(f"field {name!r} of batch {number}", rule, here.get(name, "missing"))
+            raise ShapeError(
+                f"field {name!r} of batch {number}",
+                rule,
+                here.get(name, "missing"),
+                "join batches of one config only",
+            )
         if batch._samples.burn_in != given[0]._samples.burn_in:
-            raise ShapeError(f"the burn-in of batch {number}", "must be that of batch 0")
+            raise ShapeError(
+                f"the burn-in of batch {number}",
+                "must be that of batch 0",
+                remedy="join batches of one config only",
+            )
     return given
 
 

@@ -37,7 +37,10 @@ def group_advantages(
     """
     if kind not in ESTIMATORS:
         raise ConfigError(
-            "the estimator of advantages", f"must be one of {', '.join(ESTIMATORS)}", kind
+            "the estimator of advantages",
+            f"must be one of {', '.join(ESTIMATORS)}",
+            kind,
+            "choose one of them",
         )
     if not len(rewards):
         return np.zeros(0)

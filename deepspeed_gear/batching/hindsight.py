@@ -75,5 +75,7 @@ class HindsightRelabelling:
         if not isinstance(reward, torch.Tensor) or reward.shape != field.shape:
             got = list(reward.shape) if isinstance(reward, torch.Tensor) else type(reward).__name__
             rule = f"must return a tensor of the shape of field {self._name} ({list(field.shape)})"
-            raise ShapeError("gear.hindsight.reward", rule, got)
+            raise ShapeError(
+                "gear.hindsight.reward", rule, got, "return one reward for each row of the field"
+            )
         batch[self._name] = reward.detach().to(field)

@@ -21,7 +21,9 @@ from deepspeed_gear.batching.pack_rows import (
     TableTrajectories,
 )
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
+from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
+from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 
@@ -53,7 +55,11 @@ class ForwardPass(ABC):
         for name, values in columns.items():
             if name not in self._filled:
                 rule = f"must be one of those that forward names ({', '.join(self._filled)})"
-                raise FieldError(f"column {name!r}", rule)
+                raise FieldError(
+                    f"column {name!r}",
+                    rule,
+                    remedy="add it to the columns that forward is called with",
+                )
             self.write(name, micro, values)
             self._filled[name].add(micro.sources.number)
 
@@ -146,6 +152,28 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             f"MicroBatch({self.num_trajectories} trajectories, {self.num_tokens} of "
             f"{self.pack_shape.rows} places: {names})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the fields, with a picture of the lengths, for notebooks.
+
+        Cost: copies at most 2^16 elements of a field to host memory, or all of a field [1, N].
+        """
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        num_places = self.pack_shape.rows
+        facts = {
+            "trajectories": f"{self.num_trajectories:,}",
+            "tokens": f"{self.num_tokens:,} of {num_places:,} places",
+            "padding": f"{1 - self.num_tokens / max(1, num_places):.1%}",
+            "loss tokens": f"{int(self._loss.host_mask.sum()):,}",
+            "device": str(self._device),
+        }
+        fields = [(name, tensor, None) for name, tensor in self._tensors.items()]
+        if self.targets is not None:
+            fields.append(("targets", self.targets, None))
+        picture = histogram_svg("steps of a trajectory", self.pack_shape.lengths)
+        return view_html("MicroBatch", facts, [picture], tensor_table("field", fields))
 
     @property
     def reported(self) -> torch.Tensor:
@@ -322,7 +350,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Returns:
             [], float32.
         Raises:
-            ShapeError: Another shape.
+            ShapeError: `values` has another shape.
         """
         return (self._kept(values) * self._loss.weights).sum() * self._loss.divisor.value
 
@@ -355,7 +383,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Returns:
             Of the shape of `values`, float32; 0 at padding and in sequences without loss tokens.
         Raises:
-            ShapeError: Another shape.
+            ShapeError: `values` has another shape.
             ConfigError: `gear.loss.by` is "member": other trajectories of a member may be in other
                 packs.
         """
@@ -364,7 +392,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             remedy = "a member's trajectories may be in several micro batches"
             raise ConfigError("gear.loss.by", rule, self._loss.by, remedy)
         if how not in ("mean", "sum"):
-            raise ConfigError("how", "must be mean or sum", how)
+            raise ConfigError("how", "must be mean or sum", how, 'write how="mean" or how="sum"')
         kept = self._kept(values)
         mask = self._loss.mask[0]
         owner = torch.from_numpy(self.pack_shape.owners()).to(kept.device)

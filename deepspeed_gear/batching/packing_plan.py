@@ -118,12 +118,22 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     Cost: docs/design/0012-packed-batches.md; 1 ms for 4,096 trajectories and 64 ranks.
     """
     if not 1 <= width <= MOST_PACK_WIDTH:
-        raise ShapeError("width", f"must be in [1, {MOST_PACK_WIDTH}]", width)
+        raise ShapeError(
+            "width",
+            f"must be in [1, {MOST_PACK_WIDTH}]",
+            width,
+            "use fewer replicas, or lower gear.pack.plan_width",
+        )
     steps = lengths.numpy()
     shortest, longest = (int(steps.min()), int(steps.max())) if len(steps) else (1, 1)
     if shortest < 1:
         i = int(lengths.argmin())
-        raise DataError(f"trajectory {i}", "must have at least 1 token to be packed", shortest)
+        raise DataError(
+            f"trajectory {i}",
+            "must have at least 1 token to be packed",
+            shortest,
+            "leave empty trajectories out",
+        )
     if longest > budget.room:
         i = int(lengths.argmax())
         rule = f"must have at most {budget.room} tokens, the budget of a pack"

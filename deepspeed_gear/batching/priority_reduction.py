@@ -22,7 +22,7 @@ def masks_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> l
     if mask is not None:
         if mask.shape != values.shape:
             rule = f"must have the shape of the priorities {list(values.shape)}"
-            raise ShapeError("mask", rule, list(mask.shape))
+            raise ShapeError("mask", rule, list(mask.shape), "give one bool for each priority")
         return [mask]
     # Fields of equal windows share a mask: it counts once, and so does a mask of those that learn.
     names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}

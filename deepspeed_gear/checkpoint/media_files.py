@@ -111,7 +111,10 @@ class SavedMedia:
             given = save_folders.entry(manifest, KIND, dict, at)
             if given.get("columns") != Schema(media.spec.columns).to_json()["columns"]:
                 raise CheckpointError(
-                    at, f"must have the media {media.spec.columns}", given.get("columns")
+                    at,
+                    f"must have the media {media.spec.columns}",
+                    given.get("columns"),
+                    save_folders.ANOTHER,
                 )
             words = _loaded(folder / WORDS, manifest["files"])
             self._words.append(words)
@@ -191,6 +194,8 @@ def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:
 
 def _loaded(path: Path, digests: Mapping[str, str]) -> np.ndarray:
     digest = save_folders.entry(digests, path.name, str, str(path.parent / save_folders.MANIFEST))
-    is_readable = CheckpointError.on(str(path), "must be readable", OSError)
+    is_readable = CheckpointError.on(
+        str(path), "must be readable", OSError, remedy=save_folders.ANOTHER
+    )
     with is_readable, save_folders.open_checked(path, digest) as file:
         return np.asarray(np.load(save_folders.link_of(file), mmap_mode="r"))

@@ -54,7 +54,7 @@ def read_rollout(folder: Path, state: Mapping[str, Any]) -> dict[str, torch.Tens
     columns = save_folders.entry(rollout, "columns", dict, at)
     name = save_folders.entry(columns, "file", str, at)
     if Path(name).name != name:
-        raise CheckpointError(at, "must name a file of its folder", name)
+        raise CheckpointError(at, "must name a file of its folder", name, save_folders.ANOTHER)
     digest = save_folders.entry(columns, "sha256", str, at)
     with (
         save_folders.open_checked(folder / name, digest) as file,

@@ -425,7 +425,7 @@ def open_checked(path: Path, digest: str | None) -> BinaryIO:
     """Open a file of a save; it stays readable if another save replaces it.
 
     Raises:
-        CheckpointError: It is missing, or has another SHA-256 than its manifest says.
+        CheckpointError: It is missing, or has another SHA-256 than in its manifest.
     """
     changed = CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
     try:

@@ -287,7 +287,12 @@ def read_table(
     shards = []
     for one, manifest in zip(folders, manifests, strict=True):
         if schema is not None and Schema.from_json(manifest["schema"]) != schema:
-            raise CheckpointError(str(one), f"must have the schema {schema}", manifest["schema"])
+            raise CheckpointError(
+                str(one),
+                f"must have the schema {schema}",
+                manifest["schema"],
+                "load it with the schema that it was saved with",
+            )
         streams: dict[str, reshard.Content] = {}
         others: dict[str, np.ndarray] = {}
         for name, digest in manifest["files"].items():
@@ -333,7 +338,12 @@ def find_shards(
         shard = manifest["shard"] if one != folder else {"index": 0, "count": 1}
         if (shard["index"], shard["count"]) != (index, len(folders)):
             rule = f"must hold shard {index} of {len(folders)}"
-            raise CheckpointError(str(one), rule, f"{shard['index']} of {shard['count']}")
+            raise CheckpointError(
+                str(one),
+                rule,
+                f"{shard['index']} of {shard['count']}",
+                "a folder was renamed or exchanged; restore it, or take another checkpoint",
+            )
     return folders, manifests
 
 
@@ -360,7 +370,12 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
     for name in ("index", "count") if of_shard else ():
         save_folders.entry(manifest["shard"], name, int, f"{path}: shard")
     if save_id is not None and manifest["save"] != save_id:
-        raise CheckpointError(str(folder), f"must be of the save {save_id}", manifest["save"])
+        raise CheckpointError(
+            str(folder),
+            f"must belong to the save {save_id}",
+            manifest["save"],
+            "the folder mixes two saves; take another checkpoint",
+        )
     return manifest
 
 
@@ -382,7 +397,12 @@ def open_rows(
         segments = {name: int(one["rows"]) for name, one in sorted(manifest["segments"].items())}
         num_rows = 0 if shard.slots is None else int(shard.slots[:, Slot.NUM_ROWS].sum())
         if min(segments.values(), default=0) < 0 or sum(segments.values()) != num_rows:
-            raise CheckpointError(at, f"must name segments of {num_rows} rows together", segments)
+            raise CheckpointError(
+                at,
+                f"must name segments of {num_rows} rows together",
+                segments,
+                save_folders.ANOTHER,
+            )
         columns: dict[str, list[np.ndarray]] = {}
         for column in () if shard.slots is None else Schema.from_json(manifest["schema"]):
             sizes = {file_of(column.name): shard.num_slots}
@@ -409,6 +429,8 @@ def load_array(path: Path, digest: str) -> np.ndarray:
 
 
 def _mapped(path: Path, digest: str) -> np.ndarray:
-    is_readable = CheckpointError.on(str(path), "must be readable", OSError)
+    is_readable = CheckpointError.on(
+        str(path), "must be readable", OSError, remedy=save_folders.ANOTHER
+    )
     with is_readable, save_folders.open_checked(path, digest) as file:
         return np.asanyarray(np.load(save_folders.link_of(file), mmap_mode="r"))

@@ -124,7 +124,9 @@ class TableLoader:
         chosen = division.chosen(table.spec.own_shard.index)
         if dataset is not None and whole.num_slots != dataset.versions[data]:
             rule = f"must have the {dataset.versions[data]} trajectories of the data set"
-            raise CheckpointError(at, rule, whole.num_slots)
+            raise CheckpointError(
+                at, rule, whole.num_slots, "give the data set that it was saved with"
+            )
         rows = 0 if slots is None else int(slots[chosen, Slot.NUM_ROWS].sum())
         if slots is not None and (
             len(chosen) > len(table.slots) or rows > table.spec.capacity_rows

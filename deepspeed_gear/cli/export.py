@@ -79,7 +79,12 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]], b
     if position is None and not tables:
         dataset = Dataset.open(args.data)
         if args.table is not None:
-            raise ConfigError("--table", "must be left out for a data set", args.table)
+            raise ConfigError(
+                "--table",
+                "must be left out for a data set",
+                args.table,
+                "leave it out: a data set has one table",
+            )
         return dataset.schema, map(dataset.trajectory, range(len(dataset))), False
     by_name = {save_folders.table_in(path): path for path in tables}
     saved = read_table(by_name[_chosen(args.table, list(by_name))])
@@ -125,7 +130,10 @@ def _stored(
     """
     if schema.role("media") is not None:
         raise DataError(
-            "--table", "must have no media", None, "no format holds them: use Replay.read"
+            "--table",
+            "must name a table without media",
+            None,
+            "export formats cannot hold media: use Replay.read",
         )
     late = schema.late_bits(schema.names)
     starts = {name: np.cumsum([0, *map(len, arrays)]) for name, arrays in files.items()}

@@ -45,7 +45,7 @@ OPTIONS: Options = {
     "--reward RULE": (
         "rewards of a source without any: none, last=1.0 (at the last step, 0 before) or each=-1"
     ),
-    "--episode-id COLUMN": "column of a table of steps that tells its episodes apart",
+    "--episode-id COLUMN": "column of a table of steps with a value for each episode",
     "--group-scope SCOPE": (
         "what group numbers that several files have mean: other groups (file) or the same ones "
         "(all)"
@@ -109,6 +109,8 @@ def _pairs(args: argparse.Namespace, option: str) -> dict[str, str]:
         if not name or not value:
             raise ConfigError(f"--{option}", f"must be {form}", pair, f"for example {example}")
         if name in pairs:
-            raise ConfigError(f"--{option}", "must give every name once", pair)
+            raise ConfigError(
+                f"--{option}", "must give every name once", pair, "remove one of them"
+            )
         pairs[name] = value
     return pairs

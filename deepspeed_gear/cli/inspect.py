@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
-from deepspeed_gear.cli import Options, grid_of
+from deepspeed_gear.cli import Options, dataset_plots, grid_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -53,6 +53,7 @@ OPTIONS: Options = {
     "--living PID": (_LIVING, {"nargs": "?", "type": int, "const": 0}),
     "--json": "print JSON, with statistics of each element",
     "--verify": "compare every byte with what was written",
+    "--plot FILE": "draw a data set's lengths, returns, values and images (.svg, .png or .html)",
 }
 
 
@@ -69,8 +70,16 @@ def run(args: argparse.Namespace) -> int:
     held_in, tables = (None, []) if folder is None else find_saves(folder)
     if args.verify and (folder is None or held_in is not None or tables):
         raise ConfigError(
-            "--verify", "must be of a data set", None, "a checkpoint is always verified"
+            "--verify",
+            "must be given for a data set only",
+            None,
+            "leave it out: a checkpoint is always verified",
         )
+    if args.plot is not None:
+        if folder is None or held_in is not None or tables:
+            remedy = "gear export writes the trajectories of a table, which gear ingest takes"
+            raise ConfigError("--plot", "must be of a data set", args.plot, remedy)
+        dataset_plots.check_file(Path(args.plot))
     if folder is None:
         document, lines = describe_living(args.living or None)
     elif held_in is not None or tables:
@@ -89,24 +98,32 @@ def run(args: argparse.Namespace) -> int:
             dataset.verify()
         document = {**summarize(dataset), "verified": bool(args.verify)}
         lines = dataset_lines(document)
+        if args.plot is not None:
+            document["plot"] = dataset_plots.plot(dataset, Path(args.plot))
+            lines += ["", "Plot in {file}: {sampled}".format(**document["plot"])]
     print(json.dumps(document, indent=1) if args.json else "\n".join(lines))
     return 0
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def distribution(values: NDArray[Any]) -> dict[str, float | None]:
-    """Describe one value per trajectory by quantiles, mean and deviation; None without values."""
+    """Describe one value per trajectory by quantiles, mean and deviation.
+
+    They are None without finite values, and where float64 overflows.
+    """
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
         return dict.fromkeys(("min", *map(str, LEVELS), "max", "mean", "std"))
     quantiles = np.quantile(numbers, LEVELS, method="inverted_cdf")  # which are values themselves
-    return {
-        "min": float(numbers.min()),
-        **{str(level): float(value) for level, value in zip(LEVELS, quantiles, strict=True)},
-        "max": float(numbers.max()),
-        "mean": float(numbers.mean()),
-        "std": float(numbers.std()),
+    described = {
+        "min": numbers.min(),
+        **{str(level): value for level, value in zip(LEVELS, quantiles, strict=True)},
+        "max": numbers.max(),
+        "mean": numbers.mean(),
+        "std": numbers.std(),
     }
+    return {name: float(value) if np.isfinite(value) else None for name, value in described.items()}
 
 
 def _contents(
@@ -286,7 +303,8 @@ def returns_of(dataset: Dataset) -> NDArray[Any] | None:
     if reward is None:
         return None
     rewards = as_numbers(dataset.columns[reward.name], reward)  # 0 in the row after a last step
-    return np.add.reduceat(rewards, dataset.first_rows, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.add.reduceat(rewards, dataset.first_rows, dtype=np.float64)
 
 
 def summarize(dataset: Dataset) -> dict[str, Any]:
@@ -331,23 +349,29 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
     return summary
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
     """Describe a column by one mean, std, min and max over all its elements.
 
-    The values are None if no element has a finite value.
+    They are None if no element has a finite value, and where float64 overflows.
     """
-    if statistics is None or not np.isfinite(statistics.mean).any():
-        return dict.fromkeys(("mean", "std", "min", "max"))
-    known = np.isfinite(statistics.mean)
+    overall: dict[str, float | None] = dict.fromkeys(("mean", "std", "min", "max"))
+    if statistics is None or not np.isfinite(statistics.min).any():
+        return overall
+    overall["min"] = float(np.nanmin(statistics.min))
+    overall["max"] = float(np.nanmax(statistics.max))
+    known = np.isfinite(statistics.mean) & np.isfinite(statistics.std)
+    if not known.any():
+        return overall
     mean = statistics.mean[known]
     std = statistics.std[known]
     # Every element has as many rows, so the total variance is the mean of the variances plus the
     # variance of the means.
     center = float(mean.mean())
     spread = float(np.sqrt((std**2 + (mean - center) ** 2).mean()))
-    low = float(np.nanmin(statistics.min))
-    high = float(np.nanmax(statistics.max))
-    return {"mean": center, "std": spread, "min": low, "max": high}
+    overall["mean"] = center if np.isfinite(center) else None
+    overall["std"] = spread if np.isfinite(spread) else None
+    return overall
 
 
 def dataset_lines(summary: dict[str, Any]) -> list[str]:

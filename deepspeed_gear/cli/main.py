@@ -18,6 +18,7 @@ COMMANDS = {
     "export": "write trajectories as Minari, Parquet, JSON lines or npz",
     "split": "divide a data set into parts that nodes keep on their own disks",
     "inspect": "show what a data set, a checkpoint or a running process holds",
+    "watch": "show a running job: its tables, its ranks, and what they wait for",
     "preview": "show the batches of every rank of a run, without starting it",
     "simulate": "predict the pace, lag and waste of rollout workers and ranks",
     "init": "write a config and a training script that fit a data set",

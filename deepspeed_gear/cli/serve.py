@@ -2,6 +2,9 @@
 
 They come from remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker). The server is
 one of the table's writers; it waits for the run to begin, and ends with it or with SIGTERM.
+
+With --metrics and without --config it serves the metrics of running jobs as Prometheus text, and
+nothing else, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+import threading
+from contextlib import ExitStack
 
 from ..errors import ConfigError, undo_on_error
 from . import Options
@@ -17,24 +22,57 @@ _RUN = "name or id of the run, where several of one config share this node"
 _MESSAGE = (
     "most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)"
 )
+METRICS_PORT = 9464  # on which exporters of OpenTelemetry serve Prometheus, too
+_METRICS = (
+    f"serve the metrics of running jobs as Prometheus text at this port (default: {METRICS_PORT})"
+)
 _TOKEN = "file of mode 0600 with the token that actors show"
 OPTIONS: Options = {
-    "--config F": ("the run's ds_config.json", {"required": True}),
+    "--config F": "the run's ds_config.json",
     "--table T": "which table (default: the only one that takes writers)",
     "--run R": (_RUN, {"dest": "run_name"}),
     "--host HOST": ("address to listen at (default: 127.0.0.1)", {"default": "127.0.0.1"}),
     "--port PORT": ("port to listen at (default: a free one)", {"type": int, "default": 0}),
-    "--token-file F": (_TOKEN, {"required": True}),
+    "--token-file F": _TOKEN,
     "--tls-cert F": "certificate, and those between it and the root, in PEM",
     "--tls-key F": "its private key, in PEM",
     "--insecure": "admit other addresses than loopback without TLS",
     "--max-message MIB": (_MESSAGE, {"type": int, "default": 64}),
+    "--metrics PORT": (_METRICS, {"nargs": "?", "type": int, "const": METRICS_PORT}),
     "--wait S": ("seconds to wait for the store (default: 60)", {"type": float, "default": 60.0}),
 }
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the run ends, or until SIGTERM or Ctrl-C."""
+    for option, value in (("--config", args.config), ("--token-file", args.token_file)):
+        needs = args.metrics is None or args.config or args.token_file
+        if needs and value is None:
+            rule = "must be given where trajectories are received"
+            raise ConfigError(option, rule, None, "or give --metrics alone")
+    with ExitStack() as stack:
+        if args.metrics is not None:
+            from deepspeed_gear.cli.metrics_server import MetricsServer, RunSource
+
+            MetricsServer.check(args.host, args.metrics, args.insecure)
+            source = RunSource(args.run_name, may_begin_later=args.config is not None)
+            server = MetricsServer(source, args.host, args.metrics, args.insecure)
+            stack.callback(server.close)
+            print(f"metrics at {server.url}", flush=True)
+        return _wait_for_signal() if args.config is None else _serve_table(args)
+
+
+def _wait_for_signal() -> int:
+    """Wait for SIGTERM or Ctrl-C."""
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, _: ended.set())
+    ended.wait()
+    return 0
+
+
+def _serve_table(args: argparse.Namespace) -> int:
+    """Receive trajectories until the run ends, or until SIGTERM or Ctrl-C."""
     with ConfigError.on(
         "gear serve",
         "needs pyarrow and grpcio",
@@ -50,7 +88,12 @@ def run(args: argparse.Namespace) -> int:
     # grpc logs a traceback for each token that is not text, at any rate of requests.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
     if bool(args.tls_cert) != bool(args.tls_key):
-        raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
+        raise ConfigError(
+            "--tls-cert",
+            "must be given together with --tls-key",
+            None,
+            "give both, or neither with --insecure",
+        )
     certificate = read_certificate(args.tls_cert, args.tls_key) if args.tls_cert else None
     token = read_token(args.token_file)
     max_bytes = args.max_message << 20

@@ -85,7 +85,12 @@ def run(args: argparse.Namespace) -> int:
         *((f"--{k}", v) for k, v in asdict(pace).items()),
     ):
         if not 0 < value < np.inf:
-            raise ConfigError(name.removesuffix("_s"), "must be positive and finite", value)
+            raise ConfigError(
+                name.removesuffix("_s"),
+                "must be positive and finite",
+                value,
+                "choose a positive number",
+            )
     lengths = lengths_of(args.lengths, spec.seed, size)
     rules = [replace(spec, order=order, late=late) for order, late in RULES]
     predictions = [simulate(rule, lengths, pace, args.batches) for rule in rules]
@@ -145,7 +150,11 @@ def lengths_of(given: str, seed: int, size: int) -> Lengths:
             lambda number: np.random.default_rng([seed, number]).choice(known, size)
         )
     with ConfigError.on(
-        "--lengths", "must have two numbers after lognormal:", ValueError, value=given
+        "--lengths",
+        "must have two numbers after lognormal:",
+        ValueError,
+        value=given,
+        remedy="for example lognormal:600,0.8",
     ):
         median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
         if not (0 < median < np.inf and 0 <= sigma < np.inf):

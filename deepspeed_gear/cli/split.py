@@ -28,7 +28,10 @@ def run(args: argparse.Namespace) -> int:
     dataset = Dataset.open(args.dataset)
     if not 1 <= args.nodes <= len(dataset):
         raise ConfigError(
-            "--nodes", f"must be in [1, {len(dataset)}], the trajectories", args.nodes
+            "--nodes",
+            f"must be in [1, {len(dataset)}], the trajectories",
+            args.nodes,
+            "choose fewer nodes",
         )
     bounds = non_empty(shards_of(dataset.lengths * dataset.schema.row_bytes, args.nodes))
     for part in write_parts(dataset, Path(args.out), bounds, args.overwrite):

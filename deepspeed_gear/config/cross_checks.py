@@ -52,7 +52,7 @@ class Part:
     at: str
     options: BaseModel
 
-    def leave_out(self, names: str, when: str, remedy: str = "") -> None:
+    def leave_out(self, names: str, when: str, remedy: str = "leave it out") -> None:
         """Require that options have their defaults.
 
         Args:
@@ -64,17 +64,25 @@ class Part:
             if value != default:
                 self.refuse(name, f"must not be given {when}", remedy)
 
-    def need(self, name: str, when: str, remedy: str = "") -> None:
+    def need(self, name: str, when: str, remedy: str) -> None:
         """Require that an option is not null."""
         if self._value_and_default(name)[0] is None:
             self.refuse(name, f"must be given {when}", remedy)
 
     def admit(self, name: str, values: Sequence[Any], when: str, remedy: str = "") -> None:
-        """Require that an option has one of some values, which the rule lists."""
-        if self._value_and_default(name)[0] not in values:
-            self.refuse(name, f"must be {' or '.join(map(json.dumps, values))} {when}", remedy)
+        """Require that an option has one of some values, which the rule lists.
 
-    def at_most(self, name: str, limit: int | None, rule: str, remedy: str = "") -> None:
+        Args:
+            remedy: "" is to set the first of the values.
+        """
+        if self._value_and_default(name)[0] not in values:
+            admitted = [json.dumps(value) for value in values]
+            remedy = remedy or f"set it to {admitted[0]}"
+            self.refuse(name, f"must be {' or '.join(admitted)} {when}", remedy)
+
+    def at_most(
+        self, name: str, limit: int | None, rule: str, remedy: str = "choose a smaller number"
+    ) -> None:
         """Require that an option is null or at most `limit`.
 
         Args:
@@ -85,12 +93,12 @@ class Part:
         if value is not None and limit is not None and value > limit:
             self.refuse(name, f"must be at most {rule} ({limit})", remedy)
 
-    def require(self, holds: bool, name: str, rule: str, remedy: str = "") -> None:
+    def require(self, holds: bool, name: str, rule: str, remedy: str) -> None:
         """Require that a condition on an option holds, which the rule states."""
         if not holds:
             self.refuse(name, rule, remedy)
 
-    def refuse(self, name: str, rule: str, remedy: str = "") -> NoReturn:
+    def refuse(self, name: str, rule: str, remedy: str) -> NoReturn:
         """Raise ConfigError for an option's value; a value that is itself a part is not shown."""
         value = self._value_and_default(name)[0]
         if isinstance(value, dict) and any(
@@ -308,9 +316,13 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
         (group.member is None) == (group.max_trajectories is None),
         "max_trajectories",
         f"must be given together with {part.at}.member, and only then",
+        "give both, or neither",
     )
     part.require(
-        group.member != group.column, "member", "must be another column than that of the group"
+        group.member != group.column,
+        "member",
+        "must be another column than that of the group",
+        "name the member's column",
     )
     part.require(
         group.max_trajectories is None or group.max_trajectories >= group.size,
@@ -322,6 +334,7 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
         (group.after_s is None) == (group.min_size is None),
         "min_size",
         f"must be given together with {part.at}.after_s, and only then",
+        "give both, or neither",
     )
     part.at_most("min_size", group.size, f"{part.at}.size")
     held = table.capacity_trajectories
@@ -330,10 +343,16 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
             f"{part.at.removesuffix('.group')}.capacity_trajectories",
             f"must be at least the trajectories of a group ({table.most_trajectories})",
             held,
+            f"raise it to {table.most_trajectories} or more",
         )
     for option in ("needs", "after_s", "remember"):
         is_given = bool(getattr(group, option))
-        part.require(table.data is None or not is_given, option, "must not be given for a data set")
+        part.require(
+            table.data is None or not is_given,
+            option,
+            "must not be given for a data set",
+            "leave it out",
+        )
 
 
 def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
@@ -390,6 +409,7 @@ def _check_rate(
             sampler.kind == "fifo" and sampler.unit != "step",
             "queue",
             'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"',
+            "change the sampler, or leave queue out",
         )
         Part(at_table, table).admit("max_times_sampled", (0, 1), "in a queue")
     if rate.samples_per_insert is None:
@@ -402,7 +422,7 @@ def _check_rate(
     held = table.capacity_steps if sampler.unit == "step" else table.capacity_trajectories
     if held is not None and table.group is not None:
         held //= table.group.size
-    part.at_most("min_size", held, "what the table holds")
+    part.at_most("min_size", held, "what the table holds", "lower it, or raise the capacity")
 
 
 def _check_sampler(config: GearOptions) -> None:
@@ -491,6 +511,7 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
         not (follows and field.length is not None and config.burn_in),
         "offset",
         "must be a number in a window where there is gear.burn_in",
+        "give the offset in steps",
     )
     if field.normalize is not None and config.normalizes_online:
         for is_so, what in (
@@ -518,7 +539,7 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
         part.leave_out("length align hindsight", "with gear.pack", _WHOLE)
         for option, value in (("offset", "n_step"), ("pad", "edge"), ("derived", "position")):
             is_other = getattr(field, option) != value
-            part.require(is_other, option, "must be another one with gear.pack", _WHOLE)
+            part.require(is_other, option, "must have another value with gear.pack", _WHOLE)
 
 
 def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
@@ -580,7 +601,7 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
         "minibatches", size.size, "the items of the batch", "a minibatch has one item at least"
     )
     if unit != "group":
-        rule = 'must be another one where gear.sampler.unit is not "group"'
+        rule = 'must have another value where gear.sampler.unit is not "group"'
         for option, value in (("normalize", "group"), ("by", "member")):
             is_other = getattr(config.loss, option) != value
             Part("gear.loss", config.loss).require(is_other, option, rule, "sample groups")
@@ -603,7 +624,7 @@ def _check_names(config: GearOptions) -> None:
         for name in sampler.shares:
             if name not in tables:
                 at = dotted("gear", "sampler", "shares", name)
-                raise ConfigError(at, "must be of a table", None, known_names(name, tables))
+                raise ConfigError(at, "must name a table", None, known_names(name, tables))
     elif sampler.table is None and len(tables) > 1:
         raise ConfigError(
             "gear.sampler.table",

@@ -176,7 +176,7 @@ def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
             dotted("gear", *path, key),
             "is not an option of this kind",
             None,
-            f"it belongs to kind {' or '.join(map(repr, kinds))}",
+            f"it belongs to the kind {' or '.join(map(repr, kinds))}",
         )
     wanted = SYNONYMS[key] if SYNONYMS.get(key) in known else str(key)
     return ConfigError(
@@ -192,6 +192,7 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     if error["type"] == "extra_forbidden":
         return _unknown(model, error)
     annotation, metadata, path = _locate(model, error["loc"])
+    correct = _correct(model, error["loc"])
     name = dotted("gear", *path)
     admitted = describe(annotation, metadata)
     if isinstance(cause, GearError):  # of a schema
@@ -205,7 +206,7 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         ]
         rule = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}"
         kind = _short(error["input"].get("kind"))
-        return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule))
+        return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule) or "choose one of them")
     if error["type"] == "gear_conflict":
         context = error["ctx"]
         option = dotted("gear", *path, context["option"]) if context["option"] else name
@@ -229,8 +230,19 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         )
     if error["type"] == "gear":
         rule = error["ctx"]["rule"]
-        return ConfigError(name, rule, value, error["ctx"]["remedy"] or _hint(value, rule))
-    return ConfigError(name, f"must be {admitted}", value, _hint(value, admitted))
+        return ConfigError(
+            name, rule, value, error["ctx"]["remedy"] or _hint(value, rule) or correct
+        )
+    return ConfigError(name, f"must be {admitted}", value, _hint(value, admitted) or correct)
+
+
+def _correct(model: type[BaseModel], where: Sequence[Any]) -> str:
+    """Return the remedy of a value that fits no other: to correct it, or the option's default."""
+    within = as_model(_locate(model, where[:-1])[0]) if where else None
+    info = None if within is None else options(within).get(where[-1])
+    if info is None or info.is_required() or isinstance(info.default, BaseModel):
+        return "correct it"
+    return f"correct it, or leave it out for its default, {json.dumps(info.get_default())}"
 
 
 def _short(value: Any) -> Any:

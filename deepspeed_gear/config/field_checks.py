@@ -147,11 +147,13 @@ def check_against(
                     dotted("gear", "fields", a.name),
                     f"must have the same column in tables {first} and {other}",
                     f"{a.column} and {b.column}",
+                    "name the field's column in gear.fields, or give both tables this column",
                 )
         if len(fields[first]) != len(fields[other]):
             raise ConfigError(
                 "gear.fields",
                 f"must be given where the columns of tables {first} and {other} differ",
+                remedy="name the fields in gear.fields; their columns must be in every table",
             )
     _check_pipeline(config, [field.name for field in fields[first] if not field.is_opaque])
     return fields[first]
@@ -313,6 +315,7 @@ def _check_resolved(config: GearOptions, schema: Schema, resolved: Sequence[Reso
                 dotted("gear", "fields", field.name),
                 f"must have the offset and length of {dotted('gear', 'fields', estimated[0].name)}",
                 f"{field.offset}, {field.length}",
+                "give all advantage fields one offset and length",
             )
     seen: dict[ResolvedField, str] = {}
     for field in resolved:
@@ -524,7 +527,7 @@ def _check_derived(part: Part, derived: str) -> None:
         when = "for advantages and value targets"
         part.leave_out("align pad scale as", when, "they stand in place, padded by 0")
         follows = part.options.model_dump()["offset"] == "n_step"
-        part.require(not follows, "offset", f"must be a number {when}")
+        part.require(not follows, "offset", f"must be a number {when}", "give the offset in steps")
 
 
 def _check_dtype(
@@ -545,7 +548,7 @@ def _check_dtype(
         kept = "rewards, returns, flags and derived fields keep their precision"
         part.require(not exact, "as", rule, f"{kept}; convert them in the model")
         is_rounded = own in ("int16", "int32", "int64") and not converted
-        part.require(not is_rounded, "as", rule, "large integers would be rounded")
+        part.require(not is_rounded, "as", rule, f"use {own}: large integers would be rounded")
         return
     target = DTYPES[requested]
     have = DTYPES[own]
@@ -582,7 +585,9 @@ def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Colum
     """Return the column of achieved goals, a row of which replaces the goal of a sample."""
     part.require(name in schema, "hindsight", "must be a column of the table", _known(schema))
     achieved = schema[name]
-    part.require(achieved.rows != "1", "hindsight", "must be a column with a row per step")
+    part.require(
+        achieved.rows != "1", "hindsight", "must be a column with a row per step", _known(schema)
+    )
     if column is None:
         raise ConfigError(part.at, "must be a stored column to be a goal", None, GOAL_EXAMPLE)
     if (achieved.dtype, achieved.shape) != (column.dtype, column.shape):
@@ -591,7 +596,12 @@ def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Colum
             f"({column.dtype}{list(column.shape)})"
         )
         value = f"{achieved.name}: {achieved.dtype}{list(achieved.shape)}"
-        raise ConfigError(f"{part.at}.hindsight", rule, value)
+        raise ConfigError(
+            f"{part.at}.hindsight",
+            rule,
+            value,
+            "choose an achieved-goal column of the same dtype and shape",
+        )
     return achieved
 
 
@@ -609,6 +619,7 @@ def _check_goals(fields: Sequence[ResolvedField]) -> None:
                 option,
                 f"must have as many rows as column {first.name} ({first.rows})",
                 f"{achieved.name}: {achieved.rows}",
+                "store all achieved goals with the same rows",
             )
     for field in fields:
         sums = field.column is not None and field.column.role == "return_to_go"
@@ -636,5 +647,6 @@ def reward_field(fields: Sequence[ResolvedField]) -> ResolvedField:
             "gear.hindsight.reward",
             "must have one field of the reward column to replace",
             ", ".join(field.name for field in rewards) or "none",
+            "add one field of the reward column to gear.fields",
         )
     return rewards[0]

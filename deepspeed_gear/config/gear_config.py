@@ -67,8 +67,16 @@ def load(config: Any) -> Any:
     """Return the content of a JSON file, given its path; anything else is returned unchanged."""
     if not isinstance(config, (str, Path)):
         return config
-    is_readable = ConfigError.on("config", "must be a readable file", OSError, value=str(config))
-    with is_readable, ConfigError.on(f"config {config}", "must be JSON", ValueError):
+    is_readable = ConfigError.on(
+        "config",
+        "must be a readable file",
+        OSError,
+        remedy="give the path of a DeepSpeed config, or the config as a dict",
+    )
+    is_json = ConfigError.on(
+        f"config {config}", "must be JSON", ValueError, remedy="correct the file"
+    )
+    with is_readable, is_json:
         return parse_json(Path(config).read_text(encoding="utf-8"), object_pairs_hook=_unique)
 
 
@@ -140,7 +148,12 @@ def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) ->
         given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if type(value) is not int or value < 1:
-            raise ConfigError(name, "must be an integer >= 1 where there is no engine", value)
+            raise ConfigError(
+                name,
+                "must be an integer >= 1 where there is no engine",
+                value,
+                "give a positive integer, or let DeepSpeed's initialize resolve it",
+            )
     # batch = micro * steps * replicas; those that are not given follow from the others.
     batch, micro, steps = map(given.get, names)
     if micro is None:

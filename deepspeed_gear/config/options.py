@@ -217,7 +217,7 @@ class PackConfig(t.GearModel):
     @classmethod
     def _two(cls, cost: list[int]) -> list[int]:
         if len(cost) != 2 or not any(cost):
-            raise t.refuse("must be two whole numbers [c1, c2], not both 0")
+            raise t.refuse("must be two whole numbers [c1, c2], not both 0", "use [1, 0]")
         return cost
 
     @property
@@ -245,7 +245,11 @@ class BatchSizeConfig(t.GearModel):
         if (self.groups is None) == (self.trajectories is None):
             raise t.conflict(
                 "must have one of groups and trajectories",
-                "they are selected at once, and a batch has no more of them" if self.tokens else "",
+                "they are selected at once, and a batch has no more of them"
+                if self.tokens
+                else "drop one"
+                if self.groups
+                else 'for example "groups": 64',
             )
         return self
 

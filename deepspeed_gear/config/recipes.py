@@ -65,6 +65,7 @@ def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(
             f"gear.tables.{name}.max_length",
             "must be given with a recipe: most tokens of a prompt and its response",
+            remedy="for example 2048",
         )
     merged = _merged(_SECTION, {**section, "tables": {name: table}})
     if "batch" in section:

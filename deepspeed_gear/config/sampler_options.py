@@ -275,7 +275,12 @@ class ExternalSampler(DrawingOptions):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = ".".join(["gear.sampler.options", *map(str, first["loc"])])
-            raise ConfigError(name, first["msg"], first["input"]) from None
+            raise ConfigError(
+                name,
+                first["msg"],
+                first["input"],
+                "correct it as the sampler's Options class defines it",
+            ) from None
 
     @model_validator(mode="after")
     def _admits_options(self) -> Any:
@@ -321,24 +326,30 @@ class MixtureSampler(t.GearModel):
     def _whole(self) -> Any:
         numbers = [share for share in self.shares.values() if isinstance(share, (int, float))]
         if len(numbers) == len(self.shares) and abs(sum(numbers) - 1) > SHARES_TOLERANCE:
-            raise t.conflict("must sum to 1", option="shares", value=self.shares)
+            raise t.conflict("must sum to 1", "correct them", "shares", self.shares)
         every = [self.by_table.get(name, self.of) for name in self.shares]
         given = [(one.reduce, one.eta) for one in every if isinstance(one, PriorityOptions)]
         if any(one != given[0] for one in given):  # one reduction applies to a whole batch
             raise t.conflict(
-                "must have one reduce and eta in all samplers", option="by_table", value=given
+                "must have one reduce and eta in all samplers",
+                "one reduction applies to a whole batch",
+                "by_table",
+                given,
             )
         for name, sampler in self.by_table.items():
             if name not in self.shares:
-                raise t.conflict("must name tables of {at}.shares", option="by_table", value=name)
+                raise t.conflict(
+                    "must name tables of {at}.shares", "give the table a share", "by_table", name
+                )
             for option in ("unit", "anchors", "table"):
                 own = getattr(sampler, option)
                 common = getattr(self.of, option)
                 if own != common:
                     raise t.conflict(
                         f"must have in table {name} the {option} of {{at}}.of ({common})",
-                        option="by_table",
-                        value=own,
+                        "change one of them",
+                        "by_table",
+                        own,
                     )
         return self
 

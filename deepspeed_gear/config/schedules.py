@@ -58,7 +58,12 @@ def value_at(schedule: Any, step: int, name: str) -> float:
     if (function := function_of(schedule, name)) is not None:
         value = function(step)
         if not _is_share(value):
-            raise ConfigError(f"{name} at global batch {step}", "must be a number in [0, 1]", value)
+            raise ConfigError(
+                f"{name} at global batch {step}",
+                "must be a number in [0, 1]",
+                value,
+                "correct the schedule's function",
+            )
     elif isinstance(schedule, dict):
         # {"linear": [0.4, 1.0, 100]} is 0.4 at batch 0, 0.7 at batch 50, and 1.0 from 100 on.
         first, last, steps = schedule["linear"]
@@ -85,6 +90,12 @@ def imported(path: str | Callable[..., Any], name: str) -> Callable[..., Any]:
         return path
     module, _, attribute = path.partition(":")
     any_error = Exception  # of the user's module
-    with ConfigError.on(name, "must name what can be imported", any_error, value=path):
+    with ConfigError.on(
+        name,
+        "must name what can be imported",
+        any_error,
+        value=path,
+        remedy="write module:name, and make the module importable",
+    ):
         value: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
     return value

@@ -87,7 +87,10 @@ class GroupConditionConfig(t.GearModel):
     @model_validator(mode="after")
     def _not_empty(self) -> Any:
         if not self.model_dump(exclude_none=True):
-            raise t.conflict(f"must have one of {', '.join(type(self).model_fields)}")
+            raise t.conflict(
+                f"must have one of {', '.join(type(self).model_fields)}",
+                'for example {"min": 0}',
+            )
         return self
 
 
@@ -205,7 +208,7 @@ class DataConfig(t.GearModel):
                 split["train"],
             )
         if sum(split.values()) >= 1:
-            raise t.refuse("must sum to less than 1", "nothing is left for training")
+            raise t.refuse("must sum to less than 1", "lower them: the rest is for training")
         return split
 
 

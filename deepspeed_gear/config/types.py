@@ -67,13 +67,15 @@ def dotted(*parts: object) -> str:
 
 
 def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
-    """Return the error of a value check; `translate` adds the option's name and the value."""
+    """Return the error of a value check; `translate` adds the option's name and the value.
+
+    Args:
+        remedy: "" is to correct the value, or to use the default.
+    """
     return PydanticCustomError("gear", "{rule}", {"rule": rule, "remedy": remedy})
 
 
-def conflict(
-    rule: str, remedy: str = "", option: str = "", value: Any = None
-) -> PydanticCustomError:
+def conflict(rule: str, remedy: str, option: str = "", value: Any = None) -> PydanticCustomError:
     """Return the error of a model whose options contradict one another.
 
     Args:
@@ -93,7 +95,9 @@ def _no_auto(value: Any) -> Any:
 
 def _legal(name: str) -> str:
     if not is_legal_name(name):
-        raise refuse("must consist of letters, digits, '_', '-' and '.', and not start with '.'")
+        raise refuse(
+            "must consist of letters, digits, '_', '-' and '.', and not start with '.'", "rename it"
+        )
     return name
 
 
@@ -105,7 +109,7 @@ def _not_empty(text: str) -> str:
 
 def _short(most: int, name: str) -> str:
     if len(name) > most or "." in name or not name.isascii():
-        raise refuse(f"must be {_SHORT.format(most)}")
+        raise refuse(f"must be {_SHORT.format(most)}", "choose another name")
     return name
 
 

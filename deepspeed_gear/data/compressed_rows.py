@@ -119,7 +119,7 @@ class CompressedRows:
         )
         if not wrong.any():
             wrong = (self._frames[begins[:, None] + np.arange(least)] != self._header).any(axis=1)
-        rule = f"must have a frame of {size} bytes of its own"
+        rule = f"must have its own frame of {size} bytes"
         if wrong.any():
             raise DataError(f"{self._name}: row {rows[wrong.argmax()]}", rule, None, REMAKE)
         if not hasattr(self._local, "decompressor"):

@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,12 +26,23 @@ from deepspeed_gear.data.dataset_files import (
     DatasetPart,
     FileEntry,
 )
+from deepspeed_gear.data.dataset_sample import DatasetSample
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.errors import DataError, SchemaError
+from deepspeed_gear.errors import DataError, SchemaError, show_bytes
+from deepspeed_gear.notebook_views import (
+    histogram_svg,
+    safe_view,
+    show_range,
+    table_html,
+    view_html,
+)
 from deepspeed_gear.schema import Column, Schema
 
 CHECK_EVERY_S = 1.0
+# Most trajectories and steps whose returns the view in a notebook reads.
+_VIEW_TRAJECTORIES = 4096
+_VIEW_STEPS = 1 << 20
 # Attributes of a file that show that it has changed, by their names in errors.
 _ATTRIBUTES = {
     "device": "st_dev",
@@ -130,7 +141,7 @@ class Dataset(MapDataset[dict[str, Any]]):
 
         Raises:
             DataError: The folder or one of its files is missing, truncated, foreign or changed.
-        Cost: 16 bytes per trajectory and 128 KiB per column read, whatever the size of the data.
+        Cost: 16 bytes per trajectory and 128 KiB per column read, for data of any size.
         """
         path = arguments.folder("path", path)
         if not path.is_dir():
@@ -319,7 +330,12 @@ class Dataset(MapDataset[dict[str, Any]]):
             DataError: There is no such trajectory.
         """
         if not 0 <= i < len(self):
-            raise DataError("trajectory id", f"must be in [0, {len(self)})", i)
+            raise DataError(
+                "trajectory id",
+                f"must be in [0, {len(self)})",
+                i,
+                f"the data set holds {len(self)} trajectories",
+            )
         first = int(self.first_rows[i])
         length = int(self.lengths[i])
         result: dict[str, Any] = {}
@@ -358,6 +374,53 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}, {len(self)} trajectories, {self.num_steps} steps)"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the columns, with pictures of lengths and returns, for notebooks.
+
+        Ranges are those of the statistics.
+
+        Cost: reads the rewards, or returns, of at most 4,096 trajectories and 2^20 steps.
+        """
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        self.files.check()
+        facts = {
+            "trajectories": f"{len(self):,}",
+            "steps": f"{self.num_steps:,}",
+            "size": show_bytes(self.num_bytes),
+        }
+        if self.part is not None:
+            facts["part"] = f"{self.part.index} of {self.part.count}"
+        if self.split:
+            facts["held out"] = ", ".join(f"{name} {one:.0%}" for name, one in self.split.items())
+        returns = DatasetSample(self, most_rows=_VIEW_TRAJECTORIES).returns(_VIEW_STEPS)
+        pictures = [histogram_svg("steps of a trajectory", self.lengths)]
+        if returns is not None:
+            some = "" if len(returns) == len(self) else f" ({len(returns):,} of {len(self):,})"
+            pictures.append(histogram_svg(f"return of a trajectory{some}", returns))
+        heads = ["column", "dtype", "shape", "rows", "role", "range", "mean", "not finite", "size"]
+        rows = [[*self._view_cells(column)] for column in self.schema]
+        table = table_html(heads, rows)
+        return view_html(f"Dataset {self.path}", facts, pictures, table)
+
+    def _view_cells(self, column: Column) -> Iterator[str]:
+        """Yield the cells of a column's row in the table for notebooks."""
+        yield column.name
+        yield column.dtype
+        yield f"max_bytes {column.max_bytes}" if column.is_opaque else str(list(column.shape))
+        yield column.rows
+        yield column.role
+        statistics = self.statistics.get(column.name)
+        if statistics is None or not np.isfinite(statistics.min).any():
+            yield from ("", "")
+        else:
+            yield show_range(float(np.nanmin(statistics.min)), float(np.nanmax(statistics.max)))
+            means = statistics.mean[np.isfinite(statistics.mean)]
+            yield f"{means.mean():.4g}" if len(means) else "overflows"
+        yield f"{statistics.non_finite:,}" if statistics is not None and column.is_floating else ""
+        yield show_bytes(self.columns[column.name].nbytes)
 
 
 def reopened(path: Path, fingerprint: str) -> Dataset:

@@ -99,7 +99,11 @@ class DatasetWriter:
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})
         with DataError.on(
-            "source", "must be JSON, without NaN and infinities", TypeError, ValueError
+            "source",
+            "must be JSON, without NaN and infinities",
+            TypeError,
+            ValueError,
+            remedy="keep strings, finite numbers, lists and dicts in it",
         ):
             json.dumps(self._source, allow_nan=False)
         self._overwrite = overwrite or append
@@ -224,7 +228,7 @@ class DatasetWriter:
         if known.schema.columns != tuple(columns):
             raise DataError(
                 f"{known.path}: schema",
-                f"must be that of what is appended, {self.schema}",
+                f"must equal the schema of the appended trajectories, {self.schema}",
                 str(known.schema),
                 "make a data set of its own",
             )
@@ -267,7 +271,11 @@ class DatasetWriter:
         Cost: one pass over the columns for the statistics.
         """
         if self._closed:
-            raise DataError(str(self.dest), "must be closed once only")
+            raise DataError(
+                str(self.dest),
+                "must be closed once only",
+                remedy="make a new DatasetWriter for another data set",
+            )
         with undo_on_error(self.discard), writing(self.dest):
             if not self._lengths:
                 raise DataError(
@@ -406,7 +414,7 @@ class PartialFolder:
                 release(self._lock)
                 raise DataError(
                     str(folder),
-                    "must not be written by two at once",
+                    "must have one writer at a time",
                     None,
                     "wait for the other ingest",
                 ) from None

@@ -134,7 +134,7 @@ class MinariFile(TrajectoryFile):
         for group in GROUPS.values():
             if group not in heads:
                 raise DataError(
-                    f"column {group}", "must be there for the format minari", heads, _ELSE
+                    f"column {group}", "must be present for the format minari", heads, _ELSE
                 )
         # Path in an episode's group by column; [] for attributes of the group.
         self._keys = {column.name: self._key(column) for column in schema}
@@ -418,7 +418,12 @@ def export(
             _check_derived(name, trajectory, derived, schema)
             file.add(name, {column.name: trajectory[column.name] for column in kept})
         if not count:
-            raise DataError(str(dest), "must get at least one trajectory", 0)
+            raise DataError(
+                str(dest),
+                "must get at least one trajectory",
+                0,
+                "choose a table or split that holds trajectories",
+            )
         file.close()
         for path in (*file.path.rglob("*"), file.path):
             sync(path)

@@ -65,12 +65,18 @@ class Media:
             known = {column.name: column for column in columns}
             for odd in sorted(self.columns.keys() - known.keys()):
                 raise DataError(
-                    f"{name}: {odd}", f"must be one of the media columns {', '.join(known)}"
+                    f"{name}: {odd}",
+                    f"must be one of the media columns {', '.join(known)}",
+                    remedy="name a column of gear.tables.<name>.media",
                 )
             rows = {one: as_stored(value, known[one], name) for one, value in self.columns.items()}
             check_finite(name, columns, rows, "row {}".format)
             if not any(map(len, rows.values())):
-                raise DataError(name, "must have at least one row")
+                raise DataError(
+                    name,
+                    "must have at least one row",
+                    remedy="leave the item out where a step has no media",
+                )
             self._encoded[columns] = _item([rows.get(column.name, ()) for column in columns])
         return self._encoded[columns]
 
@@ -110,7 +116,10 @@ class MediaSpec:
         if not isinstance(given, Mapping):
             if np.asarray(given).dtype.kind not in "iu":
                 raise DataError(
-                    at, "must be {step: Media}, or numbers of what is stored", type(given).__name__
+                    at,
+                    "must be {step: Media}, or numbers of what is stored",
+                    type(given).__name__,
+                    "give {step: Media(...)}",
                 )
             return taken
         # The media have no rows of their own, so any other step column gives the number of steps.
@@ -124,9 +133,19 @@ class MediaSpec:
         for step, media in given.items():
             is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
             if not is_step or not 0 <= step < steps:
-                raise DataError(at, f"must have steps in [0, {steps}) as keys", step)
+                raise DataError(
+                    at,
+                    f"must have steps in [0, {steps}) as keys",
+                    step,
+                    f"the trajectory has {steps} steps",
+                )
             if not isinstance(media, Media):
-                raise DataError(f"{at}: step {step}", "must be a Media", type(media).__name__)
+                raise DataError(
+                    f"{at}: step {step}",
+                    "must be a Media",
+                    type(media).__name__,
+                    "wrap the content in Media(column=value)",
+                )
             item = media.item(f"{at}: step {step}", self.columns)
             numbers[step] = item.number
             items[item.number] = item
@@ -159,7 +178,10 @@ class MediaSpec:
             sizes = [int(n) * c.row_bytes for n, c in zip(counts, self.columns, strict=False)]
             if counts.min() < 0 or counts.max() == 0 or words + sum(map(_padded, sizes)) != length:
                 raise DataError(
-                    f"{name}: media", "must be the rows of its columns", f"{length} bytes"
+                    f"{name}: media",
+                    "must be the rows of its columns",
+                    f"{length} bytes",
+                    "send the media again with the schema of this table",
                 )
             check_finite(f"{name}: media", self.columns, self.rows(content), "row {}".format)
             yield _of_content(content)

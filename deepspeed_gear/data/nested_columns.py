@@ -39,7 +39,7 @@ def _divide(
     for key, value in given.items():
         if not isinstance(key, str):
             owner = f"{name}: column {prefix[:-1]}" if prefix else name
-            raise DataError(owner, "must have strings as keys", key)
+            raise DataError(owner, "must have strings as keys", key, "name the values by strings")
         column = prefix + key
         parts = {} if column in names else _parts(f"{name}: column {column}", value)
         if parts:
@@ -63,6 +63,11 @@ def _parts(where: str, value: Any) -> Mapping[Any, Any]:
             if row is not None and row.keys() != keys:
                 odd = next(key for key in (*keys, *row) if (key in keys) != (key in row))
                 shown = f"{'one' if odd in row else 'none'} in row {number}"
-                raise DataError(f"{where}.{odd}", "must be in every row or in none", shown)
+                raise DataError(
+                    f"{where}.{odd}",
+                    "must be in every row or in none",
+                    shown,
+                    "give the key in every row; a mask column can mark missing values",
+                )
         return {key: [None if row is None else row[key] for row in rows] for key in keys}
     return value if isinstance(value, (dict, Mapping)) else {}

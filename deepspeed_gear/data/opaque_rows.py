@@ -32,7 +32,9 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
         decode(value, column, name)  # a remote writer is not trusted
         length = int.from_bytes(value[:LENGTH_BYTES].tobytes(), "little")
         if value[LENGTH_BYTES + length :].any():
-            raise DataError(name, "must have zeros after its value")
+            raise DataError(
+                name, "must have zeros after its value", remedy="add values, not encoded rows"
+            )
         return value
     content = json_text(value, name) if column.dtype == "json" else byte_string(value, name)
     if len(content) > column.max_bytes:
@@ -55,7 +57,9 @@ def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndar
     )
     if not is_sequence or len(value) != num_rows:
         given = len(value) if is_sequence else type(value).__name__
-        raise DataError(name, f"must be a list of {num_rows} values", given)
+        raise DataError(
+            name, f"must be a list of {num_rows} values", given, "give one value for each row"
+        )
     rows = np.zeros((num_rows, *column.shape), np.uint8)
     for index, one in enumerate(value):
         rows[index] = encode(one, column, name)
@@ -75,14 +79,24 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
     content = row[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
     if column.dtype == "bytes":
         return content
-    with DataError.on(name, "must hold JSON", ValueError):
+    with DataError.on(
+        name,
+        "must hold JSON",
+        ValueError,
+        remedy="the row is not one that was written to this column",
+    ):
         return parse_json(content) if content else None
 
 
 def byte_string(value: Any, name: str) -> bytes:
     """Return the bytes of a bytes column's value; DataError if it is none."""
     if isinstance(value, str):
-        with DataError.on(name, "must be a str that UTF-8 can hold", UnicodeEncodeError):
+        with DataError.on(
+            name,
+            "must be a str that UTF-8 can hold",
+            UnicodeEncodeError,
+            remedy="give bytes, or replace lone surrogates",
+        ):
             return value.encode()
     if not isinstance(value, (bytes, bytearray, memoryview)):
         raise DataError(
@@ -110,7 +124,9 @@ def _check_keys(value: Any, name: str) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise DataError(name, "must have strings as keys", key)
+                raise DataError(
+                    name, "must have strings as keys", key, "convert the keys with str()"
+                )
             _check_keys(inner, name)
     elif isinstance(value, (list, tuple)):
         for inner in value:

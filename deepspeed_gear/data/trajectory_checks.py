@@ -51,13 +51,18 @@ def check_trajectory(
         if column.name in trajectory:
             arrays[column.name] = as_stored(trajectory[column.name], column, name)
         elif not column.late or late_remedy:
-            remedy = late_remedy if column.late else ""
+            remedy = late_remedy if column.late else "every column of the schema needs rows"
             raise DataError(
                 f"{name}: column {column.name}", "must be in every trajectory", None, remedy
             )
     num_steps = _num_steps(name, schema, arrays)
     if num_steps < 1:
-        raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)
+        raise DataError(
+            f"{name}: trajectory",
+            "must have at least one step",
+            num_steps,
+            "leave empty trajectories out",
+        )
     for column in () if may_end_inside else schema.end_columns:
         inner = arrays[column.name][:-1]
         if np.count_nonzero(inner):  # returns, windows and bootstraps would run across it
@@ -130,13 +135,25 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         array = value.numpy()
     else:
         if isinstance(value, (list, tuple)) and holds_text(value):
-            raise DataError(name, f"must be convertible to {column.dtype}", "text")
-        with DataError.on(name, "must be an array", ValueError, TypeError, RuntimeError):
+            raise DataError(
+                name,
+                f"must be convertible to {column.dtype}",
+                "text",
+                "give numbers, or store the text in a column of dtype json",
+            )
+        with DataError.on(
+            name,
+            "must be an array",
+            ValueError,
+            TypeError,
+            RuntimeError,
+            remedy="give an array, or nested lists of equal lengths",
+        ):
             array = np.asarray(value)
         are_bits = array.dtype == np.uint16
     if array.dtype.kind not in "biuf":
         rule = f"must be convertible to {column.dtype}"
-        remedy = ""
+        remedy = "give numbers"
         if isinstance(value, Mapping):
             remedy = f"name the columns {column.name}.<key> to store its parts"
         raise DataError(name, rule, str(array.dtype), remedy)
@@ -144,7 +161,12 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     if not fits or (num_rows is not None and len(array) != num_rows):
         lead = column.rows if num_rows is None else num_rows
         shape = list(column.shape) if single else [lead, *column.shape]
-        raise DataError(name, f"must have shape {shape}", list(array.shape))
+        raise DataError(
+            name,
+            f"must have shape {shape}",
+            list(array.shape),
+            f"the schema has {column.dtype}{list(column.shape)}, rows {column.rows}",
+        )
     if are_bits and column.dtype == "bfloat16":
         return np.asarray(array)
     return cast(array, column, name)
@@ -254,7 +276,9 @@ def split_episodes(
     given = flatten(f"{name}: trajectory", trajectory, frozenset(schema.names))
     if not schema.end_columns:
         raise DataError(
-            name, "must have a column of the role terminated or truncated to be split by its flags"
+            name,
+            "must have a column of the role terminated or truncated to be split by its flags",
+            remedy="add such a column to the schema, or add each episode on its own",
         )
     arrays, num_steps = check_trajectory(name, schema, given, may_end_inside=True)
     check_finite(name, schema, arrays)
@@ -264,7 +288,10 @@ def split_episodes(
     longest = max(end - first for first, end in bounds)
     if max_length is not None and longest > max_length:
         raise DataError(
-            f"{name}: part", f"must have at most max_length = {max_length} steps", longest
+            f"{name}: part",
+            f"must have at most max_length = {max_length} steps",
+            longest,
+            "raise max_length of the table, or end episodes earlier",
         )
     if not len(ends):
         return [dict(given)]
@@ -301,7 +328,11 @@ def _finals(
     known = [column.name for column in states]
     given = flatten(name, final, frozenset(known))
     for odd in sorted(given.keys() - set(known)):
-        raise DataError(f"{name}: column {odd}", f"must be one of the columns of T+1 rows, {known}")
+        raise DataError(
+            f"{name}: column {odd}",
+            f"must be one of the columns of T+1 rows, {known}",
+            remedy="leave it out of final",
+        )
     truncated = last[~terminated[last]]
     finals = {}
     for column in states:
@@ -310,7 +341,10 @@ def _finals(
             rows = given[column.name]
             if len(rows) != len(terminated):
                 raise DataError(
-                    where, f"must have a row after each of the {len(terminated)} steps", len(rows)
+                    where,
+                    f"must have a row after each of the {len(terminated)} steps",
+                    len(rows),
+                    f"give {len(terminated)} rows",
                 )
             ended = (
                 rows[last]

@@ -25,9 +25,17 @@ def _check_names(
 ) -> None:
     arguments.tensors(what, given)
     for name in sorted({*needed} - {*given}):
-        raise SchemaError(f"{what}: column {name}", "must be given")
+        raise SchemaError(
+            f"{what}: column {name}",
+            "must be given",
+            remedy="give every column of the table's schema",
+        )
     for name in sorted({*given} - {*known}):
-        raise SchemaError(f"{what}: column {name}", f"must be one of {', '.join(sorted(known))}")
+        raise SchemaError(
+            f"{what}: column {name}",
+            f"must be one of {', '.join(sorted(known))}",
+            remedy="remove it, or add it to the schema",
+        )
 
 
 def _check_values(
@@ -35,11 +43,23 @@ def _check_values(
 ) -> None:
     """Raise unless a column has its device, dtype and shape: [*sizes, *shape of a row]."""
     if values.device != device:
-        raise DataError(at, f"must be on {device}", str(values.device))
+        raise DataError(
+            at, f"must be on {device}", str(values.device), f"move it with .to({str(device)!r})"
+        )
     if values.dtype != DTYPES[column.dtype]:
-        raise SchemaError(at, f"must be {column.dtype}", str(values.dtype))
+        raise SchemaError(
+            at,
+            f"must be {column.dtype}",
+            str(values.dtype),
+            f"convert it with .to({DTYPES[column.dtype]})",
+        )
     if list(values.shape) != [*sizes, *column.shape]:
-        raise ShapeError(at, f"must be {[*sizes, *column.shape]}{note}", list(values.shape))
+        raise ShapeError(
+            at,
+            f"must be {[*sizes, *column.shape]}{note}",
+            list(values.shape),
+            f"a row of the column has the shape {list(column.shape)} in the schema",
+        )
 
 
 def check_trajectories(
@@ -66,18 +86,31 @@ def check_trajectories(
         _check_values(f"column {column.name}", columns[column.name], column, device, sizes)
     if not 1 <= steps <= table.most_steps:
         raise ShapeError(
-            "steps", f"must be in [1, {table.most_steps}], the table's max_length", steps
+            "steps",
+            f"must be in [1, {table.most_steps}], the table's max_length",
+            steps,
+            "add shorter trajectories, or raise max_length",
         )
     # Rows are a ring in which no trajectory wraps: at its end up to one extent may stay unused.
     most_rows = table.most_steps + int(schema.has_final_row)
     most = min(table.num_slots, table.num_rows // most_rows - 1)
     if not 1 <= count <= most:
-        raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
+        raise ShapeError(
+            "trajectories",
+            f"must be in [1, {most}], so that they fit at once",
+            count,
+            "add them in several calls, or raise the capacity",
+        )
     if lengths is not None:
         arguments.dense("lengths", lengths)
         if lengths.shape != (count,) or lengths.dtype != torch.int64:
             form = f"{list(lengths.shape)}, {lengths.dtype}"
-            raise ShapeError("lengths", f"must have shape [{count}], int64", form)
+            raise ShapeError(
+                "lengths",
+                f"must have shape [{count}], int64",
+                form,
+                "give one length for each trajectory, as int64",
+            )
     return count, steps
 
 
@@ -112,7 +145,12 @@ def as_trajectories(table: RingTable, columns: Columns, following: Columns) -> d
             if following[name].shape != values.shape:
                 rule = f"must have shape {list(values.shape)}"
                 given = list(following[name].shape)
-                raise ShapeError(f"following: column {name}", rule, given)
+                raise ShapeError(
+                    f"following: column {name}",
+                    rule,
+                    given,
+                    "give the observation after each step, in the shape of the step's own",
+                )
             named[name] = torch.stack([values, following[name]], 1)
         else:
             named[name] = values if rows == "1" else values.unsqueeze(1)
@@ -124,7 +162,12 @@ def check_step(
 ) -> None:
     """Raise if a step of every environment cannot be added, from shapes and dtypes alone."""
     if mode not in MODES:
-        raise ConfigError("autoreset", f"must be one of {', '.join(MODES)}", mode)
+        raise ConfigError(
+            "autoreset",
+            f"must be one of {', '.join(MODES)}",
+            mode,
+            "give the mode of the vector environment",
+        )
     schema = table.schema
     of_step = (table.state.device, [table.num_envs], _PER_ENVIRONMENT)
     known = {column.name: column for column in schema}
@@ -157,7 +200,12 @@ def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
     for name, values in columns.items():
         column = table.schema[name]
         if column.role in ("reward", "terminated", "truncated"):
-            raise SchemaError(f"column {name}", "must not come late", column.role)
+            raise SchemaError(
+                f"column {name}",
+                "must not be filled late",
+                column.role,
+                "give it with add_ or add_steps_: other columns are derived from it",
+            )
         rows = [] if column.rows == "1" else [table.most_steps + int(column.rows == "T+1")]
         _check_values(f"column {name}", values, column, table.state.device, [len(ids), *rows])
 
@@ -185,7 +233,11 @@ class AddFilter:
             among = condition.among
             if schema[name].late:
                 rule = "must not be late where gear.sampler.where names it, in a table on devices"
-                raise SchemaError(f"column {name}", rule)
+                raise SchemaError(
+                    f"column {name}",
+                    rule,
+                    remedy="leave it out of gear.sampler.where, or store it with its trajectory",
+                )
             if not dtype.is_floating_point:
                 # A float bound would round large integers: compared are integers, with bounds that
                 # int64 holds; no integer is equal to other values, or beyond the bounds.

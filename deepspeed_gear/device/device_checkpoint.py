@@ -70,8 +70,13 @@ def restore(plan: Resolved, tables: Tables, content: Any) -> None:
         _check_content(table, saved, f"table {name}", saved_names(plan, name, table))
         for key, values in saved.items():
             if table.content[key].shape != values.shape:
-                rule = "must be of a table of this size"
-                raise CheckpointError(f"{key} of the saved table {name}", rule, list(values.shape))
+                rule = "must have the size of this config's table"
+                raise CheckpointError(
+                    f"{key} of the saved table {name}",
+                    rule,
+                    list(values.shape),
+                    "load it with the capacity and num_envs that it was saved with",
+                )
     for name, table in tables.items():
         for key, values in content[name].items():
             table.overwrite(key, values)
@@ -268,14 +273,21 @@ def _check_content(table: RingTable, content: Content, where: str, wanted: Seque
     """Raise unless a saved table has the columns and the item state of this one."""
     tensors = {name for name, values in content.items() if isinstance(values, Tensor)}
     if differ := sorted({*wanted, *content} - (tensors & {*wanted})):
-        rule = "must be that of a table of this config"
-        raise CheckpointError(f"the content of {where}", rule, differ[0])
+        rule = "must have the tensors of this config's table"
+        raise CheckpointError(
+            f"the content of {where}",
+            rule,
+            differ[0],
+            "load it with the tables and sampler that it was saved with",
+        )
     for name, values in content.items():
         held = table.content[name]
         if values.dtype != held.dtype or values.shape[1:] != held.shape[1:]:
             rule = f"must be {held.dtype} of rows {list(held.shape[1:])}, as in this config"
             shown = f"{values.dtype} of rows {list(values.shape[1:])}"
-            raise CheckpointError(f"{name} of {where}", rule, shown)
+            raise CheckpointError(
+                f"{name} of {where}", rule, shown, "load it with the schema that it was saved with"
+            )
         if name == "slots":
             stored = values[values[:, Slot.STATE] == SlotState.COMMITTED]
             longest = int(stored[:, Slot.NUM_STEPS].max()) if len(stored) else 0
@@ -286,7 +298,12 @@ def _check_content(table: RingTable, content: Content, where: str, wanted: Seque
                 )
         if name not in ("opened", "minima") and (len(values) == 0) != (len(held) == 0):
             rule = "must be kept, or not, as in this config"
-            raise CheckpointError(f"{name} of {where}", rule, len(values))
+            raise CheckpointError(
+                f"{name} of {where}",
+                rule,
+                len(values),
+                "load it with the options that it was saved with",
+            )
 
 
 def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

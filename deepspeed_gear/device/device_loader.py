@@ -182,7 +182,9 @@ class DeviceLoader:
         """Apply pending updates of a global batch of which not all micro batches reported."""
         if self._waiting:
             rule = "must be complete before sampling is captured"
-            refuse_capture("reports of some micro batches", rule)
+            refuse_capture(
+                "reports of some micro batches", rule, "report the others, or sample once before"
+            )
             self._apply()
 
     def _apply(self) -> None:

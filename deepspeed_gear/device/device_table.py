@@ -58,7 +58,12 @@ class WeightExponents:
                     raise ConfigError(_BETA, rule, shown, remedy)
                 if not 0 <= float(value) <= 1:
                     at_batch = f"{_BETA} at global batch {batch}"
-                    raise ConfigError(at_batch, "must be in [0, 1]", float(value))
+                    raise ConfigError(
+                        at_batch,
+                        "must be in [0, 1]",
+                        float(value),
+                        "correct the schedule's function",
+                    )
         elif isinstance(beta, dict):  # until it is constant, as `value_at`
             first, last, steps = beta["linear"]
             parts = np.minimum(np.arange(steps + 1) / steps, 1.0)
@@ -295,10 +300,12 @@ def device_of(given: torch.device | str) -> torch.device:
 
 def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError("device", "must be a CPU or CUDA device", str(device))
+        raise ConfigError(
+            "device", "must be a CPU or CUDA device", str(device), 'write "cpu" or "cuda:0"'
+        )
     if device.type == "cuda" and backend not in ("auto", "cuda"):
         rule = 'must be "auto" or "cuda" for a table in the memory of a GPU'
-        raise ConfigError("gear.backend", rule, backend)
+        raise ConfigError("gear.backend", rule, backend, "leave it out")
     return ops if device.type == "cpu" else load_backend("cuda")
 
 
@@ -316,7 +323,11 @@ def table_of(
     if dataset is not None:
         if len(dataset) != dataset.num_trajectories_of_whole:
             at = f"gear.tables.{name}.data"
-            raise ConfigError(at, "must be whole on every node for a table on devices")
+            raise ConfigError(
+                at,
+                "must be the whole data set on every node for a table on devices",
+                remedy="give the data set itself, not a part of it that gear split made",
+            )
         rows = dataset.num_rows
         slots = len(dataset)
         longest = int(dataset.lengths.max())

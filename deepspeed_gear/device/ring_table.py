@@ -188,7 +188,7 @@ class RingTable:
             column = schema.role(role)
             if column is not None and column.dtype != "bool":
                 rule = f"has role {role} and must be bool where steps are added one by one"
-                raise SchemaError(f"column {column.name}", rule, column.dtype)
+                raise SchemaError(f"column {column.name}", rule, column.dtype, "store it as bool")
             self._ends[role] = role if column is None else column.name
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:

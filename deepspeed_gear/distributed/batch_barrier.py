@@ -47,7 +47,11 @@ class BarrierWord:
     ENDED: Final = 2  # ENDED_WELL or ENDED_BY_ERROR; 0: the rank takes part
     RELEASED: Final = 3
     DIGESTS: Final = 4  # of even and of odd barriers: two words
-    NUM_WORDS: Final = 8
+    ARRIVED_NS: Final = 6  # when the rank reached its barrier, by the monotonic clock
+    REQUESTED: Final = 7  # barrier before which the rank has begun its part
+    REQUESTED_NS: Final = 8  # when it did
+    LATE_NS: Final = 9  # how long the first rank of the node has waited for this one, in all
+    NUM_WORDS: Final = 16
     ENDED_WELL: Final = 1
     ENDED_BY_ERROR: Final = 2
 
@@ -95,6 +99,9 @@ class BatchBarrier:
         self._words: np.ndarray = table.views["status/words"]
         self._outcomes: np.ndarray = table.views["status/outcomes"]
         self._mine: np.ndarray = self._words[self._peer]
+        # Times are read and written once a batch: NumPy's scalars take several times as long.
+        self._of_peers: list[memoryview] = [words.data for words in self._words]
+        self._own: memoryview = self._of_peers[self._peer]
         # It waits for all ranks of its node; or for the leader, which publishes the outcome of all
         # nodes.
         self._follows = over_nodes and channel is None
@@ -106,6 +113,7 @@ class BatchBarrier:
         self._next_look = 0.0
         self._count = 0  # barriers that this rank has reached
         self._is_open = False  # this rank has reached the last one, but not passed it yet
+        self._late_ns = 0  # by which it has begun its part of the next one after the first rank
         self._takes_part = self._peer in self._members
         self._publish_passed()
 
@@ -121,6 +129,7 @@ class BatchBarrier:
         a failure the next barrier repeats it. Then `digest` gives the digest of this rank's samples
         (`verify_every`).
         """
+        self.note_request()
         try:
             result = action()
         except Exception as error:
@@ -134,11 +143,52 @@ class BatchBarrier:
         """Mark this rank's part of the next barrier as done."""
         if not self._is_open:
             self._count += 1
+            self._note_arrival()
             # Locked so that a reader of the count sees the digest.
             with self._table.lock if digest else contextlib.nullcontext():
                 self._mine[BarrierWord.DIGESTS + self._count % 2] = digest
             self._mine[BarrierWord.REACHED] = self._count
             self._is_open = True
+
+    def note_request(self) -> None:
+        """Record that this rank begins its part of the next barrier, and how long after the first.
+
+        Another rank may wait for this one before it reaches the barrier: a selection needs the
+        priorities of all ranks.
+        """
+        number = self._count + (not self._is_open)
+        now = time.monotonic_ns()
+        if self._own[BarrierWord.REQUESTED] < number:
+            word = BarrierWord.REQUESTED_NS
+            self._late_ns = self._after_first(BarrierWord.REQUESTED, number, word, now)
+            self._own[word] = now
+            self._own[BarrierWord.REQUESTED] = number
+
+    def _note_arrival(self) -> None:
+        """Record when this rank reaches the barrier, and add to how late it was."""
+        now = time.monotonic_ns()
+        word = BarrierWord.ARRIVED_NS
+        late_ns = self._after_first(BarrierWord.REACHED, self._count, word, now)
+        if self._takes_part:
+            self._own[BarrierWord.LATE_NS] += max(late_ns, self._late_ns)
+        self._late_ns = 0
+        self._own[word] = now
+
+    def _after_first(self, number_word: int, number: int, time_word: int, now: int) -> int:
+        """Return the nanoseconds since the first rank of the node was as far as this one is now.
+
+        No other rank passes this barrier before this one has reached it, so that their times stay.
+        """
+        times = [words[time_word] for words in self._words.tolist() if words[number_word] == number]
+        return max(now - min(times, default=now), 0)
+
+    def late_s(self) -> dict[int, float]:
+        """Return the seconds that the first rank has waited for each rank, in all.
+
+        Of the ranks of this node, by their numbers.
+        """
+        late = (self._words[:, BarrierWord.LATE_NS] / 1e9).tolist()
+        return {self._ranks[peer]: late[peer] for peer in self._members}
 
     def fail(self, error: Exception) -> None:
         """Publish that this rank cannot do its part: the barrier is over, and the others raise this
@@ -190,7 +240,9 @@ class BatchBarrier:
         """
         self._count = 0
         self._is_open = False
-        self._mine[[BarrierWord.REACHED, BarrierWord.FAILED, BarrierWord.RELEASED]] = 0
+        self._late_ns = 0
+        words = ("REACHED", "FAILED", "RELEASED", "REQUESTED")
+        self._mine[[getattr(BarrierWord, name) for name in words]] = 0
         self._publish_passed()
 
     def wait(self) -> None:
@@ -354,7 +406,7 @@ class BatchBarrier:
 
     def _died(self, peer: int) -> PeerError:
         name = f"rank {self._ranks[peer]}"
-        rule = "must live as long as the others train"
+        rule = "must run while the others train"
         return PeerError(name, rule, None, f"it died after {self._passed(peer)}")
 
     def _passed(self, peer: int) -> str:

@@ -73,7 +73,7 @@ class FailureDetector:
         self._beat_s = min(MOST_BEAT_S, timeout_s / 8)
         self._ranks = topology.peers
         self._peer = memory.peer
-        self._problem = ""  # the first one that any rank has reported, as far as this rank knows
+        self._problem = ""  # the first one of any rank that has reached this rank
         self._failure: LostNodeError | None = None
         self._patience_s = STUCK_S
         self._stop = threading.Event()
@@ -374,7 +374,11 @@ class FailureDetector:
 
     def _set_failure(self, found: str) -> None:
         self._report(found)
-        self._failure = LostNodeError(found, "must live and answer as long as the others train")
+        self._failure = LostNodeError(
+            found,
+            "must run and answer while the others train",
+            remedy="start all ranks again, from the last checkpoint",
+        )
 
     def _has_failure(self) -> bool:
         with contextlib.suppress(LostNodeError):

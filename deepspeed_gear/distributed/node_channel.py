@@ -127,7 +127,7 @@ class NodeChannel:
         """Begin to send each node a message, [1 + n_s], int64; return the function that waits for
         all, [n_s] each.
 
-        A message's first word, set here, is its length, so receivers need not know it. It arrives
+        A message's first word, set here, is its length, which receivers read first. It arrives
         in a buffer posted before, without a handshake; what does not fit follows in a second part,
         and the next buffer is larger. Sent words must not change before the round ends, this
         node's own are returned to it, and received ones are valid until the next round ends. The

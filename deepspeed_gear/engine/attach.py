@@ -317,11 +317,11 @@ def _check_shared(
         info = replay.batch_info  # packed batches have the sizes of the config
         divisor, _ = packed_steps.check_engine(engine, replay.config.pack)
         if divisor != replay.gradient_divisor:
-            rule = f"must be of an engine that divides gradients as this one ({divisor:g})"
+            rule = f"must belong to an engine that divides gradients as this one does ({divisor:g})"
             remedy = "give both engines the same ZeRO stage, or the engine a Replay of its own"
             raise ConfigError("replay", rule, replay.gradient_divisor, remedy)
     if (place, info) != (replay.topology.place, replay.batch_info):
-        rule = f"must be of an engine like this one ({place}; {info})"
+        rule = f"must belong to an engine like this one ({place}; {info})"
         given = f"{replay.topology.place}; {replay.batch_info}"
         raise ConfigError("replay", rule, given, "give the engine a Replay of its own")
 

@@ -61,7 +61,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     control_plane = replay.control_plane
     holds = control_plane.all_gather(saved is not None)
     if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
-        rule = "must hold the part of a replay on all ranks or on none"
+        rule = "must hold a replay's part on all ranks or on none"
         lacking = [rank for rank, has in enumerate(holds) if not has]
         remedy = "take another checkpoint"
         raise CheckpointError(f"client state of {folder}", rule, f"none on ranks {lacking}", remedy)
@@ -80,8 +80,7 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     tables = control_plane.broadcast(tables)  # all ranks load the folder that one rank has chosen
     if tables is None and saved[_HAS_TABLES]:
         rule = (
-            f"must hold the replay's tables, which were saved in {as_saved} and are not there "
-            f"any more"
+            f"must hold the replay's tables, which were saved in {as_saved} and are no longer there"
         )
         remedy = (
             f"copy them from where that tag lies now: cp -r .../{saved_in.name}/{TABLES} {in_tag}"
@@ -141,7 +140,7 @@ def load_late(
     folder, state = control_plane.broadcast(read)
     if not load(replay, folder, state):
         remedy = "give attach checkpoint=False to start at the first batch"
-        raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)
+        raise CheckpointError(str(folder), "must hold a replay's part", None, remedy)
 
 
 def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:

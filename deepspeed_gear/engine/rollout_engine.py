@@ -65,7 +65,9 @@ class GearRollout(RolloutEngine):
         tokens = schema.role("token")
         if tokens is None:
             raise ConfigError(
-                f"the schema of table {spec.name}", "must have a column of the role token"
+                f"the schema of table {spec.name}",
+                "must have a column of the role token",
+                remedy='give a column of token ids "role": "token"',
             )
         self._tokens = tokens.name
         self._mask = None if mask is None else mask.name
@@ -97,7 +99,12 @@ class GearRollout(RolloutEngine):
         """
         if sampling.n_samples_per_prompt != self._size:
             rule = f"must be group.size = {self._size}: a lease commits a whole group"
-            raise ConfigError("sampling.n_samples_per_prompt", rule, sampling.n_samples_per_prompt)
+            raise ConfigError(
+                "sampling.n_samples_per_prompt",
+                rule,
+                sampling.n_samples_per_prompt,
+                f"set it to {self._size}",
+            )
         leases = self.worker.lease(arguments.count("count", count), timeout_s)
         num_committed = 0
         try:

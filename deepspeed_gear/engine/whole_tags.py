@@ -140,7 +140,7 @@ def _check_own(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> Non
     """Raise a CheckpointError if a file that this rank reads is missing."""
     for path in deepspeed_compat.own_files(engine, load_dir, tag, only_weights):
         if not path.exists():
-            rule = "must be there, as this rank reads it: a save of the tag was interrupted"
+            rule = "must exist, as this rank reads it: a save of this tag was interrupted"
             raise CheckpointError(str(path), rule, None, ANOTHER)
 
 

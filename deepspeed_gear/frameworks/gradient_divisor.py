@@ -44,7 +44,7 @@ def gradient_divisor(model: Any) -> float:
         model: A DeepSpeed engine, a module in DistributedDataParallel or FSDP (1 or 2), or a plain
             module.
     Raises:
-        ConfigError: There is no one divisor for all parameters, or it is not known.
+        ConfigError: The parameters have no common divisor, or the framework is not supported.
     """
     model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     if "deepspeed" in sys.modules:
@@ -55,7 +55,7 @@ def gradient_divisor(model: Any) -> float:
     if not isinstance(model, nn.Module):
         remedy = "give a DeepSpeed engine or a torch module"
         raise ConfigError(
-            "model", "must be of a framework that is supported", type(model).__name__, remedy
+            "model", "must belong to a supported framework", type(model).__name__, remedy
         )
     return _module_divisor(model)
 
@@ -276,7 +276,12 @@ def _refuse_hook(framework: str, name: str) -> None:
     rule = (
         f"must be without a communication hook, except torch's {', '.join(AVERAGING_HOOKS)} of DDP"
     )
-    raise ConfigError(framework, rule, name, "its division of gradients is not known")
+    raise ConfigError(
+        framework,
+        rule,
+        name,
+        "use a supported framework: how this one divides gradients is unknown",
+    )
 
 
 def _check_reduced(module: Any, is_reduced: Callable[[str, nn.Parameter], bool]) -> None:

@@ -114,7 +114,7 @@ def load_backend(name: str = "auto") -> Ops:
         native_op.require_device()
         load_native_cuda()
         return _native_ops(name, load_native())
-    raise ConfigError("gear.backend", "must be auto, cpu or cuda", name)
+    raise ConfigError("gear.backend", "must be auto, cpu or cuda", name, "leave it out for auto")
 
 
 def load_library(library: str) -> Ops:

@@ -122,7 +122,7 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             return {lack: "install a CUDA build of torch", **missing}
         remedy = f"install the CUDA {cuda} toolkit"
         if not torch.cuda.is_available():
-            missing["torch sees no CUDA device"] = "check the driver and CUDA_VISIBLE_DEVICES"
+            missing["torch finds no CUDA device"] = "check the driver and CUDA_VISIBLE_DEVICES"
         if toolchain.hook_cuda_home() is None:
             return {**missing, "no CUDA toolkit (nvcc)": f"{remedy}, set CUDA_HOME"}
         try:
@@ -176,7 +176,7 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             if not re.fullmatch(r"(\d+\.\d+(\+PTX)?;*)+", plain):
                 remedy = 'unset it, or name capabilities as in "8.0;9.0+PTX"'
                 raise BuildError(
-                    "TORCH_CUDA_ARCH_LIST", "must be capabilities of devices", given, remedy
+                    "TORCH_CUDA_ARCH_LIST", "must list compute capabilities", given, remedy
                 )
             os.environ["TORCH_CUDA_ARCH_LIST"] = self._jit_arch_list = plain
         args: list[str] = super().compute_capability_args(cross_compile_archs)
@@ -273,7 +273,11 @@ def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
             command = [str(nvcc), *flags, "-c", source, "-o", str(part)]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode != 0:
-                raise BuildError(source, f"does not compile:\n{(run.stdout + run.stderr)[-4000:]}")
+                raise BuildError(
+                    source,
+                    f"does not compile:\n{(run.stdout + run.stderr)[-4000:]}",
+                    remedy="install a compiler and CUDA toolkit that this torch supports",
+                )
             part.replace(target)
         return str(target)
 

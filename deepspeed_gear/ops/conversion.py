@@ -43,7 +43,12 @@ def convert(
         shift, gain: [elements], float64, or both None.
     """
     if not is_allowed(x.dtype, target, gain is not None):
-        raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)
+        raise ShapeError(
+            "dtype",
+            f"must be one that {x.dtype} can be converted to",
+            target,
+            "choose another dtype of the field",
+        )
     if x.dtype == target and gain is None:
         return x
     if shift is not None and gain is not None:

@@ -126,7 +126,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         # After a failed build, the ranks that waited for it would each fail in the same way.
         with suppress(OSError):
             if failure.stat().st_mtime_ns > asked_at:
-                raise BuildError(name, failure.read_text())
+                raise BuildError(name, failure.read_text(), remedy="correct that, and start again")
         # A build that never finished is renamed: a compiler that outlived its killed parent writes
         # there, not here.
         dead = folder.with_suffix(f".dead-{os.getpid()}")

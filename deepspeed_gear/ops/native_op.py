@@ -268,7 +268,7 @@ def require_device() -> None:
         lack = f"torch {torch.__version__} is built without CUDA"
         missing[lack] = "install a CUDA build of torch"
     if not missing and not torch.cuda.is_available():
-        missing["torch sees no CUDA device"] = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        missing["torch finds no CUDA device"] = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if missing:
         module = jit.loaded(CudaOp.NAME)
         kernels = "no kernels are loaded"

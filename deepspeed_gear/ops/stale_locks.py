@@ -42,7 +42,7 @@ def remove() -> list[BuildError]:
     try:
         with build_lock(root / "gear_stale_locks.lock", _GUARD_TIMEOUT_S):
             errors = [error for lock in sorted(root.glob("*/lock")) if (error := _remove(lock))]
-    except BuildError as failure:  # not raised: this run may not need the extensions behind it
+    except BuildError as failure:  # not raised: this run may need none of these extensions
         errors = [failure]
     for error in errors:
         LOG.warning("gear: %s", error)

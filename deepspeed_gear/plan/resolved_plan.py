@@ -30,7 +30,7 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.plan.table_resolution import (
     ArrivalRoom,
@@ -215,7 +215,12 @@ def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, d
             differences.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
         if differences:
             given = f"rank 0 and rank {rank}: {'; '.join(differences)}"
-            raise ConfigError("the gear section", "must be the same on all ranks", given)
+            raise ConfigError(
+                "the gear section",
+                "must be the same on all ranks",
+                given,
+                "give all ranks one config file",
+            )
     return config, sizes
 
 
@@ -244,7 +249,12 @@ def _compare_node(control_plane: ControlPlane, topology: Topology, config: GearC
         for option, value in mine.items():
             if topology.nodes[rank] == topology.node and other.get(option) != value:
                 given = f"rank {control_plane.rank}: {value}, rank {rank}: {other.get(option)}"
-                raise ConfigError(option, "must be the same on all ranks of a node", given)
+                raise ConfigError(
+                    option,
+                    "must be the same on all ranks of a node",
+                    given,
+                    "give the ranks of a node one config",
+                )
 
 
 def open_data(control_plane: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
@@ -362,7 +372,12 @@ def schemas_of(
             schemas[name] = schema
     unknown = sorted(set(given) - set(config.resolved_tables))
     if unknown:
-        raise ConfigError("schemas", "must be of tables in the config", unknown[0])
+        raise ConfigError(
+            "schemas",
+            "must name tables of the config",
+            unknown[0],
+            known_names(unknown[0], config.resolved_tables),
+        )
     return schemas
 
 

@@ -269,7 +269,9 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     whole = table.num_steps(schema)
     if whole < 1:
         rule = f"must hold a step ({schema.row_bytes} bytes)"
-        raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
+        raise ConfigError(
+            f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes, "raise it"
+        )
     slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
     steps = -(-whole // count)
     if table.max_length is not None and table.max_length > steps:
@@ -303,7 +305,12 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
     final = int(schema.has_final_row)
     if steps < 2 * envs * longest:
         rule = f"must hold {2 * envs * longest} steps, two longest trajectories per environment"
-        raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
+        raise ConfigError(
+            f"gear.tables.{name}.capacity_bytes",
+            rule,
+            table.capacity_bytes,
+            "raise it, or lower max_length or num_envs",
+        )
     own_slots = max(-(-slots // envs), longest + 1)
     # A wrap around the environment's rows may skip as many as a longest trajectory has.
     rows = -(-steps // envs) + own_slots * final + longest + final
@@ -418,7 +425,12 @@ def prompt_spec_of(
         raise DataError(f"{at}.prompts.data: {dataset.path}", rule, given, remedy)
     if schema[group.column].dtype != "int64":
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
-        raise ConfigError(f"{at}.schema.columns.{group.column}", rule, schema[group.column].dtype)
+        raise ConfigError(
+            f"{at}.schema.columns.{group.column}",
+            rule,
+            schema[group.column].dtype,
+            "set its dtype to int64",
+        )
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
     # One store may have to hold all groups of a batch: those of the others may all be dropped.
     each = max(-(-(prompts.max_lag + 2) * groups // count), groups)
@@ -517,7 +529,9 @@ def _rate(
     if rate.queue is not None:
         if rate.queue < batch:
             rule = f"must be at least a global batch ({batch})"
-            raise ConfigError(f"{at}.rate_limiter.queue", rule, rate.queue)
+            raise ConfigError(
+                f"{at}.rate_limiter.queue", rule, rate.queue, f"raise it to {batch} or more"
+            )
         return RateLimiter.queue(unit, rate.queue)
     if rate.samples_per_insert is None:
         return RateLimiter.least_size(unit, rate.min_size)
@@ -662,7 +676,12 @@ def with_arrivals(
     if longest is None:
         if exchange_plan.draws_goals:
             rule = "must be given where goals are relabelled on several nodes"
-            raise ConfigError(f"gear.tables.{store.name}.max_length", rule, None)
+            raise ConfigError(
+                f"gear.tables.{store.name}.max_length",
+                rule,
+                None,
+                "set it to the length of the longest trajectory",
+            )
         longest = table.capacity_steps or 0
     most = most_rows(exchange_plan.needs, longest, 0 if config.n_step is None else config.n_step.n)
     # For depth 2 and 3 samples of at most 5 rows, a stream has 30 rows and 6 slots.

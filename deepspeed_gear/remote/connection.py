@@ -99,7 +99,12 @@ class Connection:
         except ValueError:  # such as a port that is no number
             is_known = None
         if not is_known or parts.path or parts.query or parts.username:
-            raise ConfigError("url", "must be grpc://HOST:PORT or grpc+tls://HOST:PORT", url)
+            raise ConfigError(
+                "url",
+                "must be grpc://HOST:PORT or grpc+tls://HOST:PORT",
+                url,
+                "for example grpc://10.0.0.1:50051",
+            )
         has_tls = parts.scheme == "grpc+tls"
         if not has_tls:
             remedy = "use grpc+tls://, or insecure=True in a network that you trust"
@@ -138,7 +143,7 @@ class Connection:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 remedy = "take the one in its --token-file"
                 raise StoreError(
-                    f"token for {self.url}", "must be the gateway's", None, remedy
+                    f"token for {self.url}", "must match the gateway's token", None, remedy
                 ) from error
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 rule = "must have this call"
@@ -208,7 +213,12 @@ def _read_roots(path: str | Path | None) -> bytes:
         raise ConfigError(
             "ca", "must be given on a machine without root certificates", None, remedy
         )
-    with ConfigError.on(f"ca {path}", "must be a readable PEM file", OSError):
+    with ConfigError.on(
+        f"ca {path}",
+        "must be a readable PEM file",
+        OSError,
+        remedy="give the certificate of the gateway's authority as a PEM file",
+    ):
         return Path(path).read_bytes()
 
 

@@ -72,7 +72,7 @@ _DECIDE = "what was not acknowledged may be stored or not; connect again, and de
 def read_certificate(chain: str | Path, key: str | Path) -> grpc.ServerCredentials:
     """Read a TLS certificate, with those between it and the root, and its private key, in PEM."""
     with ConfigError.on(
-        "TLS certificate and key", "must be readable PEM files", OSError, remedy=""
+        "TLS certificate and key", "must be readable PEM files", OSError, remedy="check the paths"
     ):
         return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(chain).read_bytes())])
 
@@ -203,7 +203,12 @@ class Sessions:
                 follow = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
                 if not follow or not 0 <= numbers[0] <= session.upto + 1:
                     rule = f"must have consecutive numbers that continue after {session.upto}"
-                    raise DataError("batch", rule, f"{len(numbers)} from {numbers[0]}")
+                    raise DataError(
+                        "batch",
+                        rule,
+                        f"{len(numbers)} from {numbers[0]}",
+                        "connect the remote writer again",
+                    )
                 session.task = self._adder.submit(self._add_all, session, trajectories)
         busy, wait_s = self._wait(session)
         upto = session.upto  # read first: its refusals are in the list by then
@@ -280,7 +285,10 @@ class LeaseSessions(Sessions):
         kept = self._ledger.keep_bytes
         if kept > max_message_bytes:
             raise ConfigError(
-                "--max-message", f"must hold prompts.keep_bytes = {kept}", max_message_bytes
+                "--max-message",
+                f"must hold prompts.keep_bytes = {kept}",
+                max_message_bytes,
+                "raise --max-message, or lower keep_bytes",
             )
         self._origin = f"{writer.run} {writer.table}"
         self._prompts = self._ledger.prompts.schema
@@ -402,7 +410,12 @@ class LeaseSessions(Sessions):
         elif does == "renew":
             self._ledger.renew(lease)
         else:
-            raise DataError("a call", "must lease, renew, keep, commit or fail", does)
+            raise DataError(
+                "a call",
+                "must lease, renew, keep, commit or fail",
+                does,
+                "use the same version of deepspeed_gear on both sides",
+            )
         return []
 
 
@@ -488,7 +501,9 @@ class Gateway:
         most = gateway_messages.MOST_MAX_MESSAGE_BYTES
         if not least <= max_message_bytes <= most:
             rule = f"must be in [{least >> 20}, {most >> 20}] MiB"
-            raise ConfigError("--max-message", rule, max_message_bytes / (1 << 20))
+            raise ConfigError(
+                "--max-message", rule, max_message_bytes / (1 << 20), "choose a value in this range"
+            )
 
     def run(self, is_over: Callable[[], bool] = lambda: False) -> GearError:
         """Serve until the run ends or `is_over` returns True; return why it ended."""
@@ -541,7 +556,7 @@ class Gateway:
         client = str(header.get("client"))
         if len(client) > _MOST_CLIENT:
             rule = f"must have a name of at most {_MOST_CLIENT} characters"
-            raise StoreError("remote writer", rule, len(client))
+            raise StoreError("remote writer", rule, len(client), "use a shorter client name")
         self.sessions.open(client, float(header.get("grace_s", gateway_messages.SESSION_S)))
         media = self._writer.parts[0].spec.media
         return {
@@ -610,7 +625,9 @@ def _answer(action: Action, message: bytes) -> bytes:
         answer = {"error": error_to_json(error)}
     except Exception as error:  # without an answer the writer would assume a lost connection
         LOG.exception("gear serve: a call failed")
-        failed = StoreError("the gateway", "must be able to handle the call", None, repr(error))
+        failed = StoreError(
+            "the gateway", "must handle the call without an error", None, repr(error)
+        )
         answer = {"error": error_to_json(failed)}
     return bytes(gateway_messages.pack(answer, answer.pop("content", None)))
 

@@ -191,7 +191,7 @@ class Connections:
     def __init__(self, port: int, most_without_token: int) -> None:
         self._port = port
         self._most = most_without_token
-        # By link of the descriptor, which tells sockets apart when numbers are used again: the peer
+        # By link of the descriptor, which differs between sockets that use one number: the peer
         # (None: no connection of the port), and when it was first seen.
         self._known = dict[str, tuple[Peer | None, float]]()
         self._shown = dict[Peer, float]()  # peers that have shown the token, and when they did last

@@ -74,13 +74,11 @@ class RemoteLedger(LeaseLedger):
             for prompt in prompts if column.is_opaque else ():
                 prompt[column.name] = opaque_rows.decode(prompt[column.name], column, column.name)
         run = str(self._hello["run"])
-        leases = list[tuple[LeaseRecord, dict[str, Any]]]()
-        for words, prompt in zip(answer["leases"], prompts, strict=True):
-            entry, token, number, version, attempt, encoded = words
-            kept = base64.b64decode(encoded)
-            lease = LeaseRecord(entry, token, number, version, attempt, kept, run)
-            leases.append((lease, prompt))
-        return leases
+        leases = [
+            LeaseRecord(entry, token, number, version, attempt, base64.b64decode(kept), run)
+            for entry, token, number, version, attempt, kept in answer["leases"]
+        ]
+        return list(zip(leases, prompts, strict=True))
 
     def renew(self, lease: LeaseRecord) -> None:
         self._call(do="renew", lease=lease_words(lease), more=())

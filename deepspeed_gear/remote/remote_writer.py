@@ -264,7 +264,7 @@ class RemoteWriter(WriterBase):
     is raised by a later call; and it returns this writer's own number of the trajectory, from 0,
     instead of the id.
 
-    Every trajectory is stored exactly once while the gateway lives, also if connections are lost.
+    Every trajectory is stored exactly once while the gateway lives, even if connections are lost.
     If the gateway dies, an unacknowledged trajectory may be stored or not; none is stored twice or
     in part.
 
@@ -322,7 +322,12 @@ class RemoteWriter(WriterBase):
         arguments.one_of("schema", schema, (Schema, type(None)), "a Schema")
         most_bytes = gateway_messages.MOST_MAX_MESSAGE_BYTES
         if not 0 < batch_bytes <= most_bytes:
-            raise ConfigError("batch_bytes", f"must be in [1, {most_bytes}]", batch_bytes)
+            raise ConfigError(
+                "batch_bytes",
+                f"must be in [1, {most_bytes}]",
+                batch_bytes,
+                "choose a value in this range",
+            )
         line = Connection(url, token, ca, insecure)
         hello = line.begin_session(timeout_s, schema=None if schema is None else schema.to_json())
         if batch_bytes > hello["max_message_bytes"]:
@@ -338,7 +343,7 @@ class RemoteWriter(WriterBase):
 
     @property
     def unacknowledged(self) -> range:
-        """Numbers of the trajectories that are not known to be stored."""
+        """Numbers of the trajectories that the gateway has not confirmed as stored."""
         return self._sender.unacknowledged
 
     @property

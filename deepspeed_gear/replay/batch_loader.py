@@ -96,6 +96,8 @@ class BatchLoader:
         self._lent.make_room()
         begin = time.perf_counter()
         ends = (self._used + 1) % self._info.accumulation == 0
+        if self._barrier is not None and (ends or self._after_each):
+            self._barrier.note_request()
         # A batch is held where the call before has failed at the barrier, or has taken it early.
         if self._held is None:
             self._hold(self._load(self.next_number))

@@ -375,7 +375,7 @@ def _lost_rank(plan: Resolved, table: Table, detector: FailureDetector | None) -
     first = max(dead, key=lambda peer: int(peers[peer, Peer.LOST]))
     peers[first, Peer.LOST] = 1
     process = f"process {int(peers[first, Peer.PID])} died, or closed its replay"
-    return PeerError(f"rank {ranks[first]}", "must live as long as the others train", None, process)
+    return PeerError(f"rank {ranks[first]}", "must run while the others train", None, process)
 
 
 def _barrier(

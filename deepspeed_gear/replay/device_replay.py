@@ -138,7 +138,11 @@ class DeviceReplay(ReplayBase):
         changing = [each.name for each in self._mixture.tables if not each.has_data]
         table = tables[self._table_name(name, tables, changing or list(tables)[:1])]
         if table.has_data:
-            raise StoreError("a table of a data set", "must not be changed")
+            raise StoreError(
+                "a table of a data set",
+                "must not be changed",
+                remedy="change a table with a capacity; a data set is fixed",
+            )
         return table
 
     def new_batch(self) -> DeviceBatch:
@@ -159,7 +163,12 @@ class DeviceReplay(ReplayBase):
         """
         self._check_filled()
         if not isinstance(out, DeviceBatch):
-            raise DataError("out", "must be from new_batch", type(out).__name__)
+            raise DataError(
+                "out",
+                "must be from new_batch",
+                type(out).__name__,
+                "call new_batch once and give its result",
+            )
         self._loader.fill_(out)
 
     def sample(self) -> Batch:
@@ -297,7 +306,7 @@ class DeviceReplay(ReplayBase):
             table: As `add_`.
         Raises:
             StoreError: The table has no `num_envs`, or holds a data set.
-            SchemaError, ShapeError, DataError: `mask` is no tensor of bools on the device.
+            SchemaError, ShapeError, DataError: `mask` is not a tensor of bools on the device.
         """
         into = self._open_steps(table)
         if mask is not None:
@@ -334,7 +343,9 @@ class DeviceReplay(ReplayBase):
         added_columns.check_late(into, ids, columns)
         for name in changing.filter.columns & columns.keys():
             raise SchemaError(
-                f"column {name}", "must not be filled: gear.sampler.where reads it when added"
+                f"column {name}",
+                "must not be filled: gear.sampler.where reads it when added",
+                remedy="give the column with add_ or add_steps_",
             )
         into.fill_(ids, columns)
 
@@ -348,13 +359,18 @@ class DeviceReplay(ReplayBase):
             ids: Ids as in `batch.trajectory_id` of this replica. [n], int64.
             table: As `add_`.
         Raises:
-            ShapeError, DataError: `ids` is no such tensor on the device.
+            ShapeError, DataError: `ids` is not such a tensor on the device.
             StoreError: The table holds a data set.
         """
         changing = self._changing(table)
         self._check_ids(ids)
         if ids.device != self.device:
-            raise DataError("ids", f"must be on {self.device}", str(ids.device))
+            raise DataError(
+                "ids",
+                f"must be on {self.device}",
+                str(ids.device),
+                f"move them with .to({str(self.device)!r})",
+            )
         changing.table.remove_(ids)
 
     @staticmethod
@@ -362,7 +378,12 @@ class DeviceReplay(ReplayBase):
         form = (torch.int64, 1)  # dtype and number of axes
         if not isinstance(ids, Tensor) or ids.is_nested or (ids.dtype, ids.dim()) != form:
             given = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
-            raise ShapeError("ids", "must be a tensor [n], int64", given)
+            raise ShapeError(
+                "ids",
+                "must be a tensor [n], int64",
+                given,
+                "give ids as a one-dimensional int64 tensor",
+            )
 
     def update_priorities_(
         self, batch: Batch, priorities: Tensor, mask: Tensor | None = None
@@ -385,12 +406,22 @@ class DeviceReplay(ReplayBase):
         self._check_open()
         sampler = self.config.item_sampler
         if not isinstance(sampler, PriorityOptions):
-            raise ConfigError("gear.sampler.kind", 'must be "prioritized" or "top_k"', sampler.kind)
+            raise ConfigError(
+                "gear.sampler.kind",
+                'must be "prioritized" or "top_k"',
+                sampler.kind,
+                "choose such a sampler, or do not report priorities",
+            )
         values = arguments.dense("priorities", priorities)  # no implicit copies to a device
         if values.is_complex():
-            raise DataError("priorities", "must hold real numbers", str(values.dtype))
+            raise DataError(
+                "priorities",
+                "must hold real numbers",
+                str(values.dtype),
+                "give the magnitude, for example priorities.abs()",
+            )
         if mask is not None and arguments.dense("mask", mask).dtype != torch.bool:
-            raise DataError("mask", "must be bool", str(mask.dtype))
+            raise DataError("mask", "must be bool", str(mask.dtype), "convert it with mask.bool()")
         if values.dim() == 2 and self.batch_info.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError("priorities", rule, list(values.shape), "reduce them over these ranks")
@@ -409,7 +440,12 @@ class DeviceReplay(ReplayBase):
             values = reduce_steps(values, counts, sampler.reduce, sampler.eta, is_checked=False)
         if values.shape != (batch.num_samples,):
             rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
-            raise ShapeError("priorities", rule, list(priorities.shape))
+            raise ShapeError(
+                "priorities",
+                rule,
+                list(priorities.shape),
+                "give one priority for each sample, or for each step of it",
+            )
         self._loader.update_(batch, float32_on_device(values.to(self.device)))
 
     update_priorities = update_priorities_
@@ -462,7 +498,12 @@ class DeviceReplay(ReplayBase):
                 "must be in range: lengths in [0, T], end flags at last steps only, priorities "
                 "finite and at least 0, beta in [0, 1]"
             )
-            raise DataError("input of the device", rule, f"{refused} that were not")
+            raise DataError(
+                "input of the device",
+                rule,
+                f"{refused} outside it",
+                "correct the inputs; the refused rows and priorities changed nothing",
+            )
         counts = [int(table.state[RingState.EMPTY]) for table in self.tables.values()]
         empty = next(filter(None, counts), 0)
         if empty:
@@ -556,7 +597,7 @@ class DeviceReplay(ReplayBase):
         if self._loader.next_index != 0:
             rule = "must be taken between two global batches"
             at = f"micro batch {self._loader.next_index} of {self.batch_info.accumulation}"
-            raise StoreError("the state", rule, at, "use the other micro batches first")
+            raise StoreError("the state", rule, at, "use the remaining micro batches first")
         self._loader.apply_updates()
 
     def clear(self, *, table: str | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -25,7 +25,7 @@ from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.late_columns import absent
-from deepspeed_gear.store.records import Control, Head, SlotRetention
+from deepspeed_gear.store.records import Control, Head, RankProgress, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
 
@@ -33,15 +33,34 @@ from deepspeed_gear.store.table import Table
 # prefixes save, micro batches of this rank, the part of its places that hold a trajectory's step,
 # and the cost of the slowest rank in each micro step / the mean, minus 1.
 TRAINED = ("trajectories", "tokens", "shared_tokens", "micro_batches", "fill", "imbalance")
+# Sums of `add` that the store has, too.
+_PUBLISHED = {
+    "wait_s": RankProgress.WAIT_S,
+    "steps": RankProgress.STEPS,
+    "trajectories": RankProgress.TRAJECTORIES,
+    "tokens": RankProgress.TOKENS,
+}
 
 
 class Metrics:
     """Counters of a replay's batches and steps: sums that only increase.
 
+    Some are published in the store, where `gear watch` reads them.
+
     Thread safety: a prefetch thread adds, the main thread adds and reads.
+
+    Args:
+        progress: This rank's words of `RankProgress` in the store; None: nothing is published.
+        rank: This rank's number in the job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: np.ndarray | None = None, rank: int = 0) -> None:
+        # A memoryview: an element of an array takes three times as long.
+        self._progress: Any = None if progress is None else progress.data
+        if progress is not None:
+            progress[:] = 0
+            progress[RankProgress.RANK] = rank
+            progress[RankProgress.BEGUN_S] = time.monotonic()
         self.epoch = 0
         self.digest: tuple[int, int] | None = None  # the last verified global batch, and its digest
         # `wait_s`: in all calls of `sample`, or for rollout batches and their packs; `made`,
@@ -60,30 +79,79 @@ class Metrics:
         )
         self.sums = dict.fromkeys((*names, *TRAINED), 0.0)
         self._taken = dict(self.sums)  # at the last `take`
+        self._taken_s = time.perf_counter()
         self._means = dict[str, float]()  # as they were last returned
+        self._num_new = 0.0  # batches, or optimizer steps, between the last two calls of `take`
+        self._elapsed_s = 0.0  # between these calls
+        self._counted: Mapping[str, float] = {}  # counts of the tables and ranks at the last one
+
+    def end_publishing(self) -> None:
+        """Release the words in the store, whose memory they would keep."""
+        self._progress = None
 
     def add(self, **sums: float) -> None:
         """Add to sums by name."""
+        words = self._progress
         for name, value in sums.items():
             self.sums[name] += value
+            if words is not None and name in _PUBLISHED:
+                words[_PUBLISHED[name]] = self.sums[name]
 
     def made(self, taken_s: float) -> None:
         """Count a micro batch that was gathered."""
         self.sums["sample_s"] += taken_s
         self.sums["made"] += 1
+        if self._progress is not None:
+            self._progress[RankProgress.MADE] = self.sums["made"]
+            self._progress[RankProgress.GATHER_S] = self.sums["sample_s"]
 
     def used(self, epoch: int, waited_s: float) -> None:
         """Count a batch that was returned, of an epoch."""
         self.epoch = epoch
         self.sums["wait_s"] += waited_s
         self.sums["batches"] += 1
+        if self._progress is not None:
+            self._progress[RankProgress.WAIT_S] = self.sums["wait_s"]
+            self._progress[RankProgress.BATCHES] = self.sums["batches"]
+            self._progress[RankProgress.RETURNED_S] = time.monotonic()
 
-    def _new(self) -> dict[str, float]:
-        """Return the increase of each sum since the last call."""
+    def take_rates(
+        self, counts: Mapping[str, float], late_s: Mapping[int, float]
+    ) -> dict[str, float]:
+        """Return counts per second, and how late ranks were per batch, after `take`.
+
+        Args:
+            counts: What was ever counted, by the name of its rate.
+            late_s: Seconds by which each rank was late at the batch barriers, in all.
+        """
+        sums = {name: (count, self._elapsed_s) for name, count in counts.items()}
+        for rank, total_s in late_s.items():
+            sums[f"late_ms.rank{rank}"] = (1e3 * total_s, self._num_new)
+        found = {}
+        for name, (total, divisor) in sums.items():
+            of_period = max(total - self._counted.get(name, 0.0), 0.0)  # a load sets counts back
+            found[name] = self._mean(name, of_period, divisor if self._num_new else 0.0)
+        if self._num_new:
+            self._counted = {name: total for name, (total, _) in sums.items()}
+        return found
+
+    def _new(self, counted: str) -> dict[str, float]:
+        """Return what was added since the last call; a period is one with something `counted`."""
         now = dict(self.sums)
         before = self._taken
         self._taken = now
-        return {name: value - before[name] for name, value in now.items()}
+        new = {name: value - before[name] for name, value in now.items()}
+        self._num_new = new[counted]
+        if self._num_new:
+            now_s = time.perf_counter()
+            self._elapsed_s = now_s - self._taken_s
+            self._taken_s = now_s
+        return new
+
+    def _wait_share(self, wait_s: float) -> float:
+        """Return the part of the period that this rank waited for batches, in [0, 1]."""
+        elapsed_s = self._elapsed_s if self._num_new else 0.0
+        return min(self._mean("wait_share", wait_s, elapsed_s), 1.0)
 
     def _mean(self, name: str, total: float, count: float) -> float:
         """Return a mean since the last call, or of the period before if nothing was counted."""
@@ -93,9 +161,14 @@ class Metrics:
 
     def take_trained(self) -> dict[str, float]:
         """Return means per optimizer step since the last call, and the number of skipped steps."""
-        new = self._new()
+        new = self._new("steps")
         means = {f"step_{name}": self._mean(name, new[name], new["steps"]) for name in TRAINED}
-        return {**means, "train_steps": new["steps"], "skipped_steps": self.sums["skipped"]}
+        return {
+            **means,
+            "wait_share": self._wait_share(new["wait_s"]),
+            "train_steps": new["steps"],
+            "skipped_steps": self.sums["skipped"],
+        }
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
         """Return means per micro batch since the last call.
@@ -104,10 +177,11 @@ class Metrics:
             counters: Real rows, all rows and bytes, ever. [3].
         """
         self.sums |= zip(("real", "rows", "bytes"), counters.tolist(), strict=True)
-        new = self._new()
+        new = self._new("batches")
         return {
             "sample_ms": self._mean("sample_ms", 1e3 * new["sample_s"], new["made"]),
             "wait_ms": self._mean("wait_ms", 1e3 * new["wait_s"], new["batches"]),
+            "wait_share": self._wait_share(new["wait_s"]),
             "bytes": self._mean("bytes", new["bytes"], new["made"]),
             # A fraction of the rows.
             "padding": self._mean("padding", new["rows"] - new["real"], new["rows"]),
@@ -170,14 +244,25 @@ def metrics_of(parts: ReplayParts, sums: Metrics) -> dict[str, float]:
     is_packed = parts.plan.config.pack is not None
     taken = sums.take_trained() if is_packed else sums.take(parts.assembler.counters)
     states = [stream.state for stream in parts.train]
+    tables = [stream.table for stream in parts.train]
     if any(state.may_wait for state in states):
         taken["rate_wait_s"] = sum(state.limiter_wait.total_s for state in states)
     return {
         **taken,
-        **of_groups([stream.table for stream in parts.train]),
+        **sums.take_rates(counts_of(parts.train), _late_s(parts)),
+        **of_tables(tables),
+        **of_groups(tables),
         **parts.links.take_metrics(),
         **of_last_batch(parts.train),
     }
+
+
+def _late_s(parts: ReplayParts) -> dict[int, float]:
+    """Return how late each rank of the node was in all, on its leader; empty for a rank alone."""
+    topology = parts.plan.topology
+    if parts.barrier is None or not topology.leads_node or topology.num_peers == 1:
+        return {}
+    return parts.barrier.late_s()
 
 
 def progress_of(parts: ReplayParts, sums: Metrics, begin_s: float) -> Progress:
@@ -259,6 +344,39 @@ def of_groups(tables: Sequence[Table]) -> dict[str, float]:
     return {name: float(count) for name, count in counts.items()}
 
 
+def of_tables(tables: Sequence[Table]) -> dict[str, float]:
+    """Return how full each table with a capacity is, and where the prompts of its ledger are."""
+    found = {}
+    for table in tables:
+        spec = table.spec
+        if spec.dataset is not None:
+            continue
+        found[f"table_fill.{spec.name}"] = max(
+            int(table.control[Control.ROWS_HELD]) / max(spec.capacity_rows, 1),
+            table.num_trajectories / spec.num_slots,
+        )
+        if table.ledger is not None:
+            with table.lock:
+                states = table.ledger.books.by_state()
+            for state, count in states.items():
+                found[f"prompts_{state}.{spec.name}"] = float(count)
+    return found
+
+
+def counts_of(streams: Sequence[BatchStream]) -> dict[str, float]:
+    """Return the trajectories ever added to each table, and the samples drawn from it.
+
+    By the names of their rates.
+    """
+    found = {}
+    for stream in streams:
+        name = stream.table.spec.name
+        if stream.table.spec.dataset is None:
+            found[f"added_per_s.{name}"] = float(stream.table.control[Control.INSERTED])
+        found[f"drawn_per_s.{name}"] = float(stream.position[Head.SAMPLES])
+    return found
+
+
 def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
     """Return the counts of priority updates, and of items evicted before their turn in an epoch."""
     updates: Counter[str] = Counter()
@@ -279,11 +397,13 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
         return {}
     ages = np.concatenate([_ages(stream, selection) for stream, selection in batches[0]])
     lag = _lag(batches[0])
+    priority = _priority(batches[0])
     return {
         "effective_samples": _effective(batches[0]),
         "duplicates": _duplicates(batches[0]),
         "age": float(ages.mean()),
         **({} if lag is None else {"lag": lag}),
+        **({} if priority is None else {"priority": priority}),
     }
 
 
@@ -394,13 +514,35 @@ def _lag(batch: Selections) -> float | None:
     return float(each.mean()) if len(each) else None
 
 
+def _priority(batch: Selections) -> float | None:
+    """Return the mean priority that the samples which this node stores have now."""
+    found = [np.empty(0, np.float32)]
+    for stream, selection in batch:
+        masses = stream.state.priorities
+        if masses is None or stream.spec.by_group:
+            continue
+        resolutions = _stored(stream, selection)
+        items = resolutions[:, Resolution.SLOT]
+        if stream.spec.rule.unit == "step":
+            # Compaction may have moved the rows since the draw.
+            items = stream.table.slots[items, Slot.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
+        found.append(masses.values[items])
+    each = np.concatenate(found)
+    return float(each.mean()) if len(each) else None
+
+
 def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
     """Return the slots of samples whose trajectories are still in this store. [n], int64."""
+    return np.asarray(_stored(stream, selection)[:, Resolution.SLOT])
+
+
+def _stored(stream: BatchStream, selection: Selection) -> np.ndarray:
+    """Return the resolutions of samples whose trajectories are still in this store. [n, 8]."""
     resolutions = selection.resolutions.numpy()
     resolutions = resolutions[resolutions[:, Resolution.SLOT] < len(stream.table.slots)]
     slots = resolutions[:, Resolution.SLOT]
     there = stream.table.slots[slots, Slot.GENERATION] == resolutions[:, Resolution.GENERATION]
-    return np.asarray(slots[there])
+    return np.asarray(resolutions[there])
 
 
 def _draws(stream: BatchStream) -> dict[str, float] | None:

@@ -20,6 +20,7 @@ from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
 from deepspeed_gear.store.memory_limits import read_file, tightest
+from deepspeed_gear.store.records import PROGRESS, RankProgress
 from deepspeed_gear.store.shared_memory import (
     clean_command,
     is_held,
@@ -140,6 +141,7 @@ class NodeStores:
         topology = self._plan.topology
         regions = [
             *BatchBarrier.regions(topology.num_peers),
+            Region(PROGRESS, "float64", (topology.num_peers, RankProgress.NUM_WORDS)),
             Region("questions/asked", "int64", (topology.num_peers,)),
             Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
         ]
@@ -216,7 +218,7 @@ def _decide_start(plan: Resolved) -> RunStart:
     kept = control_plane.all_results("the kept store", lambda: _kept_run(plan, name))
     known = sorted({run.id for run in kept if run is not None})
     if len(known) > 1:
-        rule = "must be of one run on all nodes"
+        rule = "must belong to one run on all nodes"
         remedy = f"use {clean_command(memory.prefix)} on each, or once with --hostfile"
         raise StoreError(f"the kept stores of {memory.prefix}", rule, known, remedy)
     job_id = secrets.token_hex(16)
@@ -237,7 +239,7 @@ def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
         run = read_header(fd, str(path))[1] if is_kept(fd) else None
         if run is not None and run.name == name:
             if is_held(fd, 0, topology.num_peers):
-                rule = "must have no living rank"
+                rule = "must not be in use by a running rank"
                 remedy = "give each job a shared_memory.run of its own"
                 raise StoreError(str(path), rule, None, remedy)
             return run

@@ -104,11 +104,18 @@ class FieldConversion:
             return values if values.dtype == dtype else _rounded(widen(values, by_way), dtype)
         if values.is_floating_point():
             raise DataError(
-                name, f"must be integers, as the field is {_NAMES[dtype]}", str(values.dtype)
+                name,
+                f"must be integers, as the field is {_NAMES[dtype]}",
+                str(values.dtype),
+                "convert them, or normalize to a floating-point dtype",
             )
         cast = values.to(dtype)
         if values.dtype != dtype and not bool((cast.to(values.dtype) == values).all()):
-            raise DataError(name, f"must hold values that {_NAMES[dtype]} can hold")
+            raise DataError(
+                name,
+                f"must hold values that {_NAMES[dtype]} can hold",
+                remedy="clip or round them first",
+            )
         return cast
 
     def to_json(self) -> dict[str, Any]:
@@ -263,24 +270,7 @@ class Normalizer:
     def _converted(self, name: str, values: Any, convert: Convert) -> Any:
         """Convert a field's values; or nested values of the fields below `name`."""
         if not isinstance(name, str) or name not in self.fields:
-            parts = [
-                field
-                for field in self.fields
-                if isinstance(name, str) and field.startswith(f"{name}.")
-            ]
-            if parts and isinstance(values, (Mapping, tuple)):
-                root: dict[str, Any] = {}
-                for field, part in flatten("values", {name: values}, self.fields.keys()).items():
-                    *path, leaf = field.removeprefix(f"{name}.").split(".")
-                    node = root
-                    for key in path:
-                        node = node.setdefault(key, {})
-                    node[leaf] = self._converted(field, part, convert)
-                return root
-            has = f"it has {', '.join(self.fields)}"
-            if parts:
-                has = f"give its parts as a mapping, or name one: {', '.join(parts)}"
-            raise FieldError(f"field {name!r}", "must be a field of the batch", None, has)
+            return self._converted_parts(name, values, convert)
         conversion = self.fields[name]
         given = _as_tensor(name, values, conversion.stored)
         rank = len(conversion.shape)
@@ -295,6 +285,25 @@ class Normalizer:
         if isinstance(values, torch.Tensor):
             return converted
         return (converted.float() if converted.dtype == torch.bfloat16 else converted).numpy()
+
+    def _converted_parts(self, name: str, values: Any, convert: Convert) -> dict[str, Any]:
+        """Convert the nested values of "a.b" and "a.c", given as {"b": ..., "c": ...} for "a"."""
+        parts = [
+            field for field in self.fields if isinstance(name, str) and field.startswith(f"{name}.")
+        ]
+        if not parts or not isinstance(values, (Mapping, tuple)):
+            has = f"it has {', '.join(self.fields)}"
+            if parts:
+                has = f"give its parts as a mapping, or name one: {', '.join(parts)}"
+            raise FieldError(f"field {name!r}", "must be a field of the batch", None, has)
+        root: dict[str, Any] = {}
+        for field, part in flatten("values", {name: values}, self.fields.keys()).items():
+            *path, leaf = field.removeprefix(f"{name}.").split(".")
+            node = root
+            for key in path:
+                node = node.setdefault(key, {})
+            node[leaf] = self._converted(field, part, convert)
+        return root
 
     def save(self, folder: str | Path) -> None:
         """Write `normalizer.json` into a folder, atomically; `Replay.save` does it.

@@ -207,9 +207,19 @@ def _row_bytes(field: ResolvedField) -> int:
 def read_lengths(path: Path) -> np.ndarray:
     """Read lengths from an .npy file of integers, or a text file of one a line; else DataError."""
     kinds = OSError, ValueError, OverflowError
-    with DataError.on(f"lengths {path}", "must be a file of whole numbers", *kinds):
+    with DataError.on(
+        f"lengths {path}",
+        "must be a file of whole numbers",
+        *kinds,
+        remedy="write one integer a line, or save an integer array as .npy",
+    ):
         if path.exists() and not path.is_file():
-            raise DataError(f"lengths {path}", "must be a file", stat.filemode(path.stat().st_mode))
+            raise DataError(
+                f"lengths {path}",
+                "must be a file",
+                stat.filemode(path.stat().st_mode),
+                "give a text file or an .npy file",
+            )
         check_no_pointer(path)
         if path.suffix == ".npy":
             lengths: np.ndarray = np.lib.format.open_memmap(path, mode="r")
@@ -220,7 +230,12 @@ def read_lengths(path: Path) -> np.ndarray:
     is_whole = lengths.ndim == 1 and lengths.dtype.kind in "iu"
     if not is_whole or not len(lengths) or lengths.min() < 1:
         form = f"{lengths.dtype} {lengths.shape}"
-        raise DataError(f"lengths {path}", "must be whole numbers of at least 1", form)
+        raise DataError(
+            f"lengths {path}",
+            "must be whole numbers of at least 1",
+            form,
+            "write one integer a line, or save an integer array as .npy",
+        )
     return lengths.astype(np.int64)
 
 

@@ -57,7 +57,12 @@ class PriorityReports:
         masses = self._masses.get(table)
         if masses is None:
             rule = 'must be "prioritized" or "top_k" for priorities to be reported'
-            raise ConfigError("gear.sampler.kind", rule, self._config.sampler_of(table).kind)
+            raise ConfigError(
+                "gear.sampler.kind",
+                rule,
+                self._config.sampler_of(table).kind,
+                "choose such a sampler, or do not report priorities",
+            )
         return masses
 
     def report(self, batch: object, priorities: object, mask: object) -> None:
@@ -70,10 +75,14 @@ class PriorityReports:
         assert isinstance(sampler, PriorityOptions)  # as the tables have priorities
         if not isinstance(batch, (Batch, MicroBatch)):
             rule = "must be from this replay's sample or iterator, or a micro batch of packs"
-            raise DataError("batch", rule, type(batch).__name__)
+            raise DataError(
+                "batch", rule, type(batch).__name__, "give the batch itself, as it was sampled"
+            )
         counts = None if mask is None else arguments.tensor("mask", mask)
         if counts is not None and counts.dtype != torch.bool:
-            raise DataError("mask", "must be bool", str(counts.dtype))
+            raise DataError(
+                "mask", "must be bool", str(counts.dtype), "convert it with mask.bool()"
+            )
         given = arguments.tensor("priorities", priorities)
         if isinstance(batch, MicroBatch):
             _check_packed(sampler.unit, batch, given, counts)
@@ -125,7 +134,12 @@ class PriorityReports:
         numbers, anchors = _items(masses, ids, steps)
         given = arguments.tensor("priorities", priorities)
         if tuple(given.shape) != numbers.shape:
-            raise ShapeError("priorities", f"must have shape [{len(numbers)}]", list(given.shape))
+            raise ShapeError(
+                "priorities",
+                f"must have shape [{len(numbers)}]",
+                list(given.shape),
+                "give one priority for each id",
+            )
         values = _rounded(given).numpy()
         check_priorities(values)
         with masses.table.lock:
@@ -196,7 +210,12 @@ def _reduced(
     count = batch.num_samples if isinstance(batch, Batch) else batch.num_trajectories
     if values.dim() != 1 or values.numel() != count:
         rule = f"must have shape [{count}], or [{count}, T]"
-        raise ShapeError("priorities", rule, list(given.shape))
+        raise ShapeError(
+            "priorities",
+            rule,
+            list(given.shape),
+            "give one priority for each sample, or for each step of it",
+        )
     return values, faults
 
 
@@ -213,9 +232,19 @@ def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor
         raise ConfigError("gear.sampler.unit", rule, unit, remedy)
     if priorities.shape != (micro.num_trajectories,):
         rule = f"must have shape [{micro.num_trajectories}], one for each trajectory"
-        raise ShapeError("priorities", rule, list(priorities.shape))
+        raise ShapeError(
+            "priorities",
+            rule,
+            list(priorities.shape),
+            "give one priority for each trajectory of the micro batch",
+        )
     if mask is not None:
-        raise ShapeError("mask", "must not be given with a micro batch of packs", list(mask.shape))
+        raise ShapeError(
+            "mask",
+            "must not be given with a micro batch of packs",
+            list(mask.shape),
+            "reduce the priorities to one for each trajectory first",
+        )
 
 
 def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[UpdatePart]:
@@ -269,10 +298,20 @@ def _items(masses: PriorityMasses, ids: Ids, steps: Ids | None) -> tuple[np.ndar
         rule = "must not be given, as an item is a trajectory"
         if masses.by_step:
             rule = "must be given, as an item is a step"
-        raise ShapeError("steps", rule, None)
+        raise ShapeError(
+            "steps",
+            rule,
+            None,
+            "give the step of each item" if masses.by_step else "leave steps out",
+        )
     anchors = np.zeros_like(numbers) if steps is None else arguments.integers("steps", steps)
     if anchors.shape != numbers.shape:
-        raise ShapeError("steps", f"must have shape [{len(numbers)}]", list(anchors.shape))
+        raise ShapeError(
+            "steps",
+            f"must have shape [{len(numbers)}]",
+            list(anchors.shape),
+            "give one step for each id",
+        )
     return numbers, anchors
 
 
@@ -354,7 +393,7 @@ class AsyncPriorityUpdates:
             part.reports.check_room(len(part.resolutions))
         host, event = self._blocks.fetch(torch.cat([values, faults]))
         for part in parts:
-            part.reports.promise(len(part.resolutions))  # selections wait for these until `_report`
+            part.reports.defer(len(part.resolutions))  # selections wait for these until `_report`
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
             self._thread.start()

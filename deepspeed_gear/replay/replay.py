@@ -39,6 +39,7 @@ from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_info import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.late_columns import fill
+from deepspeed_gear.store.records import PROGRESS
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
@@ -85,7 +86,9 @@ class Replay(ReplayBase):
         to = arguments.device("device", device)
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         if not isinstance(turns, str) or turns not in get_args(Turns):
-            raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
+            raise ConfigError(
+                "turns", f"must be one of {', '.join(get_args(Turns))}", turns, "choose one of them"
+            )
         plan = resolve_plan(config, process_group, schemas, info, place)
         super().__init__(plan, to, engine_dtype)
         self.schemas = plan.schemas
@@ -99,7 +102,8 @@ class Replay(ReplayBase):
         self._around = id(sys.exc_info()[1])
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
-        self.metrics = Metrics()
+        words = self.tables[plan.config.sampled_tables[0]].views[PROGRESS][plan.topology.peer]
+        self.metrics = Metrics(words, plan.topology.rank)
         self._priorities = PriorityReports(plan, parts.train, parts.late_updates)
         self._passes = Evaluation(parts)
         self._divisor = GradientDivisor(float(plan.topology.place.data_world))
@@ -458,7 +462,7 @@ class Replay(ReplayBase):
         Args:
             model: As `deepspeed_gear.gradient_divisor`.
         Raises:
-            ConfigError: The framework has no single divisor, or it is not known.
+            ConfigError: The parameters have no common divisor, or the framework is not supported.
         """
         self._divisor.set(gradient_divisor(model))
 
@@ -643,8 +647,12 @@ class Replay(ReplayBase):
         - Means since the last call, per micro batch (times, bytes, padding fraction) or, for packed
           batches, per optimizer step. Without an optimizer step since then, they are those of the
           call before, with `train_steps` 0.
-        - The epoch, and effective samples, duplicates, age and policy lag of the newest global
-          batch.
+        - The part of the time that this rank waited for batches; by table, trajectories added and
+          samples drawn per second, how full it is, and where the prompts of its ledger are.
+        - The epoch, and effective samples, duplicates, age, priority and policy lag of the newest
+          global batch.
+        - With several ranks on this node that train together, on the node's leader: how late each
+          rank was at the batch barriers.
         - With several nodes, on each node's leader: bytes per global batch, and how late each node
           was.
         - With a rate limiter: total seconds that this rank has waited for it.
@@ -668,7 +676,12 @@ class Replay(ReplayBase):
         self._check_open()
         if not self._place.reads:
             at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
-            raise StoreError("a batch", "must be sampled on the first or last stage", at)
+            raise StoreError(
+                "a batch",
+                "must be sampled on the first or last stage",
+                at,
+                "do not sample on the stages between; they get activations",
+            )
 
     def close(self) -> None:
         """Stop the prefetch thread and detach; safe to call twice and at exit.
@@ -689,6 +702,7 @@ class Replay(ReplayBase):
             part.close()
         if isinstance(self._loader, RolloutLoader):
             self._loader.abandon()  # the program may still hold a loop over its steps
+        self.metrics.end_publishing()
         self._finalizer()
         self._folder_locks.release()
         # Drop all references to the stores, so that their memory is freed.

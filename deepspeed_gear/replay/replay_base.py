@@ -93,7 +93,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             raise ConfigError("table", rule, None, f"one of {', '.join(choice)}")
         name = choice[0] if given is None else given
         if not isinstance(name, str) or name not in known:
-            raise ConfigError("table", f"must be one of {', '.join(known)}", name)
+            raise ConfigError(
+                "table", f"must be one of {', '.join(known)}", name, "choose one of them"
+            )
         return name
 
     @property

@@ -20,8 +20,17 @@ from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weight
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
 from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
 from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
+from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.config.options import PackConfig
-from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    FieldError,
+    PeerError,
+    ShapeError,
+    StoreError,
+)
+from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
 from deepspeed_gear.ops.constants import MOST_PACK_TOKENS
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.public_names import PublicNames
@@ -83,6 +92,50 @@ class Rollout(PublicNames):
             f"Rollout({self.number}: {self.num_items} items, {self.num_trajectories} trajectories, "
             f"{self.num_tokens} tokens, {self.steps_done} of {len(self)} steps done)"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the filled columns, with pictures of the trajectories, for notebooks.
+
+        It is not collective: with several nodes, stored rewards have no picture.
+
+        Cost: reads one reward of each trajectory, and at most 2^16 elements of a filled column.
+        """
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        trajectories = self._trajectories
+        facts = {
+            "items": f"{self.num_items:,}",
+            "trajectories": f"{self.num_trajectories:,}",
+            "tokens": f"{self.num_tokens:,}",
+            "optimizer steps done": f"{self.steps_done} of {len(self)}",
+        }
+        if self._is_closed:
+            facts["state"] = "ended"
+        pictures = [histogram_svg("steps of a trajectory", trajectories.lengths)]
+        if self.num_trajectories > self.num_items:
+            sizes = np.bincount(trajectories.item)
+            pictures.append(histogram_svg("trajectories of a group", sizes))
+        rewards = self._shown_rewards()
+        if rewards is not None:
+            pictures.append(histogram_svg("reward of a trajectory", rewards))
+        filled = [(name, values, None) for name, values in self.batch_columns.filled.items()]
+        table = tensor_table("filled column", filled) if filled else ""
+        return view_html(f"Rollout {self.number}", facts, pictures, table)
+
+    def _shown_rewards(self) -> np.ndarray | None:
+        """Return the rewards of trajectories; None if this rank cannot read them all by itself."""
+        if self._is_closed or self._context.is_spread or not self.num_trajectories:
+            return None
+        schemas = [rows.table.schema for rows in self.batch_columns.tables]
+        if not all("reward" in schema and schema["reward"].rows == "1" for schema in schemas):
+            return None
+        if any(schema["reward"].is_opaque for schema in schemas):
+            return None
+        try:
+            return self.batch_columns.values("reward")
+        except DataError:  # late, and not all are filled
+            return None
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -173,7 +226,12 @@ class Rollout(PublicNames):
         array = arguments.array(name, values)
         if array.shape not in ((self.num_trajectories,), (self.num_tokens,)):
             rule = f"must have shape [{self.num_trajectories}] or [{self.num_tokens}]"
-            raise ShapeError(name, rule, list(array.shape))
+            raise ShapeError(
+                name,
+                rule,
+                list(array.shape),
+                "give one value for each trajectory, or for each token",
+            )
         self.batch_columns.set_column(name, array)
 
     def column(self, name: str) -> torch.Tensor:
@@ -245,11 +303,13 @@ class Rollout(PublicNames):
                 with loss tokens, each by the mean of its loss tokens.
         Raises:
             FieldError: There is no such column.
-            ConfigError: `over` is another word.
+            ConfigError: `over` is neither of these.
         """
         self.check_open()
         if over not in ("token", "sequence"):
-            raise ConfigError("over", "must be token or sequence", over)
+            raise ConfigError(
+                "over", "must be token or sequence", over, 'write over="token" or over="sequence"'
+            )
         values = self.column(name).double().numpy()
         columns = self.batch_columns
         counted = values[columns.mask]
@@ -371,6 +431,22 @@ class TrainStep(PublicNames):
             "batches)"
         )
 
+    def _repr_html_(self) -> str:
+        """Return counts, with a picture of the lengths, for notebooks."""
+        return safe_view(self, self._view)
+
+    def _view(self) -> str:
+        facts = {
+            "trajectories": f"{self.num_trajectories:,}",
+            "tokens": f"{self.num_tokens:,}",
+            "loss tokens": f"{self.loss_tokens:,}",
+            "micro batches of this rank": f"{len(self):,}",
+        }
+        lengths = self._rollout.lengths[self.index]
+        pictures = [histogram_svg("steps of a trajectory", lengths)]
+        title = f"TrainStep {self.number} of rollout batch {self._rollout.number}"
+        return view_html(title, facts, pictures)
+
     def __iter__(self) -> Iterator[MicroBatch]:
         """Iterate over this rank's micro batches.
 
@@ -445,7 +521,10 @@ class TrainStep(PublicNames):
             raise fault
         if faults:
             raise PeerError(
-                f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks"
+                f"{self.name}: {', '.join(values)}",
+                rule,
+                f"other numbers on {faults:.0f} ranks",
+                "collect one number in each micro batch on every rank",
             )
         divisor = self._context.divisor.value
         return {name: value / divisor for name, value in zip(values, total, strict=True)}
@@ -693,7 +772,9 @@ def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> N
     """
     most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
     if most > MOST_PACK_TOKENS:
-        raise ConfigError("forward: tokens", f"must be at most {MOST_PACK_TOKENS}", most)
+        raise ConfigError(
+            "forward: tokens", f"must be at most {MOST_PACK_TOKENS}", most, "lower it"
+        )
     multiple = pack.pad.multiple
     longest = int(lengths.max(initial=1))
     if most // multiple * multiple < longest:

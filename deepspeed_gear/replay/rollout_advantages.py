@@ -45,7 +45,12 @@ def set_advantages(
         return context.agree(estimate)
     if options:
         option, value = next(iter(options.items()))
-        raise ConfigError(f"rollout.advantages.{option}", f"is not an option of {kind!r}", value)
+        raise ConfigError(
+            f"rollout.advantages.{option}",
+            f"is not an option of {kind!r}",
+            value,
+            "leave it out for this estimator",
+        )
     member = settings.member if member is None else member
     count_masked = settings.loss.count_masked if count_masked is None else count_masked
     named = tuple(column for column in (group, member, reward) if column is not None)

@@ -101,7 +101,7 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             used_up = np.array([place.get(number, -1) for number in numbers.tolist()], np.int64)
             slots = np.where(slots >= 0, slots, used_up)
         if (slots < 0).any():
-            remedy = ""
+            remedy = "it may have been evicted, or is stored on another node"
             if table.spec.retention.max_times_sampled:
                 remedy = "read samples before adding more: rows of evicted trajectories are reused"
             absent = int(numbers[slots < 0][0])
@@ -210,54 +210,76 @@ def copy_items(
     Cost: an addition for each trajectory.
     """
     trajectories = columns.trajectories
-    is_target = np.array([rows.table is target for rows in columns.tables])
-    of_target = np.zeros(trajectories.num_items, bool)
-    of_target[trajectories.item[is_target[trajectories.source]]] = True
-    wanted = ~of_target if chosen is None else arguments.array("chosen", chosen)
-    if wanted.dtype != bool or wanted.shape != of_target.shape:
-        rule = f"must have shape [{trajectories.num_items}], one bool for each item"
-        raise ShapeError("chosen", rule, f"{wanted.dtype} {list(wanted.shape)}")
-    name = target.spec.name
-    if (wanted & of_target).any():
-        at = int(np.nonzero(wanted & of_target)[0][0])
-        raise DataError(
-            "chosen", f"must be items of other tables than {name}", at, "it is stored there"
-        )
+    wanted = _items_to_copy(columns, target, chosen)
     given = None if priorities is None else arguments.array("priorities", priorities)
-    if given is not None and given.shape != of_target.shape:
-        raise ShapeError(
-            "priorities", f"must have shape [{trajectories.num_items}]", list(given.shape)
-        )
     if given is not None:
+        if given.shape != wanted.shape:
+            rule = f"must have shape [{trajectories.num_items}]"
+            remedy = "give one priority for each item of the rollout batch"
+            raise ShapeError("priorities", rule, list(given.shape), remedy)
         with np.errstate(over="ignore"):
             check_priorities(given.astype(np.float32))
-    names = [column.name for column in target.schema]
-    for rows in columns.tables:
-        if rows.table is target:
-            continue
-        if unknown := [one for one in names if one not in rows.table.schema]:
-            rule = f"must be a column of table {rows.table.spec.name}, whose items are copied"
-            raise ConfigError(f"gear.tables.{name}.schema.columns.{unknown[0]}", rule)
-        for column in rows.table.schema.late_columns:
-            if column.name in names and not target.schema[column.name].late:
-                rows.check_filled(column.name)
+    _check_has_columns(columns, target)
+    names = target.schema.names
     ids = list[int]()
     items = list[int]()
-    first = 0
+    first = 0  # of the trajectories of a table, among those of all tables
     for rows in columns.tables:
-        own = rows.copied
         table = rows.table
-        late = rows.table.schema.late_bits
+        own = rows.copied
         own = own[wanted[trajectories.item[first + own]]]
         items.extend(trajectories.item[first + own].tolist())
         first += len(rows.rows)
         for record in rows.trajectories.resolutions[own].tolist():
             slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
-            trajectory = values(
-                table, stored := table.rows(slot), _media(table, stored, table.lock)
-            )
+            stored = table.rows(slot)
+            trajectory = values(table, stored, _media(table, stored, table.lock))
             absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
+            late = table.schema.late_bits
             ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
     if report is not None and given is not None and ids:
         report(ids, given[items])
     return len(ids)
+
+
+def _items_to_copy(columns: RolloutColumns, target: Table, chosen: object) -> np.ndarray:
+    """Return the mask of the items to copy to a table: those chosen, or all of other tables.
+
+    Returns:
+        [num_items], bool.
+    Raises:
+        ShapeError, DataError: The mask does not fit, or chooses an item of the table itself.
+    """
+    trajectories = columns.trajectories
+    is_target = np.array([rows.table is target for rows in columns.tables])
+    of_target = np.zeros(trajectories.num_items, bool)
+    of_target[trajectories.item[is_target[trajectories.source]]] = True
+    if chosen is None:
+        return ~of_target
+    wanted = arguments.array("chosen", chosen)
+    if wanted.dtype != bool or wanted.shape != of_target.shape:
+        rule = f"must have shape [{trajectories.num_items}], one bool for each item"
+        remedy = "give one bool for each item of the rollout batch"
+        raise ShapeError("chosen", rule, f"{wanted.dtype} {list(wanted.shape)}", remedy)
+    if (wanted & of_target).any():
+        rule = f"must be items of other tables than {target.spec.name}"
+        at = int(np.nonzero(wanted & of_target)[0][0])
+        raise DataError("chosen", rule, at, "it is stored there")
+    return wanted
+
+
+def _check_has_columns(columns: RolloutColumns, target: Table) -> None:
+    """Raise unless the other tables of a rollout batch have the columns of a table, filled."""
+    names = target.schema.names
+    for rows in columns.tables:
+        if rows.table is target:
+            continue
+        unknown = [name for name in names if name not in rows.table.schema]
+        if unknown:
+            rule = f"must be a column of table {rows.table.spec.name}, whose items are copied"
+            at = f"gear.tables.{target.spec.name}.schema.columns.{unknown[0]}"
+            remedy = "add the column to that table, or leave it out of this one"
+            raise ConfigError(at, rule, remedy=remedy)
+        for column in rows.table.schema.late_columns:
+            if column.name in names and not target.schema[column.name].late:
+                rows.check_filled(column.name)

@@ -275,7 +275,7 @@ class TransitionBuffer(ProcessBound, PublicNames):
         if (before & suspects).any():
             environment = int(np.argmax(before & suspects))
             rule = (
-                "must be what the policy got, but it is the memory of next_obs, which step has "
+                "must be the policy's input, but it shares the memory of next_obs, which step has "
                 "overwritten"
             )
             remedy = "the environment returns one array again and again: keep obs = next_obs.copy()"

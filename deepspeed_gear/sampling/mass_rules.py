@@ -304,6 +304,7 @@ class MassRule:
                 f"must return {len(ids)} integers in [0, 2^{MOST_MASS_BITS}]",
                 f"{masses.dtype} {list(masses.shape)} in [{masses.min(initial=0)}, "
                 f"{masses.max(initial=0)}]",
+                "return an integer array of the length of ids",
             )
         return masses.astype(np.int64)
 
@@ -370,7 +371,7 @@ def check_weight(name: str, column: str, columns: Mapping[str, np.ndarray]) -> N
     check_finite(f"{name}: column {column}: weight", np.atleast_1d(columns[column]))
 
 
-def check_finite(name: str, values: np.ndarray, remedy: str = "") -> None:
+def check_finite(name: str, values: np.ndarray, remedy: str = "correct it") -> None:
     """Raise a DataError unless weights, or priorities, are finite and >= 0."""
     if len(values) and not (values.min() >= 0 and values.max() < np.inf):  # a NaN is neither
         at = int(np.nonzero(~((values >= 0) & (values < np.inf)))[0][0])

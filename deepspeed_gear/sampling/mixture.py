@@ -74,7 +74,10 @@ class Mixture:
         if abs(sum(shares) - 1) > SHARES_TOLERANCE:
             given = dict(zip(self.names, shares, strict=True))
             raise ConfigError(
-                f"gear.sampler.shares at global batch {number}", "must sum to 1", given
+                f"gear.sampler.shares at global batch {number}",
+                "must sum to 1",
+                given,
+                "correct the shares, or the functions of their schedules",
             )
         return shares
 

@@ -40,7 +40,7 @@ class LogEnds:
 
 
 @dataclass
-class _Promise:
+class _Deferred:
     """Updates whose values a device has yet to compute."""
 
     batch: int  # their global batch
@@ -48,7 +48,7 @@ class _Promise:
 
 
 class PriorityLog:
-    """All processes' priority logs. `ask`, `add`, `promise`, `keep` take the lock; the rest
+    """All processes' priority logs. `ask`, `add`, `defer`, `keep` take the lock; the rest
     requires it.
     """
 
@@ -69,7 +69,7 @@ class PriorityLog:
         self._num_peers = len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
         self._peers = SelectionReaders(spec, table, self.asked)
-        self._promises: deque[_Promise] = deque()
+        self._deferred: deque[_Deferred] = deque()
         self._current = NEVER  # batch last requested, while updates are deferred
         self._before = NEVER  # batch requested before that
         self._mutex = threading.Lock()
@@ -91,14 +91,14 @@ class PriorityLog:
 
     def ask(self, number: int) -> None:
         """Record that this process requests a batch, which later updates belong to; while updates
-        of an older one are deferred (`promise`), publish that one, so that others wait for them.
+        of an older one are deferred (`defer`), publish that one, so that others wait for them.
         """
         with self._mutex:
             latest = self._latest
             if number != latest:
                 self._before = latest
             self._current = number
-            self._asked_words[self._peer] = self._promises[0].batch if self._promises else number
+            self._asked_words[self._peer] = self._deferred[0].batch if self._deferred else number
 
     def restart(self, number: int) -> None:
         """Reset what all processes request, after a checkpoint at batch `number` was loaded."""
@@ -119,15 +119,15 @@ class PriorityLog:
             if not is_made():
                 self._current = self._before
                 self._asked_words[self._peer] = (
-                    self._promises[0].batch if self._promises else self._current
+                    self._deferred[0].batch if self._deferred else self._current
                 )
 
     def give_up(self) -> None:
         """Withdraw this process's request; its updates are then due at the next selection."""
         with self._mutex, self.table.lock:
             self._log[self._peer, self._waiting(self._peer), LogEntry.BATCH] = NEVER
-            for promise in self._promises:
-                promise.batch = NEVER
+            for deferred in self._deferred:
+                deferred.batch = NEVER
             self._current = self._asked_words[self._peer] = NEVER
 
     def _waiting(self, peer: int) -> np.ndarray:
@@ -170,34 +170,34 @@ class PriorityLog:
         changes.
         """
         with self._mutex:
-            assert not self._promises, "reports lie in the log in the order of their batches"
+            assert not self._deferred, "reports lie in the log in the order of their batches"
             self.check_room(priorities.numel())
             self._write(samples, priorities, self._asked_words[self._peer])
 
     @property
     def _latest(self) -> int:
         """The batch that this process last requested."""
-        return self._current if self._promises else int(self._asked_words[self._peer])
+        return self._current if self._deferred else int(self._asked_words[self._peer])
 
-    def promise(self, count: int) -> None:
+    def defer(self, count: int) -> None:
         """Reserve log entries for deferred updates of the batch that this process last
         requested.
         """
         with self._mutex:
             self.check_room(count)
             self._current = batch = self._latest
-            self._promises.append(_Promise(batch, count))
+            self._deferred.append(_Deferred(batch, count))
 
     def keep(self, samples: torch.Tensor, priorities: torch.Tensor | None) -> None:
         """Append the oldest deferred updates, as `add`; None: drop them."""
         with self._mutex:
-            promise = self._promises.popleft()
+            deferred = self._deferred.popleft()
             try:
                 if priorities is not None:
-                    self._write(samples, priorities, promise.batch)
+                    self._write(samples, priorities, deferred.batch)
             finally:
                 self._asked_words[self._peer] = (
-                    self._promises[0].batch if self._promises else self._current
+                    self._deferred[0].batch if self._deferred else self._current
                 )
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
@@ -222,8 +222,8 @@ class PriorityLog:
         """Raise a StoreError if the log cannot hold `count` more updates."""
         ends = self.ends[self._peer]
         waiting = ends[LogEnds.TAIL] - ends[LogEnds.HEAD]
-        if self._promises:
-            waiting += sum(promise.count for promise in self._promises)
+        if self._deferred:
+            waiting += sum(deferred.count for deferred in self._deferred)
         if count > self.rule.log_size - waiting:
             rule = f"must be at most {self.rule.log_size} between two global batches on a rank"
             given = f"{waiting} wait, {count} more"

@@ -50,7 +50,7 @@ class PriorityMasses(ItemMasses):
         #: The global batch from which each slot's age counts; None: priorities do not decay.
         self._born: np.ndarray | None = views.get(at + "born")
         if self._born is not None:
-            self._plain_unit = None  # the native op does not know of ages
+            self._plain_unit = None  # the native op computes no ages
         self._steps: np.ndarray | None = views.get(
             at + "steps"
         )  # each slot's steps with a priority

@@ -72,7 +72,7 @@ class NodeDraws:
     """The draws of a selection over nodes, as one node has them until it exchanges them with the
     others.
 
-    Every node knows which node holds each sample; it has the resolutions of its own samples only.
+    Every node has the node of each sample, and the resolutions of its own samples only.
     """
 
     number: int  # global batch

@@ -90,7 +90,7 @@ class SelectionRounds:
         #: How long the others have waited for each node. [S], float64, seconds.
         self.late_s = np.zeros(self.channel.count)
 
-    # ---- what all nodes know ---------------------------------------------------------------------
+    # ---- state that is equal on all nodes --------------------------------------------------------
 
     @property
     def total(self) -> int:

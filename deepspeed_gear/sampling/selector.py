@@ -221,7 +221,9 @@ class Selector:
             shown = (
                 f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else found
             )
-            raise ConfigError(f"sampler {self._sampler.kind}", rule, shown)
+            raise ConfigError(
+                f"sampler {self._sampler.kind}", rule, shown, "correct the sampler's sample()"
+            )
         if len(found) < count:
             name = f"stream {self.spec.name}: table {self.state.table.spec.name}"
             rule = f"must hold as many items as a global batch ({count}), each with a mass"

@@ -224,7 +224,7 @@ def why_impossible() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+        return "torch finds no CUDA device"
     current = torch.device("cuda", torch.cuda.current_device())
     memory = SharedMemory.create(mmap.PAGESIZE, huge_pages=False)
     try:

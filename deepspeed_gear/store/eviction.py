@@ -193,7 +193,10 @@ def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iter
         if time.monotonic() > until:
             what = "selection under way" if word == Control.SELECTING else "open write"
             raise StoreError(
-                f"table {table.spec.name}", f"must have no {what} within {timeout_s} s", None
+                f"table {table.spec.name}",
+                f"must have no {what} within {timeout_s} s",
+                None,
+                "look where that process hangs (py-spy dump), or raise gear.timeout_s",
             )
         time.sleep(_POLL_S)
 
@@ -293,7 +296,7 @@ class LowestValueGroup(EvictLowest):
         return np.where(np.isnan(values), -np.inf, values)
 
 
-#: By what a table of groups evicts; the native store does not know groups.
+#: Eviction policies of tables of groups, by name; the native store has no groups.
 GROUP_POLICIES: dict[str, type[EvictionPolicy]] = {
     "fifo": OldestGroup,
     "lifo": NewestGroup,
@@ -317,5 +320,10 @@ def user_policy(name: str, option: str = "remove") -> type[EvictionPolicy]:
     """Return the class of a "module:Class"; `option` names it in ConfigErrors."""
     found = imported(name, option)
     if not (isinstance(found, type) and issubclass(found, EvictionPolicy)):
-        raise ConfigError(option, "must name a subclass of EvictionPolicy", name)
+        raise ConfigError(
+            option,
+            "must name a subclass of EvictionPolicy",
+            name,
+            "derive the class from deepspeed_gear.store.eviction.EvictionPolicy",
+        )
     return found

@@ -1,6 +1,6 @@
 """Fill ledger: the leases of trajectories that lack a late column.
 
-`SlotRetention.PRESENT` alone says what is filled. So a lease only keeps processes from the same
+`SlotRetention.PRESENT` alone records what is filled. So a lease only keeps processes from the same
 work: there is nothing to recover, and two processes that compute the same rows cost time only.
 """
 

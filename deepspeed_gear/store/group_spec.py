@@ -150,8 +150,8 @@ class GroupSpec:
 
     column: str  # per-trajectory column of integers; the trajectories of a group have one value
     size: int  # members of a group
-    # Per-trajectory column of integers that tells the members of a group apart; None: each
-    # trajectory is one.
+    # Per-trajectory column of integers, one for each member of a group; None: each trajectory is
+    # a member.
     member: str | None = None
     late: tuple[str, ...] = ()  # late columns that a trajectory must have
     # Seconds after its latest commit or `fill` at which a group with `min_size` members is

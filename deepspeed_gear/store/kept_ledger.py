@@ -125,12 +125,12 @@ class KeptLedger(PromptLedger):
         return np.asarray(self._life[_SHARES:][at : end if spec.is_joint else at])
 
     def progress(self) -> np.ndarray:
-        """Return what the other stores need; until `note_others` the store has no shares."""
+        """Return this store's words of `Progress`; until `note_others` it has no shares."""
         self._life[_SETTLED] = min(int(self._life[_SETTLED]), _VOID)
         return super().progress()
 
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
-        """Take what the others hold, and a share of what all may hold unless a batch is drawn."""
+        """Take the numbers held elsewhere, and a share of the free ones unless a batch is drawn."""
         super().note_others(num_held, is_drawn)
         spec = self.spec
         selected = self.num_selected

@@ -45,7 +45,9 @@ def fill(
         if column_name not in schema or not schema[column_name].late:
             late = ", ".join(column.name for column in schema.late_columns) or "none"
             raise DataError(
-                f"{name}: column {column_name}", f"must be one of the late columns: {late}"
+                f"{name}: column {column_name}",
+                f"must be one of the late columns: {late}",
+                remedy='only a column with "late": true in the schema can be filled later',
             )
         arrays[column_name] = as_stored(value, schema[column_name], name)
     check_finite(name, schema, arrays)
@@ -61,13 +63,20 @@ def fill(
         retention = table.views["retention"]
         if retention[slot, SlotRetention.OPEN]:
             raise DataError(
-                f"{name}: id {trajectory_id}", "must have ended before late columns are written"
+                f"{name}: id {trajectory_id}",
+                "must have ended before late columns are written",
+                remedy="end the trajectory first",
             )
         present = int(retention[slot, SlotRetention.PRESENT])
         written = [column for column in arrays if present & schema.late_bits([column])]
         if written:
             rule = "must be written once"
-            raise DataError(f"{name}: column {written[0]}", rule, f"id {trajectory_id} has it")
+            raise DataError(
+                f"{name}: column {written[0]}",
+                rule,
+                f"id {trajectory_id} has it",
+                "a late column cannot be changed",
+            )
         rows = table.own_rows(slot)
         shared = table.shared_prompt(slot)[0]
         for column, array in arrays.items():
@@ -75,7 +84,12 @@ def fill(
             arrays[column] = array[first:] if first else array
             if rows[column].shape != arrays[column].shape:
                 rule = f"must have the rows of {table.num_steps_of(np.array([slot]))[0]} steps"
-                raise DataError(f"{name}: column {column}", rule, len(array))
+                raise DataError(
+                    f"{name}: column {column}",
+                    rule,
+                    len(array),
+                    "give a row for each step of the stored trajectory",
+                )
         _write(rows, arrays)
         if table.groups is not None:
             table.groups.note_time(slot)

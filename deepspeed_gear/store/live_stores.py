@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class LiveStore:
     run: RunIdentity
     layout: Layout
     views: dict[str, np.ndarray]  # its regions, read-only; their contents change as the run goes on
+    descriptor: int  # of its file, open for reading until this object is deleted
+
+    def is_attached(self, peer: int) -> bool:
+        """Return whether the process with an index is attached. Takes no lock: it only looks."""
+        return is_held(self.descriptor, peer, 1)
 
 
 def living_stores(process: int | None = None) -> list[LiveStore]:
@@ -63,7 +69,9 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
         except OSError as error:  # it has ended, or belongs to another user
             if process is not None:
                 rule = f"must be a running process of user {os.geteuid()}"
-                raise StoreError(f"process {pid}", rule, error.strerror) from error
+                raise StoreError(
+                    f"process {pid}", rule, error.strerror, "name a process of a running job"
+                ) from error
     for path, fd in opened(None) if process is None else ():
         if is_kept(fd):
             paths.setdefault((os.fstat(fd).st_dev, os.fstat(fd).st_ino), [path])
@@ -96,7 +104,11 @@ def _open(
             name = layout.meaning.get("table")
             if name is not None:  # else a policy board, or places of simulators
                 memory = mmap.mmap(file.fileno(), status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-                return LiveStore(str(name), holders, run, layout, layout.views(memory))
+                views = layout.views(memory)
+                descriptor = os.dup(file.fileno())
+                store = LiveStore(str(name), holders, run, layout, views, descriptor)
+                weakref.finalize(store, os.close, descriptor)
+                return store
     return None  # it was closed meanwhile, or this process may not map it
 
 
@@ -196,7 +208,7 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
             or not (letters.isalnum() or not letters)
         ):
             rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
-            raise ConfigError(what, rule, name)
+            raise ConfigError(what, rule, name, "choose another name")
     return sorted({*named.values()})
 
 

@@ -130,7 +130,10 @@ class MediaPages:
             )
             for number in named[is_other].tolist():
                 raise DataError(
-                    self.name, "must have a number of its own", number, "change it a bit"
+                    self.name,
+                    "must have a number that no other item has",
+                    number,
+                    "change its content slightly",
                 )
             for number in named[is_new & ~is_given].tolist():
                 rule = "must be held by the store"

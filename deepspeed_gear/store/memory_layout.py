@@ -135,7 +135,12 @@ def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
     num_bytes = os.fstat(fd).st_size
     head = os.pread(fd, HEADER_BYTES, 0)
     if len(head) < HEADER_BYTES:
-        raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))
+        raise StoreError(
+            path,
+            f"must be a gear store of at least {HEADER_BYTES} bytes",
+            len(head),
+            f"remove the file if it is a leftover: rm {path}",
+        )
     header = np.frombuffer(head, HEADER, 1)[0]
     magic = bytes(header["magic"])
     version = int(header["format"])
@@ -155,7 +160,12 @@ def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
         raise StoreError(path, "must have an undamaged layout", None, f"remove it: rm {path}")
     layout = Layout.parse(text.decode())
     if layout.total_bytes != num_bytes:
-        raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
+        raise StoreError(
+            path,
+            f"must have the {layout.total_bytes} bytes of its layout",
+            num_bytes,
+            f"it is damaged; remove it: rm {path}",
+        )
     words = (
         bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest")
     )

@@ -24,9 +24,9 @@ from deepspeed_gear.store.records import Head
 
 
 class PromptBooks:
-    """The account of a ledger, as read from the words of its store; it changes nothing.
+    """The account of a ledger, read from the words of its store.
 
-    Requires the table's lock, except for a reader that takes what it finds (`gear inspect`).
+    Requires the table's lock. A reader without it (`gear inspect`) may see a change half made.
 
     Args:
         views: The store's regions.
@@ -106,6 +106,20 @@ class PromptBooks:
             "leases_returned": counts[PromptCount.RETURNS],
             "expired_refused": counts[PromptCount.REFUSED],
             "workers_waited_s": counts[PromptCount.WAITED_NS] / 1e9,
+        }
+
+    def by_state(self) -> dict[str, int]:
+        """Return how many numbers are in each state, without epochs and reasons: `issued` in all.
+
+        Cost: a pass over the entries, which are few.
+        """
+        left = self._views["prompt_left"][0]
+        training = self.num_in_training
+        return {
+            "trained": int(left[Left.DRAWN]) - training,
+            "training": training,
+            **{state: int(mask.sum()) for state, mask in self._masks().items()},
+            "dropped": int(left[1:MOST_REASONS].sum()),
         }
 
     def _masks(self) -> dict[str, np.ndarray]:

@@ -8,9 +8,9 @@ has it: drawn, or dropped for a reason. So at every moment under the lock
 
 and likewise for each of the latest epochs, and for all earlier ones together.
 
-Batches are in the order of all numbers of all stores; what a store needs of the others comes with
-their selections (`progress`, `take_progress`, `note_others`). Or they are in one order of
-completion, by stamps that follow from these rounds (`due`, `merged`).
+Batches take groups in the order of the numbers of all stores, which send each other their progress
+in the rounds of a selection (`progress`, `take_progress`, `note_others`). Or they take them in one
+order of completion, by stamps that are given in these rounds (`due`, `merged`).
 
 Order of writes, so that a process may die at any instruction: an entry's words before its state,
 the state before the number of issued ones. An entry that leaves is marked with its counter; new
@@ -55,11 +55,12 @@ class LeaseRecord(NamedTuple):
     """A lease as its ledger has issued it: of a prompt, or of a trajectory without a late column.
 
     A process holds it until it commits it, gives it back or dies, or until its time has passed.
-    Nothing happens at a death or a deadline: a ledger looks for both before it leases work again.
+    A death or a passed deadline changes nothing by itself: the ledger checks for both before it
+    leases the work again.
     """
 
     entry: int  # where the ledger keeps it: the entry of a prompt, the slot of a trajectory
-    token: int  # tells it from other leases of the entry: its number among those of all prompts
+    token: int  # differs for each lease of the entry: its number among the leases of all prompts
     number: int  # what is leased: the number of a prompt, the id of a trajectory
     version: int = 0  # of a prompt: rollout batches that were trained when it was leased
     attempt: int = 1  # of a prompt: leases of it, with this one
@@ -74,7 +75,7 @@ class PromptLedger:
     Args:
         views: The store's regions.
         numbers: Column of group numbers, by slot.
-        memory: The store's; it knows which processes are alive.
+        memory: The store's; its locks show which processes are alive.
         now_ns: Monotonic nanoseconds.
     """
 
@@ -435,7 +436,7 @@ class PromptLedger:
     # ---- several stores --------------------------------------------------------------------------
 
     def progress(self) -> np.ndarray:
-        """Return what the other stores need, once complete groups have stamps. [NUM_WORDS]."""
+        """Return this store's words of `Progress`; stamp the groups that are newly complete."""
         if self.spec.is_joint:
             # With a largest stamp of -90, two newly complete groups get -89 and -88.
             slots = self.books.leaders()
@@ -528,7 +529,7 @@ class PromptLedger:
     # ---- deaths and checkpoints ------------------------------------------------------------------
 
     def recover(self, retire: Callable[[int], None]) -> None:
-        """Finish what a dead process has begun, before groups form; `retire` evicts a slot."""
+        """Finish the writes of a dead process, before groups form; `retire` evicts a slot."""
         if self.counts[PromptCount.SWEEPING]:
             self._finish_sweep()
         self._sweep()
@@ -543,7 +544,7 @@ class PromptLedger:
         self.entries[begun, Entry.MEMBERS] = 0
 
     def export(self) -> dict[str, np.ndarray]:
-        """Return what a checkpoint holds: entries, words, counters and names of reasons."""
+        """Return the arrays of a checkpoint: entries, words, counters and names of reasons."""
         used = np.nonzero(self._states != EntryState.FREE)[0]
         kept = self._kept[used, self.entries[used, Entry.KEPT] % 2]
         most_kept = int((self.entries[used, Entry.KEPT] // 2).max(initial=0))
@@ -600,7 +601,7 @@ class PromptLedger:
 
 
 def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Merge what the ledgers of all stores have exported into what a ledger of one store exports.
+    """Merge the exported ledgers of all stores into the one that a single store would export.
 
     Numbers that a store has not issued, though another one has issued a later one, are returned
     ones: if store 0 of 2 has issued 0, 2 and 4, and store 1 only 1, 5 numbers are issued, and 3

@@ -19,7 +19,7 @@ MOST_REASONS = 32
 REASON_BYTES = 32
 #: Epochs that have counters of their own: epoch e has row e % EPOCHS until a later one takes it.
 EPOCHS = 4
-#: First `Entry.STAMP`. All stamps are below 0, which tells them from deadlines.
+#: First `Entry.STAMP`. All stamps are below 0, unlike deadlines.
 FIRST_STAMP = -(1 << 62)
 
 

@@ -37,7 +37,7 @@ class Control:
 
 
 class MomentHead:
-    """Words that say which copy of the running moments counts. Header: store/moments.h."""
+    """Words that select the valid copy of the running moments. Header: store/moments.h."""
 
     CURRENT: Final = 0
     STAGED: Final = 1  # 1 + the copy that holds a commit which is under way; 0: none
@@ -183,6 +183,28 @@ class Peer:
     )
     LOST: Final = 4  # 1: another rank was waiting for it when it died
     NUM_WORDS: Final = 8
+
+
+PROGRESS: Final = "ranks/progress"  # region of the ranks' words, in the first sampled table
+
+
+class RankProgress:
+    """Words of a rank, float64: what its program has taken so far, for readers outside the job.
+
+    Only the rank itself writes them, and no process of the job reads them.
+    """
+
+    RANK: Final = 0  # number of the rank in the whole job
+    BEGUN_S: Final = 1  # when its replay was made, by the monotonic clock; 0: it is not yet
+    RETURNED_S: Final = 2  # when it took its latest batch, likewise; 0: none
+    BATCHES: Final = 3  # micro batches or, with packs, rollout batches that it took
+    WAIT_S: Final = 4  # seconds that it waited for these
+    MADE: Final = 5  # micro batches of windows that it gathered
+    GATHER_S: Final = 6  # seconds that this took
+    STEPS: Final = 7  # optimizer steps of packed batches; with these, of all ranks together:
+    TRAJECTORIES: Final = 8
+    TOKENS: Final = 9
+    NUM_WORDS: Final = 16
 
 
 NOTHING: Final = -1  # the number of an empty ring entry

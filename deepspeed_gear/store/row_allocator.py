@@ -12,8 +12,8 @@ number (`grow`). It is never evicted to free rows. Where it is retired all the s
 age), its rows are not free before its writer has detected that.
 
 The native store of this process owns all that writers do to rows (`handle`, in store/store.cpp): it
-reserves, evicts, frees and moves them. Python repairs what dead processes have left, as it knows
-who lives.
+reserves, evicts, frees and moves them. Python repairs the rows of dead processes, as it checks
+which processes live.
 """
 
 from __future__ import annotations

@@ -123,7 +123,12 @@ class SharedMemory:
             fd = hold(os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
             _refuse_no_descriptor(SHM, error)
-            raise StoreError(str(SHM), "must be a writable tmpfs", error.strerror) from error
+            raise StoreError(
+                str(SHM),
+                "must be a writable tmpfs",
+                error.strerror,
+                "mount a tmpfs there that this user can write to",
+            ) from error
         try:
             free = os.fstatvfs(fd)
             if (
@@ -147,7 +152,7 @@ class SharedMemory:
                 )
                 raise StoreFullError(str(SHM), rule, given, remedy) from error
             raise StoreError(
-                str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror
+                str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror, ENLARGE_SHM
             ) from error
         except BaseException:
             release(fd)
@@ -229,12 +234,22 @@ class SharedMemory:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise StoreError(str(path), "must be a regular file")
+                raise StoreError(
+                    str(path), "must be a regular file", remedy=f"remove it: rm {path}"
+                )
             if status.st_uid != os.geteuid():
-                raise StoreError(str(path), f"must belong to user {os.geteuid()}", status.st_uid)
+                raise StoreError(
+                    str(path),
+                    f"must belong to user {os.geteuid()}",
+                    status.st_uid,
+                    "choose another gear.shared_memory.prefix",
+                )
             if stat.S_IMODE(status.st_mode) != 0o600:
                 raise StoreError(
-                    str(path), "must have mode 0600", oct(stat.S_IMODE(status.st_mode))
+                    str(path),
+                    "must have mode 0600",
+                    oct(stat.S_IMODE(status.st_mode)),
+                    f"chmod 600 {path}, or remove it",
                 )
             is_locked = try_lock(fd, fcntl.F_WRLCK, peer, 1)
             if not is_locked and not is_held(fd, _NO_PEER, 1):
@@ -244,7 +259,9 @@ class SharedMemory:
                     str(path), "must belong to a living run", None, "its run has ended"
                 )
             if status.st_size == 0:
-                raise StoreError(str(path), "must be a gear store", "an empty file")
+                raise StoreError(
+                    str(path), "must be a gear store", "an empty file", f"remove it: rm {path}"
+                )
             return cls(path, fd, status.st_size, peer)
         except BaseException:
             release(fd)

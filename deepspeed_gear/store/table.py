@@ -194,7 +194,12 @@ class Table:
         with undo_on_error(memory.close):
             layout, found = read_header(memory.fd, str(memory.path))
             if found.id != run_id:
-                raise StoreError(str(memory.path), f"must belong to run {run_id}", found.id)
+                raise StoreError(
+                    str(memory.path),
+                    f"must belong to run {run_id}",
+                    found.id,
+                    "start all ranks of the run again, or attach with its own run id",
+                )
             if layout.digest != expected.digest:
                 differing = differences(expected.meaning, layout.meaning, "store") or [
                     layout.description

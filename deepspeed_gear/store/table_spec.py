@@ -71,7 +71,7 @@ class TableSpec:
     spare_rows: int = 0  # 0: none is moved
     group: GroupSpec | None = None  # its groups; None: it has none
     prompts: PromptSpec | None = (
-        None  # what rollout workers lease; None: processes add what they like
+        None  # what rollout workers lease; None: processes add any trajectories
     )
     shares_prompts: bool = False  # whether the prompt of a group is stored once
     whole_fields: tuple[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -87,12 +87,6 @@ class GrowingTrajectory:
         return int(self.words[Growing.PUBLISHED])
 
     @property
-    def latest(self) -> tuple[int, int]:
-        """Slot and generation of what its writer has published last and ended; slot -1: none."""
-        slot, generation = self.words[LATEST].tolist()
-        return slot, generation
-
-    @property
     def is_published(self) -> bool:
         return bool(self.words[Growing.SLOT] >= 0)
 
@@ -152,20 +146,33 @@ class Publisher:
         self._table = inserter.table
         self._check = check
         self._name = f"table {inserter.table.spec.name}"
+        spec = inserter.table.spec
+        cases = (
+            (
+                inserter.max_length is None,
+                "must have max_length for steps of open trajectories to be published",
+                "set gear.tables.<name>.max_length",
+            ),
+            (
+                spec.return_to_go,
+                "must not keep returns-to-go where steps of open trajectories are published",
+                "leave out the field return_to_go, or do not publish",
+            ),
+            (
+                spec.group is not None,
+                "must have no groups for steps of open trajectories to be published",
+                "a group can be sampled when all of it has ended",
+            ),
+            (
+                spec.media is not None,
+                "must have no media for steps of open trajectories to be published",
+                "add whole trajectories",
+            ),
+        )
         #: Rule and remedy of the error where the table cannot have open trajectories; else None.
-        self.unsuited: tuple[str, str] | None = None
-        if inserter.max_length is None:
-            rule = "must have max_length for steps of open trajectories to be published"
-            self.unsuited = rule, "set gear.tables.<name>.max_length"
-        elif inserter.table.spec.return_to_go:
-            rule = "must not keep returns-to-go where steps of open trajectories are published"
-            self.unsuited = rule, "leave out the field return_to_go, or do not publish"
-        elif inserter.table.groups is not None:
-            rule = "must have no groups for steps of open trajectories to be published"
-            self.unsuited = rule, "a group can be sampled when all of it has ended"
-        elif inserter.table.media is not None:
-            rule = "must have no media for steps of open trajectories to be published"
-            self.unsuited = rule, "add whole trajectories"
+        self.unsuited: tuple[str, str] | None = next(
+            ((rule, remedy) for is_unsuited, rule, remedy in cases if is_unsuited), None
+        )
         self._num_begun = 0  # trajectories with published steps
         #: Words of `StepCount` of the native calls that add through this publisher.
         self.counts: list[np.ndarray] = []
@@ -258,10 +265,16 @@ class Publisher:
         once = [c.name for c in self._table.spec.schema if c.rows == "1" and not c.late]
         for name in once:
             if name not in part.columns:
-                raise DataError(f"{self._name}: column {name}", "must be in every trajectory")
+                raise DataError(
+                    f"{self._name}: column {name}",
+                    "must be in every trajectory",
+                    remedy="give it with the first steps of the trajectory",
+                )
         self.inserter.check({name: part.columns[name] for name in once})
         while not growing.is_published:
-            slot = self.inserter.reserve(limit, part.num_steps, latest=growing.latest)
+            # What its writer has published last and ended: rows near it may be free.
+            slot, generation = growing.words[LATEST].tolist()
+            slot = self.inserter.reserve(limit, part.num_steps, latest=(slot, generation))
             growing.words[LATEST] = NO_LATEST
             growing.words[: Growing.FIRST] = extents.handle_of(slot)
             self.inserter.growing.add(growing)
@@ -397,16 +410,12 @@ class OpenTrajectory(ProcessBound):
         """
         name = self._name
         self._check_open()
-        given = flatten(name, columns, self._rows.keys())
-        unknown = sorted(given.keys() - self._rows.keys())
-        if unknown:
-            remedy = known_names(unknown[0], self._rows)
-            raise DataError(
-                f"{name}: column {unknown[0]}", "must be a column of steps", None, remedy
-            )
+        given = self._flat(columns, self._rows.keys(), "must be a column of steps")
         missing = sorted(self._rows.keys() - given.keys())
         if missing and given.keys() != self._ends:
-            remedy = f"after the last step append {sorted(self._ends)} alone" if self._ends else ""
+            remedy = "append every column of the schema with each step"
+            if self._ends:
+                remedy = f"after the last step append {sorted(self._ends)} alone"
             raise DataError(f"{name}: column {missing[0]}", "must be in every step", None, remedy)
         if self._has_ended and not missing:
             step = f"step {len(self._rows[self._flags[0]]) - 1}"
@@ -421,6 +430,15 @@ class OpenTrajectory(ProcessBound):
             self._report_version(rows[self._version])
         if publish:
             self._publish()
+
+    def _flat(self, given: Mapping[str, Any], names: Set[str], rule: str) -> Mapping[str, Any]:
+        """Return columns by their dotted names; raise a DataError by a rule if one is unknown."""
+        flat = flatten(self._name, given, names)
+        if not flat.keys() <= names:
+            unknown = min(flat.keys() - names)
+            remedy = known_names(unknown, names)
+            raise DataError(f"{self._name}: column {unknown}", rule, None, remedy)
+        return flat
 
     def _stored(self, column: str, row: Any) -> np.ndarray:
         """Copy a row in its stored form: environments reuse their arrays."""
@@ -462,13 +480,8 @@ class OpenTrajectory(ProcessBound):
                 changed.
         """
         self._check_open()
-        given = flatten(self._name, per_trajectory, frozenset(self._schema.names))
-        unknown = sorted(given.keys() - set(self._schema.names))
-        if unknown:
-            remedy = known_names(unknown[0], self._schema.names)
-            raise DataError(
-                f"{self._name}: column {unknown[0]}", "must be in the schema", None, remedy
-            )
+        names = dict.fromkeys(self._schema.names).keys()
+        given = self._flat(per_trajectory, names, "must be in the schema")
         values = {n: as_stored(value, self._schema[n], self._name) for n, value in given.items()}
         check_finite(self._name, self._schema, values)
         self._once.update(values)
@@ -523,7 +536,12 @@ class OpenTrajectory(ProcessBound):
                 for name, rows in self._rows.items():
                     if len(rows) - int(name in self._ends) != self._num_steps:
                         rule = f"must have the rows of {self._num_steps} steps"
-                        raise DataError(f"{self._name}: column {name}", rule, len(rows))
+                        raise DataError(
+                            f"{self._name}: column {name}",
+                            rule,
+                            len(rows),
+                            "give a row of every column with each step",
+                        )
                 truncated = False
         finally:
             self.completed = publisher.end(self._growing, truncated)

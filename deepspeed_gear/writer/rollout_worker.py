@@ -165,11 +165,23 @@ class Lease:
         rule = "must be an array of numbers or text"
         for key, value in arrays.items():
             at = f"what is kept of prompt {self.number}: {key}"
-            with DataError.on(at, rule, TypeError, ValueError, RuntimeError):
+            with DataError.on(
+                at,
+                rule,
+                TypeError,
+                ValueError,
+                RuntimeError,
+                remedy="convert it with numpy.asarray",
+            ):
                 arrays[key] = np.asarray(value)
             is_option = key in ("file", "allow_pickle")  # of `savez`, which would take it as such
             if arrays[key].dtype.hasobject or is_option:
-                raise DataError(at, f"{rule}, not named file or allow_pickle", type(value).__name__)
+                raise DataError(
+                    at,
+                    f"{rule}, not named file or allow_pickle",
+                    type(value).__name__,
+                    "give arrays of numbers or text, under other names",
+                )
         file = io.BytesIO()
         np.savez(file, **arrays)
         data = file.getvalue() if arrays else b""

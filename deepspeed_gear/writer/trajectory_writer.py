@@ -321,7 +321,9 @@ def _attached(
         memory = _object("gear.shared_memory", section.get("shared_memory", {}))
     prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
     if not isinstance(prefix, str):
-        raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
+        raise ConfigError(
+            "gear.shared_memory.prefix", "must be a string", prefix, 'for example "gear"'
+        )
     if section is not None:
         table = _writable_table(section, table)
     runs = run_names(memory.get("run"), run)

@@ -7,11 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import as_stored, cast, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.schema import Column
@@ -30,9 +27,9 @@ from deepspeed_gear.writer.partial_publish import (
     checked,
     new_words,
 )
+from deepspeed_gear.writer.step_columns import StepColumns, pick
 
 _FIRST_LENGTH = 256  # steps for which there is room at first; it doubles as needed
-_FLAG = Column("flag", "bool")  # form of an end flag that the schema has not
 # Bits of the native call's result, `StepEvent` of store/vector_steps.h: the part of the step that
 # Python must complete.
 _LEFT = -1  # the whole step: the call did nothing
@@ -96,24 +93,11 @@ class VectorWriter(ProcessBound, PublicNames):
         self._continued: set[int] = set()  # environments whose episode was cut at max_length
         self._max_length = writer.max_length
         self._whole_fields = writer.whole_fields
-        steps = [column for column in schema if column.rows != "1" and not column.late]
-        self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
-        self._done_by = [c for c in steps if c not in self._state and c is not self._time]
-        self._once = [column for column in schema if column.rows == "1" and not column.late]
-        self._flags = {role: schema.role(role) for role in ("terminated", "truncated")}
-        self._names = {
-            role: role if column is None else column.name for role, column in self._flags.items()
-        }
+        self._columns = StepColumns(schema)
         self.num_trajectories = 0
-        self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
-        self._column_names = frozenset({*schema.names, *self._names.values()})
-        states = [c.name for c in self._state]
-        once = [c.name for c in self._once]
-        self._reset_names = frozenset([*states, *once])
-        self._final_names = frozenset(states)
-        self._step_names = self._reset_names.union(
-            [c.name for c in self._done_by], self._names.values()
-        )
+        self._values = {
+            c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._columns.once
+        }
         self._completed: list[CompletedTrajectory] = []  # not returned yet
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._unstored = np.zeros(num_envs, bool)  # ended, and left to Python by the native call
@@ -156,14 +140,13 @@ class VectorWriter(ProcessBound, PublicNames):
     def _use(self, open_rows: OpenRows, native: ModuleType | None) -> None:
         """Set the arrays in which trajectories grow, and the native call's view of them."""
         self._open_rows = open_rows
-        self._state_rows = open_rows.rows(self._state)
-        self._done_rows = open_rows.rows(self._done_by)
+        self._state_rows = open_rows.rows(self._columns.state)
+        self._result_rows = open_rows.rows(self._columns.results)
         self._number_steps(self._all)
         if native is None:
             return
-        given = [(column, True) for column in self._state] + [
-            (column, False) for column in self._done_by
-        ]
+        taken = self._columns
+        given = [*((c, True) for c in taken.state), *((c, False) for c in taken.results)]
         words = (
             self._next,
             open_rows.first,
@@ -176,11 +159,11 @@ class VectorWriter(ProcessBound, PublicNames):
             self._growing_words,
         )
         columns = [column.name for column, _ in given]
-        truncated = self._flags["truncated"]
+        truncated = taken.flags["truncated"]
         self._native_steps = native.VectorSteps(
             columns=[(c.name, address(open_rows.arrays[c.name]), form_of(native, c), is_state)
                      for c, is_state in given],
-            ends=(self._names["terminated"], self._names["truncated"]),
+            ends=(taken.flag_names["terminated"], taken.flag_names["truncated"]),
             num_envs=self.num_envs,
             length=open_rows.length,
             words=[address(array) for array in words],
@@ -193,7 +176,7 @@ class VectorWriter(ProcessBound, PublicNames):
         # The native call stores trajectories that end, and publishes steps.
         arrays = {**open_rows.arrays, **self._values}
         are_bytes = all(
-            flag is None or flag.numpy_dtype.itemsize == 1 for flag in self._flags.values()
+            flag is None or flag.numpy_dtype.itemsize == 1 for flag in taken.flags.values()
         )
         is_longest = open_rows.length == self._max_length
         self._native_steps.set_store(
@@ -219,24 +202,6 @@ class VectorWriter(ProcessBound, PublicNames):
         self._next += new.first - old.first
         self._use(new, self._native)
 
-    def _pick(self, columns: list[Column], given: Mapping[str, Any], what: str) -> list[Any]:
-        try:
-            return [given[column.name] for column in columns]
-        except KeyError as error:
-            raise DataError(f"column {error.args[0]}", f"must be in every {what}") from None
-
-    def _refuse_others(self, call: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
-        """Raise a DataError if a call is given a column that it does not take."""
-        if given.keys() <= names:
-            return
-        name = min(given.keys() - names)
-        remedy = f"it takes {', '.join(sorted(names))}"
-        if name in self._schema.names and self._schema[name].late:
-            remedy = "the column is late: write it by fill, when the trajectory was added"
-        raise DataError(
-            f"{call}: column {name}", f"must be a column that {call} takes", None, remedy
-        )
-
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
         """Begin an episode of all environments, or of some.
 
@@ -256,12 +221,14 @@ class VectorWriter(ProcessBound, PublicNames):
         if mask is not None:
             which = arguments.array("mask", mask).astype(bool)
         if which.shape != (self.num_envs,):
-            raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
-        given = flatten("reset", columns, self._column_names)
-        self._refuse_others("reset", given, self._reset_names)
+            rule = f"must have shape [{self.num_envs}]"
+            remedy = "give one bool for each environment"
+            raise DataError("mask", rule, list(which.shape), remedy)
+        given = self._columns.flat("reset", columns)
+        self._columns.check_names("reset", given)
         begun = np.flatnonzero(which)
-        once = self._values_in(given, begun, self.num_envs, which)
-        state = self._pick(self._state, given, "reset")
+        once = self._columns.once_values(given, begun, self.num_envs, which)
+        state = pick(self._columns.state, given, "reset")
         first = self._open_rows.first
         self._state_rows.put(state, np.where(which, first, -1))
         ended = np.flatnonzero(which & self._waits & self.has_begun)
@@ -319,7 +286,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self,
         final: Mapping[str, Any] | None,
         envs: np.ndarray | None,
-        given: dict[str, Any],
+        given: Mapping[str, Any],
         publish: bool = False,
     ) -> int:
         """Append a step that is nested or not plain; arguments as `step`.
@@ -327,16 +294,18 @@ class VectorWriter(ProcessBound, PublicNames):
         Returns:
             What is left, as `_take_plain`.
         """
-        columns = flatten("step", given, self._column_names)
+        taken = self._columns
+        columns = taken.flat("step", given)
         if envs is None and columns is not given:
-            flat = final if final is None else flatten("final", final, self._column_names)
-            taken = self._take_plain(columns, flat, publish)
-            if taken >= 0:
-                return taken
+            flat = final if final is None else taken.flat("final", final)
+            left = self._take_plain(columns, flat, publish)
+            if left >= 0:
+                return left
         envs = self._all if envs is None else arguments.integers("envs", envs)
         if len(envs) and not (envs.min() >= 0 and envs.max() < self.num_envs):
-            raise DataError("envs", f"must be in [0, {self.num_envs})", envs.tolist())
-        self._refuse_others("step", columns, self._step_names)
+            remedy = f"environments are numbered from 0 to {self.num_envs - 1}"
+            raise DataError("envs", f"must be in [0, {self.num_envs})", envs.tolist(), remedy)
+        taken.check_names("step", columns)
         waits = self._waits[envs]
         waiting = envs[waits]
         if len(waiting):
@@ -349,19 +318,22 @@ class VectorWriter(ProcessBound, PublicNames):
                     f'call reset with first observations; the autoreset mode is "{self.autoreset}"'
                 )
                 raise DataError("step", "must come after reset", which, remedy)
-        once = self._values_in(columns, envs, len(waits)) if self._once else {}
-        done_by = self._pick(self._done_by, columns, "step")
-        state = self._pick(self._state, columns, "step")
-        ended, truncated = self._ended(columns, len(waits))
+        once = taken.once_values(columns, envs, len(waits)) if taken.once else {}
+        results = pick(taken.results, columns, "step")
+        state = pick(taken.state, columns, "step")
+        ended, truncated = taken.ends(columns, len(waits))
         ended &= ~waits
         at = np.flatnonzero(ended)  # places in `envs` of the episodes that end
-        finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
+        finals = {}
+        if self.autoreset == "same_step" and len(at):
+            finals = taken.last_states(at, envs, final)
         rows, following = self._rows_for(envs, waits)
         first = self._open_rows.first[envs]
         length = self._open_rows.length
+        # With room for 4 steps, `following` of the fifth is first + 5: its state has no row.
         is_full = following - first > length
         if is_full.any():
-            self._done_rows.check(done_by, rows)
+            self._result_rows.check(results, rows)
             self._state_rows.check(state, np.minimum(following, first + length))
             if self._max_length is None or length < self._max_length:
                 self._grow(min(2 * length, self._max_length or 2 * length))
@@ -369,7 +341,7 @@ class VectorWriter(ProcessBound, PublicNames):
                 self._truncate(envs[is_full])
             rows, following = self._rows_for(envs, waits)
         # The step counts once `_next` moves: rows of a step that raises before are overwritten.
-        self._done_rows.put(done_by, rows)
+        self._result_rows.put(results, rows)
         self._state_rows.put(state, following)
         if once:
             self._set_values(once, envs)
@@ -440,7 +412,7 @@ class VectorWriter(ProcessBound, PublicNames):
             return
         last = last_rows[truncated]
         first = self._open_rows.first[envs[truncated]]
-        states = [self._open_rows.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
+        states = [self._open_rows.arrays[c.name].reshape(-1, *c.shape) for c in self._columns.state]
         self._check.note_states(
             before=[column[last - 1] for column in states],
             last=[column[last] for column in states],
@@ -494,8 +466,10 @@ class VectorWriter(ProcessBound, PublicNames):
         if events > 0 and events & _ENDS_LEFT:
             at = np.flatnonzero(self._unstored)
             self._unstored[at] = False
-            finals = self._finals(at, self._all, final) if self.autoreset == "same_step" else {}
-            self._end(at, self._all, finals, [columns[column.name] for column in self._state])
+            finals = {}
+            if self.autoreset == "same_step":
+                finals = self._columns.last_states(at, self._all, final)
+            self._end(at, self._all, finals, pick(self._columns.state, columns, "step"))
             self._next[at] += 1
         return events if events < 0 or self._publishes else _PUBLISH_LEFT
 
@@ -505,23 +479,6 @@ class VectorWriter(ProcessBound, PublicNames):
         self._publisher.look()
         if publish and self._publishes and not self._growing:
             self._register()
-
-    def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return masks of the episodes that end and of those truncated. [n] each, bool, new."""
-        if self._names["terminated"] not in columns:
-            raise DataError(f"column {self._names['terminated']}", "must be in every step")
-        ended = np.zeros(num_envs, bool)
-        truncated = np.zeros(num_envs, bool)
-        for role, flags in (("terminated", ended), ("truncated", truncated)):
-            name = self._names[role]
-            if name in columns:
-                given = arguments.array(f"column {name}", columns[name])
-                if given.shape != flags.shape:
-                    raise DataError(
-                        f"column {name}", f"must have shape [{num_envs}]", list(given.shape)
-                    )
-                flags |= cast(given, _FLAG, f"column {name}")
-        return ended | truncated, truncated
 
     def _rows_for(self, envs: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of a step's actions and of the states that follow. [n] each, int64.
@@ -535,55 +492,9 @@ class VectorWriter(ProcessBound, PublicNames):
             rows[waits] = -1
         return rows, following
 
-    def _values_in(
-        self, columns: Mapping[str, Any], envs: np.ndarray, num_rows: int, kept: Any = slice(None)
-    ) -> dict[str, np.ndarray]:
-        """Convert columns of one value per trajectory to the stored form.
-
-        Args:
-            columns: Columns of a call. [num_rows, *shape].
-            envs: Environments of the rows that are kept. [n].
-            num_rows: Number of rows of the call.
-            kept: Index of the rows that are kept.
-        Returns:
-            Column -> [n, *shape].
-        """
-        given = [column for column in self._once if column.name in columns]
-        values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
-        check_finite("the steps", given, values, lambda row: f"environment {envs[row]}")
-        return values
-
     def _set_values(self, values: Mapping[str, np.ndarray], envs: np.ndarray) -> None:
         for name, rows in values.items():
             self._values[name][envs] = rows
-
-    def _finals(
-        self, at: np.ndarray, envs: np.ndarray, final: Mapping[str, Any] | None
-    ) -> dict[str, np.ndarray]:
-        """Return the last states of the episodes that end, at the places `at` of `envs`.
-
-        Returns:
-            Column -> [len(at), *shape], in the stored form.
-        """
-        rows = {}
-        if final is not None:
-            final = flatten("final", final, self._column_names)
-            self._refuse_others("final", final, self._final_names)
-        for column in self._state:
-            if final is None or column.name not in final:
-                remedy = (
-                    '"same_step": it comes with the next episode\'s first; gymnasium: '
-                    'info["final_obs"]'
-                )
-                raise DataError(
-                    f"final {column.name}", "must be given where an episode ends", None, remedy
-                )
-            given = final[column.name]
-            # Arrays of objects, as gymnasium's, have None at the other environments.
-            ends = given[at] if isinstance(given, torch.Tensor) else [given[i] for i in at.tolist()]
-            rows[column.name] = as_stored(ends, column, "final", len(at))
-        check_finite("final", self._state, rows, lambda row: f"environment {envs[at[row]]}")
-        return rows
 
     def _begin(self, envs: np.ndarray) -> None:
         """Hook of subclasses: an episode of some environments begins, at their first rows."""
@@ -646,7 +557,7 @@ class VectorWriter(ProcessBound, PublicNames):
 
     def _columns_of(self, env: int, num_steps: int) -> dict[str, np.ndarray]:
         """Return the columns of an open trajectory of `num_steps` steps; views of the open rows."""
-        columns = {c.name: self._values[c.name][env, ...] for c in self._once}
+        columns = {c.name: self._values[c.name][env, ...] for c in self._columns.once}
         for column in self._schema.step_columns:
             if not column.late:
                 columns[column.name] = self._steps_of(column, env, num_steps)
@@ -726,14 +637,15 @@ class VectorWriter(ProcessBound, PublicNames):
             raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
         for env in envs.tolist():
             steps = int(self._next[env] - self._open_rows.first[env] - 1)
-            if self._flags["truncated"] is not None:
-                self._open_rows.of(self._names["truncated"], env)[steps - 1] = True
+            flag = self._columns.flags["truncated"]
+            if flag is not None:
+                self._open_rows.of(flag.name, env)[steps - 1] = True
             self._commit(env, steps, is_truncated=True)
             self._go_on(env, steps)
 
     def _go_on(self, env: int, steps: int) -> None:
         """Continue a cut episode: its last state becomes the first row of the next trajectory."""
-        for column in self._state:
+        for column in self._columns.state:
             rows = self._open_rows.of(column.name, env)
             rows[0] = rows[steps]
         if self._time is not None:

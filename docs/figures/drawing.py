@@ -99,6 +99,11 @@ class Drawing:
         """Draw a thin line: blue, green, orange or gray."""
         self._parts.append(f'<path class="line-{color}" d="M{x:g} {y:g}L{to_x:g} {to_y:g}"/>')
 
+    def curve(self, points: list[tuple[float, float]], color: str) -> None:
+        """Draw a thin line through points: blue, green, orange or gray."""
+        path = "L".join(f"{round(x, 1):g} {round(y, 1):g}" for x, y in points)
+        self._parts.append(f'<path class="line-{color}" fill="none" d="M{path}"/>')
+
     def dot(self, x: float, y: float, radius: float, color: str) -> None:
         """Draw a filled circle: blue, green, orange or gray."""
         self._parts.append(f'<circle class="bar-{color}" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>')

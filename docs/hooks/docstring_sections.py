@@ -1,6 +1,7 @@
-"""A griffe extension: sections of docstrings are found without an empty line above them.
+"""Griffe extension: sections of docstrings, which stand below each other without empty lines.
 
-The docstrings of the package have none; griffe would read "Returns:" below the arguments as text.
+Griffe takes "Returns:" for a section only if the line above is empty, and shows it as text
+otherwise. The package's docstrings have no empty lines between sections.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from typing import Any
 
 import griffe
 
-_SECTIONS = "Args|Attributes|Returns|Yields|Raises|Example|Examples|Cost|Source"
-_TITLE = re.compile(rf"(?<=[^\n])\n(?=(?:{_SECTIONS}):)")
+_SECTION = re.compile(
+    r"(?m)^(?P<above>[^\n]*\S[^\n]*)\n(?=(?:Args|Attributes|Returns|Yields|Raises):\n[ ]{4})"
+)
+_PARAGRAPH = re.compile(r"(?m)^(?P<above>[^\n]*\S[^\n]*)\n(?=(?:Cost|Source|Thread safety): )")
 
 
-def separated(text: str) -> str:
-    """Return a docstring with an empty line above each section."""
-    return _TITLE.sub("\n\n", text)
+def separated(docstring: str) -> str:
+    """Return a docstring with an empty line above each section, and above "Cost:" and "Source:"."""
+    for pattern in (_SECTION, _PARAGRAPH):
+        docstring = pattern.sub(r"\g<above>\n\n", docstring)
+    return docstring
 
 
 class DocstringSections(griffe.Extension):
-    """Separates the sections of each docstring as it is loaded."""
+    """Separates the sections of every docstring that a page shows."""
 
-    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Change the docstring of an object before anything reads it."""
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called by griffe for each module, class, function and attribute."""
         if obj.docstring is not None:
             obj.docstring.value = separated(obj.docstring.value)

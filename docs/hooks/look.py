@@ -47,7 +47,8 @@ function measure(frame, page, width) {
   const view = frame.contentDocument;
   const scrolls = (part) => {
     for (let at = part; at && at !== view.body; at = at.parentElement) {
-      if (at.matches("pre, code, .md-tabs, .md-sidebar, .md-search, .md-header")) return true;
+      if (at.matches("pre, code, .gear-output")) return true;
+      if (at.matches(".md-tabs, .md-sidebar, .md-search, .md-header")) return true;
     }
     return false;
   };

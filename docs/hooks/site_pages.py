@@ -6,8 +6,9 @@ A part of a page between `<!-- tabs -->` and `<!-- /tabs -->` becomes tabs, one 
 is bold as a whole; in the repository it reads as one part after the other.
 
 A page links to `../../examples/ppo.py`, as it reads in the repository. The site holds that file as
-`repository/examples/ppo.py`, and a Markdown file as a page. The folder that is written needs
-nothing else than a generator that reads mkdocs.yml.
+`repository/examples/ppo.py`, and a Markdown file as a page. A notebook becomes a page with its
+stored outputs. The folder that is written needs nothing else than a generator that reads
+mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
+
+import notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -37,13 +40,15 @@ def target_of(source: Path, link: str) -> Path | None:
 
 def place_of(file: Path) -> Path:
     """Return the path of a file of the checkout below the assembled folder."""
+    if file.suffix == ".ipynb":
+        file = file.with_suffix(".md")
     if file.is_relative_to(DOCS):
         return file.relative_to(DOCS)
     return COPIES / file.relative_to(ROOT)
 
 
-def page(source: Path) -> str:
-    """Return the text of a Markdown file whose links lead to places of the site."""
+def page(source: Path, text: str) -> str:
+    """Return the text of a page whose links lead to places of the site."""
     here = place_of(source).parent
 
     def moved(link: re.Match[str]) -> str:
@@ -52,7 +57,7 @@ def page(source: Path) -> str:
             return link[0]
         return link[1] + os.path.relpath(place_of(target), here) + link[3]
 
-    text = _TABS.sub(lambda part: content_tabs(part[1]), source.read_text(encoding="utf-8"))
+    text = _TABS.sub(lambda part: content_tabs(part[1]), text)
     return _LINK.sub(moved, text)
 
 
@@ -63,6 +68,17 @@ def content_tabs(part: str) -> str:
     for title, text in zip(named[::2], named[1::2], strict=True):
         tabs.append(f'=== "{title}"\n\n{textwrap.indent(text.strip(), "    ")}\n')
     return "\n".join([*tabs, ""])
+
+
+def text_of(source: Path, folder: Path) -> str:
+    """Return a file as Markdown; pictures of a notebook are written to the folder of its page."""
+    if source.suffix == ".md":
+        return source.read_text(encoding="utf-8")
+
+    def write(name: str, picture: bytes) -> None:
+        (folder / name).write_bytes(picture)
+
+    return notebooks.page(notebooks.read(source), source.stem, write)
 
 
 def assemble(folder: Path) -> None:
@@ -78,11 +94,12 @@ def assemble(folder: Path) -> None:
         source = waiting.pop()
         path = folder / place_of(source)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if source.suffix != ".md":
+        if source.suffix not in (".md", ".ipynb"):
             shutil.copyfile(source, path)
             continue
-        path.write_text(page(source), encoding="utf-8")
-        for _, link, _ in _LINK.findall(source.read_text(encoding="utf-8")):
+        text = text_of(source, path.parent)
+        path.write_text(page(source, text), encoding="utf-8")
+        for _, link, _ in _LINK.findall(text):
             target = target_of(source, link)
             if target is not None and target not in known:
                 known.add(target)

@@ -102,7 +102,7 @@ def test_a_killed_rank_is_named_on_all_others(call: str, has_barrier: bool, tmp_
     assert [exit_status(child) for child in children] == [0, 0, -signal.SIGKILL]
     for rank in range(VICTIM):
         text = (tmp_path / f"{call}-{rank}").read_text()
-        assert f"rank {VICTIM} must live as long" in text
+        assert f"rank {VICTIM} must run while" in text
 
 
 @pytest.mark.timeout(100)

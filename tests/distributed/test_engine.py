@@ -2,9 +2,12 @@
 checkpoints.
 """
 
+import contextlib
 import csv
+import io
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,10 @@ from process_support import call_with_engines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import deepspeed_gear
+from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
+from deepspeed_gear.replay.run_reading import find_run
 
 NAMES = (*SAMPLES, "epoch", "valid")  # that are recorded of a batch
 
@@ -280,7 +285,7 @@ def check_evaluation(gear: dict[str, Any], ran: list[dict[str, Any]]) -> None:
 
 def check_metrics(folder: Path) -> None:
     """One row per optimizer step, written by one rank."""
-    for name in ("sample_ms", "wait_ms", "bytes", "padding", "epoch"):
+    for name in ("sample_ms", "wait_ms", "wait_share", "bytes", "padding", "epoch"):
         with (folder / f"Train_Gear_{name}.csv").open() as file:
             head, *rows = list(csv.reader(file))
         assert len(head) == 2
@@ -342,7 +347,7 @@ def attaching(gear: dict[str, Any]) -> None:
     place = f"(data {dist.get_rank()} of 2; global batch {BATCH} = micro batch 3"
     refused(
         ConfigError,
-        f"must be of an engine like this one {place}",
+        f"must belong to an engine like this one {place}",
         attach,
         engine=other,
         replay=replay,
@@ -424,4 +429,24 @@ def reporting(gear: dict[str, Any], out: str) -> None:
     assert engine.gear.progress().num_samples == 4 * BATCH, (
         "of both ranks, and the log's periods are its own"
     )
+    if dist.get_rank() == 0:
+        check_watch(engine.gear)
+    dist.barrier()
     engine.destroy()
+
+
+def check_watch(replay: Any) -> None:
+    """`gear watch` beside two ranks that train: both by name, with what they took and wait for."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert main(["watch", replay.run, "--once", "--every", "0.1"]) == 0
+    assert f"run {replay.run}\n" in shown.getvalue()
+    assert "2 of 2 ranks, 0 writers" in shown.getvalue()
+    reading = find_run(replay.run).read()
+    assert [rank.rank for rank in reading.ranks] == [0, 1]
+    assert reading.ranks[0].process == os.getpid()
+    assert [rank.batches for rank in reading.ranks] == [4 * 3] * 2
+    assert all(rank.lives and rank.wait_s > 0 for rank in reading.ranks)
+    assert sum(rank.late_s or 0.0 for rank in reading.ranks) > 0, "one came after the other"
+    metrics = replay.take_metrics()
+    assert {"late_ms.rank0", "late_ms.rank1", "drawn_per_s.main"} <= set(metrics)

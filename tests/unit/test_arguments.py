@@ -282,6 +282,7 @@ def test_exceptions_become_errors_with_their_text_as_value_or_remedy() -> None:
         ({"value": 3}, "file must be read, got 3; bad"),
         ({"remedy": "copy it"}, "file must be read, got 'bad'; copy it"),
         ({"remedy": ""}, "file must be read, got 'bad'"),
+        ({"value": 3, "remedy": "copy it"}, "file must be read, got 3; bad; copy it"),
     )
     for given, text in cases:
         with (

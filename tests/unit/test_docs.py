@@ -51,7 +51,7 @@ def build_site(checkout: Path, folder: Path, pages: Path) -> Path:
     moved = (
         ("docs_dir: build/pages", f"docs_dir: {pages}"),
         ("[.]", f"[{checkout}]"),
-        ("- docs/hooks/", f"- {checkout}/docs/hooks/"),
+        ("[docs/hooks/", f"[{checkout}/docs/hooks/"),
     )
     for old, new in moved:
         assert old in options
@@ -144,6 +144,9 @@ def test_sections_of_public_docstrings_are_read_as_sections(checkout: Path) -> N
                 wrong.append(f"{thing.path}: {title}")
     assert seen > 100
     assert wrong == []
+    sections = package["batching.batch.Batch.__getitem__"].docstring.parsed
+    assert [section.kind.value for section in sections] == ["text", "parameters", "raises", "text"]
+    assert sections[-1].value.startswith("Cost: ")
 
 
 def links_of(page: Path) -> list[str]:
@@ -241,4 +244,31 @@ def test_methods_that_pages_name_are_there(checkout: Path) -> None:
             known = f"{owner}.{name}" in METHODS_OF_OTHERS or owner not in members
             if not known and name not in members[owner]:
                 lost.append(f"{page}: {owner}.{name}")
+    assert lost == []
+
+
+# Of other libraries, of the kernel and of CUDA, and a function of mathematics.
+NAMES_OF_OTHERS = set(
+    "MADV_WILLNEED coalesce_grad_reduction cuMemcpyBatchAsync custom_op do_put find_class log32 "
+    "nvvm round_robin_gradients set_gradient_accumulation_boundary set_requires_gradient_sync".split()
+)
+
+
+def test_names_of_the_design_are_there(checkout: Path) -> None:
+    """Each name in backticks is a name, a value or a file of the sources."""
+    listed = subprocess.check_output(["git", "ls-files"], cwd=checkout, text=True).split()
+    pages = [
+        name for name in listed if re.match(r"docs/(design/|glossary)|benchmarks/README", name)
+    ]
+    kinds = (".py", ".h", ".cuh", ".cpp", ".cu", ".c", ".sh", ".toml", ".yml")
+    sources = [name for name in listed if name.endswith(kinds) and not name.startswith("docs/")]
+    known = {Path(name).stem for name in listed} | NAMES_OF_OTHERS
+    for name in sources:
+        known.update(re.findall(r"\w+", (checkout / name).read_text(encoding="utf-8")))
+    lost = []
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", (checkout / page).read_text(), flags=re.M | re.DOTALL)
+        for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`\n]*\))?`", text):
+            words = [word for word in name.split(".") if len(word) > 3 and not word.isdigit()]
+            lost += [f"{page}: {name}" for word in words if word not in known]
     assert lost == []

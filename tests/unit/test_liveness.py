@@ -62,7 +62,7 @@ def test_what_the_killed_have_held_is_free(tmp_path: Path) -> None:
     with left_by_the_killed(lambda: DatasetWriter(tmp_path / "set", SCHEMA)):
         DatasetWriter(tmp_path / "set", SCHEMA).discard()
         living = DatasetWriter(tmp_path / "set", SCHEMA)
-        with pytest.raises(DataError, match="must not be written by two at once"):
+        with pytest.raises(DataError, match="must have one writer at a time"):
             DatasetWriter(tmp_path / "set", SCHEMA)
         living.discard()
     with left_by_the_killed(lock):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from deepspeed_gear import errors
+
 PACKAGE = "deepspeed_gear"
 MOST_PARAMETERS = 8
 RECORD_BASES = {"NamedTuple", "Protocol", "BaseModel", "GearModel", "TypedDict", "Sampler"}
@@ -136,7 +138,8 @@ def test_objects_are_whole_after_construction(trees: dict[str, ast.Module]) -> N
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
+    """Return whether a name is private; `_repr_html_` and the like are protocols of notebooks."""
+    return name.startswith("_") and not name.endswith("_")
 
 
 def is_own(node: ast.Attribute) -> bool:
@@ -233,3 +236,56 @@ def test_a_statement_assigns_one_value(trees: dict[str, ast.Module]) -> None:
         for source in ("a, b = b, a + b", "a, b = f()", "a, b = x, y")
     )
     assert (len(swap), len(unpacking), len(pair)) == (0, 0, 1)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+ERRORS = {
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.GearError)
+}
+
+
+def without_remedy(tree: ast.AST) -> Iterator[int]:
+    """Yield the line of each GearError that is made without a remedy (its fourth argument)."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        kind, _, called = ast.unparse(node.func).rpartition(".")
+        is_block = called == "on" and kind in ERRORS  # with DataError.on(name, rule, OSError):
+        if called not in ERRORS and not is_block:
+            continue
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        remedy = given.get("remedy")
+        if len(node.args) > 3 and not is_block:
+            remedy = node.args[3]
+        is_empty = isinstance(remedy, ast.Constant) and not remedy.value
+        if (remedy is None or is_empty) and not any(isinstance(a, ast.Starred) for a in node.args):
+            yield node.lineno
+
+
+def test_errors_have_a_remedy(trees: dict[str, ast.Module]) -> None:
+    """The ops of ops/reference have none: they are the tests' oracle, which no program calls."""
+    found = [
+        f"{name}:{line}"
+        for name, tree in trees.items()
+        for line in without_remedy(tree)
+        if name != f"{PACKAGE}.errors" and not name.startswith(f"{PACKAGE}.ops.reference")
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'DataError("x", "must be y")',
+        'DataError("x", "must be y", 3)',
+        'DataError("x", "must be y", 3, "")',
+        'errors.ShapeError("x", "must be y", value=3)',
+        'DataError.on("x", "must be y", OSError)',
+    ],
+)
+def test_an_error_without_a_remedy_is_found(source: str) -> None:
+    assert [*without_remedy(ast.parse(source))] == [1]
+    assert [*without_remedy(ast.parse('DataError("x", "must be y", 3, "use z")'))] == []

@@ -139,7 +139,7 @@ def allow_captures_elsewhere() -> None:
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
-def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
+def refuse_capture(name: str, rule: str, remedy: str) -> None:
     """Raise a StoreError while a CUDA graph is captured, for a call that cannot be in one."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise StoreError(name, rule, None, remedy)

@@ -77,7 +77,9 @@ def open_source(
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
     path = arguments.folder("source", path)
-    with DataError.on(str(path), "must be readable", OSError):
+    with DataError.on(
+        str(path), "must be readable", OSError, remedy="check the path and its permissions"
+    ):
         if not path.exists():
             raise DataError(str(path), "must exist", None, "check the path of the source")
         if (path / SCHEMA_FILE).is_file():
@@ -117,7 +119,10 @@ def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[s
             raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
         option = f"--{name.replace('_', '-')}"
         raise DataError(
-            f"{where}: {option}", f"must be for the format {' or '.join(having)}", kind.format
+            f"{where}: {option}",
+            f"must be for the format {' or '.join(having)}",
+            kind.format,
+            "leave it out for this format",
         )
     return given
 
@@ -167,7 +172,12 @@ def _reader_class(format: str) -> type[Reader]:
         return READERS[format]
     reader: Any = imported(format, "format")
     if not (isinstance(reader, type) and issubclass(reader, Reader)):
-        raise DataError("format", "must name a subclass of Reader", format)
+        raise DataError(
+            "format",
+            "must name a subclass of Reader",
+            format,
+            "derive the class from deepspeed_gear.data.ingest.reader.Reader",
+        )
     return reader
 
 
@@ -254,13 +264,19 @@ def ingest(
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
     dest = arguments.folder("dest", dest)
     if not sources and not isinstance(sources, str):
-        raise DataError("sources", "must name at least one file or folder")
+        raise DataError(
+            "sources",
+            "must name at least one file or folder",
+            remedy="name the files or folders to read",
+        )
     sources = [sources] if isinstance(sources, (str, os.PathLike, Reader)) else sources
     if (columns is not None or format != "auto") and any(
         isinstance(one, Reader) for one in sources
     ):
         raise ConfigError(
-            "columns and format", "must be given to open_source, which has opened a source"
+            "columns and format",
+            "must be given to open_source, which has opened a source",
+            remedy="give them to open_source(..., columns=..., format=...)",
         )
     check_destination(dest, overwrite or append)
     known = Dataset.open(dest) if append else None

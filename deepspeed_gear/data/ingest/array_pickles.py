@@ -385,7 +385,7 @@ def load_pickle(where: str, content: bytes, expansion: Expansion, file_bytes: in
     except DataError:
         raise
     except Exception as error:  # a malformed pickle can raise any
-        remedy = _FRAMES if f"{error}".startswith("pandas.") else ""
+        remedy = _FRAMES if f"{error}".startswith("pandas.") else "save the arrays with np.savez"
         raise DataError(
             where,
             "must be a pickle of NumPy arrays, numbers, text, lists and dicts only",

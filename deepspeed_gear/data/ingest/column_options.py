@@ -118,7 +118,7 @@ class OutputColumns:
                     where = f"{self.reader.path}: --role {pattern}=reward"
                     raise DataError(
                         where,
-                        "must be of a value per step",
+                        "must have a value for each step",
                         "one per trajectory",
                         f"--rename {column.name}=reward{as_float} makes it the reward of a "
                         "trajectory",
@@ -135,7 +135,9 @@ class OutputColumns:
             value = math.nan
         is_known = (at in ("last", "each") and text) or rule == "none"
         if rule is not None and not (is_known and math.isfinite(value)):
-            raise ConfigError("--reward", f"must be {_RULES}", rule)
+            raise ConfigError(
+                "--reward", f"must be {_RULES}", rule, "for example last, each:0.1 or none"
+            )
         given = next((column.name for column in columns if column.role == "reward"), None)
         where = f"{self.reader.path}: --reward"
         if given is not None and rule is not None:
@@ -167,7 +169,11 @@ class OutputColumns:
         for episode, given in self.reader.episodes():
             name = f"{self.reader.path}: {episode}"
             if first.name not in given:
-                raise DataError(f"{name}: column {first.name}", "must be in every trajectory")
+                raise DataError(
+                    f"{name}: column {first.name}",
+                    "must be in every trajectory",
+                    remedy="remove the trajectories without it from the source",
+                )
             length = len(given[first.name]) - int(first.rows == "T+1")
             arrays: dict[str, Any] = {self.names.get(key, key): rows for key, rows in given.items()}
             derived = {"length": np.asarray(length, dtype=np.int64)}

@@ -17,7 +17,7 @@ from deepspeed_gear.data.ingest.reader import (
     open_hdf5,
     single_attributes,
 )
-from deepspeed_gear.data.ingest.source_checks import check_description
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, check_description
 from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError, known_names
 
@@ -80,7 +80,12 @@ class RobomimicReader(ArrayReader):
         """
         file = self.files.enter_context(open_hdf5(self.path))
         if not isinstance(file.get("data"), h5py.Group):
-            raise DataError(f"{self.path}: data", "must be a group of demonstrations", sorted(file))
+            raise DataError(
+                f"{self.path}: data",
+                "must be a group of demonstrations",
+                sorted(file),
+                "give a robomimic or LIBERO file, or name its layout with --format",
+            )
         self._data = file["data"]
         numbers = (re.fullmatch(r"demo_(\d+)", name) for name in self._data)
         self._names = [f"demo_{n}" for n in sorted(int(match[1]) for match in numbers if match)]
@@ -98,7 +103,10 @@ class RobomimicReader(ArrayReader):
             chosen = {name.decode() if isinstance(name, bytes) else str(name) for name in names}
             if unknown := sorted(chosen - set(self._names)):
                 raise DataError(
-                    f"{self.path}: mask/{mask}", "must name demonstrations of the file", unknown[:8]
+                    f"{self.path}: mask/{mask}",
+                    "must name demonstrations of the file",
+                    unknown[:8],
+                    "choose another mask, or leave --mask out",
                 )
             self._names = [name for name in self._names if name in chosen]
         self._num_inner = 0
@@ -108,7 +116,9 @@ class RobomimicReader(ArrayReader):
                 f"dones before the last step of {self._num_inner} demonstrations end nothing"
             )
         environment = single_attributes(self._data).get("env_args", "{}")
-        with DataError.on(f"{self.path}: data: env_args", "must be JSON", TypeError, ValueError):
+        with DataError.on(
+            f"{self.path}: data: env_args", "must be JSON", TypeError, ValueError, remedy=DAMAGED
+        ):
             environment = parse_json(environment)
         check_description(f"{self.path}: data: env_args", environment)
         self.description.update(env_args=environment, masks=sorted(masks), mask=mask)

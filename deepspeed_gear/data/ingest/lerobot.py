@@ -126,7 +126,7 @@ class LerobotReader(Reader):
             if count > 1:
                 where = f"{self._info.where}: features"
                 raise DataError(
-                    where, "must have a column of its own each", f"{name}, {count} times", LEAVE_OUT
+                    where, "must have one column for each", f"{name}, {count} times", LEAVE_OUT
                 )
         self.num_steps = sum(episode.length for episode in self._episodes)
         self.description.update(self._info.described, episodes=len(listed), steps=self.num_steps)
@@ -134,7 +134,7 @@ class LerobotReader(Reader):
             self.notes.append("there is no next.done: every episode is truncated at its last frame")
         elif not {"next.truncated", "next.success"} & features.keys():
             self.notes.append(
-                "next.done is taken for a terminal state, as no feature tells a time limit"
+                "next.done is taken for a terminal state, as no feature marks time limits"
             )
 
     def _add_column(self, key: str, name: str, feature: Feature) -> None:
@@ -145,7 +145,9 @@ class LerobotReader(Reader):
         role = _NEXT.get(key) or (group if group in ("observation", "action") else "other")
         shape = () if role == "other" and feature.shape == (1,) else feature.shape
         where = f"{self._info.where}: features: {key}"
-        with DataError.on(where, "must be a feature that a column can hold", SchemaError):
+        with DataError.on(
+            where, "must be a feature that a column can hold", SchemaError, remedy=LEAVE_OUT
+        ):
             column = make_column(where, name, feature.dtype, shape, role)
         self._columns[feature.kind][key] = column
 
@@ -187,6 +189,7 @@ class LerobotReader(Reader):
                 f"{self._info.where}: {template}",
                 f"must be a path below the folder, with {', '.join(values)} in braces",
                 f"{self._templates[template]:.200}",
+                DAMAGED,
             )
         return path
 

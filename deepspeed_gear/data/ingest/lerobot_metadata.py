@@ -136,7 +136,7 @@ class Info:
         )
         for name, form in fields:
             if name not in names or (form and name == "video_key"):
-                raise DataError(f"{self.where}: {key}", rule, f"{text!s:.200}")
+                raise DataError(f"{self.where}: {key}", rule, f"{text!s:.200}", DAMAGED)
         return str(text)
 
 
@@ -185,7 +185,12 @@ def _feature(features: CheckedValues, key: str) -> Feature:
     if not isinstance(dtype, str) or not (kind or re.fullmatch(r"[a-z]+\d{0,3}", dtype)):
         values.refuse("dtype", "must be a dtype of numbers, or one of image, video, string")
     with DataError.on(
-        f"{where}: dtype", "must be a dtype of numbers", TypeError, ValueError, value=dtype
+        f"{where}: dtype",
+        "must be a dtype of numbers",
+        TypeError,
+        ValueError,
+        value=dtype,
+        remedy=DAMAGED,
     ):
         stored = np.dtype(np.uint8 if kind else dtype)
     is_list = isinstance(shape, (list, tuple)) and all(
@@ -208,11 +213,13 @@ def _feature(features: CheckedValues, key: str) -> Feature:
 def read_lines(path: Path) -> list[CheckedValues]:
     """Return the objects of a file of JSON lines."""
     rows = []
-    with DataError.on(str(path), "must be readable", OSError, UnicodeDecodeError):
+    with DataError.on(str(path), "must be readable", OSError, UnicodeDecodeError, remedy=DAMAGED):
         lines = path.read_text("utf-8").split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            with DataError.on(f"{path}: line {number}", "must hold a JSON object", ValueError):
+            with DataError.on(
+                f"{path}: line {number}", "must hold a JSON object", ValueError, remedy=DAMAGED
+            ):
                 rows.append(CheckedValues(f"{path}: line {number}", parse_json(line)))
     return rows
 

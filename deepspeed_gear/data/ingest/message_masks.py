@@ -26,7 +26,7 @@ _OF_MESSAGE = (
 # Keys without one known meaning: masks of parts of a message, scaled losses, or keys whose 1 means
 # loss in some formats and no loss in others.
 _UNCLEAR = ("mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
-_UNKNOWN = "must not mask messages: the key has no one meaning"
+_UNKNOWN = "must not mask messages: the meaning of this key is ambiguous"
 _ASSISTANTS = ("assistant", "gpt", "model", "bot", "chatgpt")
 _REJECTED = ("rejected", "non_preferred", "dispreferred")
 _CHOSEN = ("chosen", "preferred", "messages", "conversations")
@@ -81,6 +81,7 @@ def message_losses(
                 f"{where}: {_OF_ROW}",
                 f"must have a value for each of {len(messages)} messages",
                 of_row,
+                "give one value for each message, or apply the mask in the function of --tokenize",
             )
         for number, value in enumerate(of_row):
             is_kept = _as_mask(f"{where}: {_OF_ROW}[{number}]", value)

@@ -173,6 +173,7 @@ class MinariReader(Reader):
             TypeError,
             ValueError,
             OverflowError,
+            remedy="the data set is damaged; download it again",
         ):
             self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
         self._names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
@@ -224,6 +225,7 @@ class MinariReader(Reader):
                 f"{folder / _METADATA_FILE}: data_format",
                 f"must be one of hdf5, {', '.join(_TABLE_FORMS)}",
                 form,
+                "convert it with Minari, or download it in one of these formats",
             )
         file = self.path if self.path.is_file() else folder / _MAIN_FILE
         if not file.is_file():
@@ -239,7 +241,12 @@ class MinariReader(Reader):
             is_array = group in ("rewards", "terminations", "truncations")
             if not any(key == (group,) if is_array else key[0] == group for key in keys):
                 groups = sorted({key[0] for key in keys})
-                raise DataError(self._store.where(number, group), "must be in the episode", groups)
+                raise DataError(
+                    self._store.where(number, group),
+                    "must be in the episode",
+                    groups,
+                    "the data set is incomplete; download it again",
+                )
         rank = {group: i for i, group in enumerate(GROUPS)}
 
         def natural(part: str) -> tuple[int, str]:
@@ -265,9 +272,19 @@ class MinariReader(Reader):
         where = self._store.where(number, *key)
         if len(array) not in legal:
             rows = " or ".join(str(n) for n in legal)
-            raise DataError(where, f"must have {rows} rows for {length} rewards", len(array))
+            raise DataError(
+                where,
+                f"must have {rows} rows for {length} rewards",
+                len(array),
+                "the episode is incomplete; download the data set again",
+            )
         if key[0] in ("rewards", "terminations", "truncations") and array.size != length:
-            raise DataError(where, "must be one value per step", list(array.shape))
+            raise DataError(
+                where,
+                "must be one value per step",
+                list(array.shape),
+                "store one number for each step",
+            )
         return array
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
@@ -322,7 +339,12 @@ class TableStore:
             if space is not None:
                 where = f"{folder / _METADATA_FILE}: {group}_space"
                 kinds = ValueError, TypeError, KeyError, AttributeError, RecursionError
-                with DataError.on(where, "must be a serialised space", *kinds):
+                with DataError.on(
+                    where,
+                    "must be a serialised space",
+                    *kinds,
+                    remedy="the data set is damaged; download it again",
+                ):
                     space = parse_json(space) if isinstance(space, str) else space
                     self._shapes.update(leaf_shapes(space, f"{group}s"))
         self._leaves = lru_cache(maxsize=1)(self._read)  # one episode is kept in memory
@@ -342,7 +364,10 @@ class TableStore:
         where = self.where(number, *key)
         if key not in leaves:
             raise DataError(
-                where, "must be in the episode", sorted({group for group, *_ in leaves})
+                where,
+                "must be in the episode",
+                sorted({group for group, *_ in leaves}),
+                "the data set is incomplete; download it again",
             )
         array, field = leaves[key]
         if key[0] not in ("observations", "infos"):
@@ -360,7 +385,9 @@ class TableStore:
         # That of its space, else of its field's metadata, else flat.
         shape = self._shapes.get(key, tuple(int(n) for n in text.decode().split(",") if n))
         if int(np.prod(shape)) != size:
-            raise DataError(where, f"must have rows of shape {list(shape)} as in the space", [size])
+            raise DataError(
+                where, f"must have rows of shape {list(shape)} as in the space", [size], LEAVE_OUT
+            )
         return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(
             len(array), *shape
         )
@@ -377,7 +404,10 @@ class TableStore:
         steps = self.facts(number).get("total_steps", table.num_rows - 1)
         if table.num_rows != steps + 1:
             raise DataError(
-                str(path), f"must have {steps + 1} rows for {steps} steps", table.num_rows
+                str(path),
+                f"must have {steps + 1} rows for {steps} steps",
+                table.num_rows,
+                "the data set is incomplete; download it again",
             )
         leaves: dict[Key, Any] = {}
 

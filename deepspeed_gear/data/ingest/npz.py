@@ -71,7 +71,10 @@ class NpzReader(ArrayReader):
     def _objects(self, where: str, values: Any) -> Any:
         if not isinstance(values, np.ndarray) or values.ndim != 1:
             raise DataError(
-                where, "must be an array of a value for each trajectory", type(values).__name__
+                where,
+                "must be an array of a value for each trajectory",
+                type(values).__name__,
+                "store one value for each trajectory in an array",
             )
         objects = np.empty(len(values), object)
         for i, value in enumerate(values):
@@ -136,7 +139,12 @@ class PickleReader(NpzReader):
     def _flat(self, where: str, trajectory: Any) -> dict[str, Any]:
         """Return the arrays of a trajectory by key; an array in a nested dict has "dict/key"."""
         if not isinstance(trajectory, dict):
-            raise DataError(where, "must be a dict of arrays", type(trajectory).__name__)
+            raise DataError(
+                where,
+                "must be a dict of arrays",
+                type(trajectory).__name__,
+                "store each trajectory as a dict of arrays",
+            )
         arrays = {}
         for key, value in trajectory.items():
             for part, rows in value.items() if isinstance(value, dict) else (("", value),):
@@ -157,12 +165,18 @@ def _trajectories(where: str, arrays: dict[str, Any], num_steps: int) -> Streams
     indices = arrays["indices"]
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
         raise DataError(
-            f"{where}: indices", "must be the first actions of trajectories", list(indices.shape)
+            f"{where}: indices",
+            "must be the first actions of trajectories",
+            list(indices.shape),
+            "store the index of the first step of each trajectory but the first",
         )
     bounds = [0, *indices.tolist(), num_steps]
     if any(low >= high for low, high in pairwise(bounds)):
         raise DataError(
-            f"{where}: indices", f"must rise, from 1 to {num_steps - 1}", bounds[1:-1][:8]
+            f"{where}: indices",
+            f"must rise, from 1 to {num_steps - 1}",
+            bounds[1:-1][:8],
+            "sort them, without repeats",
         )
     count = len(bounds) - 1
     for i, (low, high) in enumerate(pairwise(bounds)):

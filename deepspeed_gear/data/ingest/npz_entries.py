@@ -32,6 +32,7 @@ def read_entry(
             where,
             "must be stored or deflated, as np.savez_compressed writes it",
             entry.compress_type,
+            "write the archive again with np.savez_compressed",
         )
     with archive.open(entry) as file:
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}

@@ -23,6 +23,7 @@ from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
 _BLOCK_BYTES = 8 * 1024 * 1024
 _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 LEAVE_OUT = "leave it out with --columns"
+CONVERT = "store it as numbers, in rows of one shape"  # where a data set needs the column
 FLAGS = tuple(Column(role, "bool", role=role) for role in ("terminated", "truncated"))
 _IMAGE_HEADS = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"  # of JPEG and PNG
 SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
@@ -190,7 +191,7 @@ def end_episode(arrays: dict[str, NDArray[Any]]) -> None:
         arrays["truncated"][-1] = True
 
 
-def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
+def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = CONVERT) -> str:
     """Return the stored dtype of a source's dtype; uint16, 32 and 64 become signed and wider."""
     name = str(dtype.name)
     name = _WIDER.get(name, name)
@@ -214,7 +215,7 @@ def make_column(
     Scalar integer actions become int64, integer rewards float64 and flags bool. Rewards and flags
     have the shape ().
     """
-    remedy = LEAVE_OUT if "." in name or role == "other" else ""
+    remedy = LEAVE_OUT if "." in name or role == "other" else CONVERT
     stored, shape = stored_dtype(where, dtype, remedy), () if role in SCALARS else shape
     if any(n < 1 for n in shape):
         raise DataError(where, "must have rows with at least one value", list(shape), remedy)
@@ -260,7 +261,7 @@ def decode_images(
         where,
         "must hold JPEG or PNG images of one size, with 8 bits a channel",
         Exception,
-        remedy="",
+        remedy=LEAVE_OUT,
     ):
         # `open` reads the headers only, so that the sizes are checked before pixels are decoded.
         images = [Image.open(io.BytesIO(frame), formats=("JPEG", "PNG")) for frame in frames]

@@ -14,7 +14,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
-from deepspeed_gear.data.ingest.source_checks import first_bytes, optional
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, optional
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.errors import DataError
 
@@ -62,13 +62,22 @@ class RllibReader(ArrayReader):
             return {}
         kinds = (TypeError, KeyError, AttributeError)
         with DataError.on(
-            where, f"must be the JSON of a {' or '.join(_TYPES)}", ValueError, *kinds
+            where,
+            f"must be the JSON of a {' or '.join(_TYPES)}",
+            ValueError,
+            *kinds,
+            remedy="write the file again with RLlib's JsonWriter",
         ):
             batch = parse_json(line)
             batches = batch["policy_batches"] if batch["type"] == _TYPES[1] else {"": batch}
             columns = {name: dict(part) for name, part in batches.items()}
         if batch["type"] not in _TYPES:
-            raise DataError(f"{where}: type", f"must be one of {', '.join(_TYPES)}", batch["type"])
+            raise DataError(
+                f"{where}: type",
+                f"must be one of {', '.join(_TYPES)}",
+                batch["type"],
+                "write the file again with RLlib's JsonWriter",
+            )
         columns.get("", {}).pop("type", None)
         return columns
 
@@ -83,12 +92,20 @@ class RllibReader(ArrayReader):
         lengths = {len(array) for array in arrays.values() if array.ndim}
         if len(lengths) != 1:
             shapes = {key: list(array.shape) for key, array in arrays.items()}
-            raise DataError(where, "must have as many rows in each column", shapes)
+            raise DataError(
+                where,
+                "must have as many rows in each column",
+                shapes,
+                "the line is incomplete; write the file again",
+            )
         arrays = {key: array for key, array in arrays.items() if array.ndim}
         for key in set(arrays).intersection(_PLACES[:3]):
             if arrays[key].ndim != 1 or arrays[key].dtype.kind not in "iuf":
                 raise DataError(
-                    f"{where}: {key}", "must be a number per step", list(arrays[key].shape)
+                    f"{where}: {key}",
+                    "must be a number per step",
+                    list(arrays[key].shape),
+                    "store one number for each step",
                 )
         if "eps_id" not in arrays:
             yield (where,), arrays
@@ -104,7 +121,7 @@ class RllibReader(ArrayReader):
             raise DataError(where, "must not be a pickle, as compressed columns are", None, PICKLED)
         lz4 = optional(where, "must be decompressed by LZ4", "lz4", "lz4.frame")
         rule = "must be base64 of an LZ4 frame"
-        with DataError.on(where, rule, ValueError, RuntimeError, EOFError, remedy=""):
+        with DataError.on(where, rule, ValueError, RuntimeError, EOFError, remedy=DAMAGED):
             packed = base64.b64decode(text, validate=True)
             content = io.BytesIO()
             decoder = lz4.LZ4FrameDecompressor()
@@ -120,7 +137,11 @@ class RllibReader(ArrayReader):
     def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the rows of an episode ordered by `t`, divided wherever `t` skips a step."""
         with DataError.on(
-            str(self.path), "must have the same columns in all lines", ValueError, KeyError
+            str(self.path),
+            "must have the same columns in all lines",
+            ValueError,
+            KeyError,
+            remedy="ingest files with other columns into a data set of their own",
         ):
             keys = dict.fromkeys(key for part in parts for key in part)
             rows = {key: np.concatenate([part[key] for part in parts]) for key in keys}

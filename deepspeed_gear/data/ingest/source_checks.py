@@ -25,7 +25,7 @@ from deepspeed_gear.errors import ConfigError, DataError
 MAX_EXPANSION = 100.0  # default for the bytes of arrays per byte of their files
 FLOOR_BYTES = 256 << 20  # any source may take as much, as constant columns compress by more
 DAMAGED = "the file is damaged or incomplete; copy it again"
-_OWN = "take a source that holds its data itself"
+_OWN = "use a source that holds its data itself"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ZIP_ERRORS = OSError, ValueError, NotImplementedError, zipfile.BadZipFile
 
@@ -50,7 +50,12 @@ class Expansion:
 
     def __init__(self, most: float = MAX_EXPANSION) -> None:
         if isinstance(most, bool) or not isinstance(most, (int, float)) or not most >= 1:
-            raise ConfigError("max_expansion", "must be a number of at least 1", most)
+            raise ConfigError(
+                "max_expansion",
+                "must be a number of at least 1",
+                most,
+                f"the default is {MAX_EXPANSION:g}",
+            )
         self.most = most
 
     def most_bytes(self, file_bytes: int) -> int:
@@ -104,7 +109,7 @@ def check_no_pointer(path: Path) -> None:
     if first_bytes(path, len(_POINTER)) == _POINTER:
         raise DataError(
             str(path),
-            "must be the data themselves",
+            "must contain the data",
             "a Git LFS pointer",
             "run git lfs pull in the clone that it is from",
         )
@@ -130,7 +135,12 @@ def read_source_json(path: Path) -> dict[str, Any]:
 def check_description(where: str, value: Any) -> None:
     """Raise unless a value can be stored with the data set, as JSON."""
     with DataError.on(
-        where, "must be JSON of finite numbers", TypeError, ValueError, RecursionError
+        where,
+        "must be JSON of finite numbers",
+        TypeError,
+        ValueError,
+        RecursionError,
+        remedy="keep strings, finite numbers, lists and dicts in it",
     ):
         json.dumps(value, allow_nan=False)
 
@@ -157,7 +167,12 @@ def files_in(folder: Path) -> Iterator[Path]:
             if stat.S_ISREG(mode):
                 yield path
             elif not stat.S_ISDIR(mode):
-                raise DataError(str(path), "must be a file or a folder", stat.filemode(mode))
+                raise DataError(
+                    str(path),
+                    "must be a file or a folder",
+                    stat.filemode(mode),
+                    "remove it from the folder",
+                )
 
 
 def _check_link(path: Path, folder: Path, root: Path) -> None:
@@ -186,7 +201,7 @@ def _check_hdf5(path: Path, expansion: Expansion) -> None:
         file.id.links.visit(names.append)
         for name in names:
             where = f"{path}: {name.decode(errors='replace')}"
-            with DataError.on(where, "must be a link of HDF5's own", TypeError):
+            with DataError.on(where, "must be a link of HDF5's own", TypeError, remedy=DAMAGED):
                 link = file.get(name, getlink=True)
             if isinstance(link, h5py.ExternalLink):
                 target = f"{link.filename}: {link.path}"

@@ -59,7 +59,12 @@ class GroupNumbers:
         self, scope: str | None, outputs: Sequence[OutputColumns], known: Dataset | None
     ) -> None:
         if scope is not None and scope not in _SCOPES:
-            raise ConfigError("group_scope", f"must be one of {', '.join(_SCOPES)}", scope)
+            raise ConfigError(
+                "group_scope",
+                f"must be one of {', '.join(_SCOPES)}",
+                scope,
+                'see "gear ingest --help" for their meaning',
+            )
         self._scope = scope
         self._columns = {id(output): _group_column(output) for output in outputs}
         if scope is not None and not any(self._columns.values()):
@@ -67,6 +72,7 @@ class GroupNumbers:
                 f"{outputs[0].reader.path}: --group-scope",
                 f"must be for sources with a column of groups, such as {' or '.join(GROUPS)}",
                 scope,
+                "leave it out for this source",
             )
         first = next(filter(None, self._columns.values()), None)
         before: list[int] = []

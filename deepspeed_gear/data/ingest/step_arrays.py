@@ -132,7 +132,9 @@ class Steps:
         for name, array in rows.items():
             if not array.ndim:
                 raise DataError(
-                    f"{self.where}{self.keys[name]}", "must be an array with a row per step"
+                    f"{self.where}{self.keys[name]}",
+                    "must be an array with a row per step",
+                    remedy="store one value for each step",
                 )
         steps = "reward" if "reward" in rows else action
         self.length = len(rows[steps])
@@ -140,7 +142,7 @@ class Steps:
             where = f"{self.where}{self.keys[name]}"
             more = len(array) - self.length
             if more != 0 and not (more == 1 and name in self.states):
-                remedy = LEAVE_OUT if _kind(name) not in _KEYS else ""
+                remedy = LEAVE_OUT if _kind(name) not in _KEYS else "the source is incomplete"
                 raise DataError(
                     where,
                     f"must have {self.length} rows as {self.keys[steps]} has",
@@ -148,7 +150,12 @@ class Steps:
                     remedy,
                 )
             if name == "reward" and array.shape not in ((self.length,), (self.length, 1)):
-                raise DataError(where, "must be one value per step", list(array.shape))
+                raise DataError(
+                    where,
+                    "must be one value per step",
+                    list(array.shape),
+                    "store one number for each step",
+                )
         if not self.length:
             raise DataError(source, "must hold at least one step", 0, "the data set is empty")
         for kind in _STATES:
@@ -159,6 +166,7 @@ class Steps:
                     source,
                     f"must have next and final observations of the parts {self.states}",
                     given,
+                    "give them for all parts of the observation, or for none",
                 )
             for name in given:
                 shape = [self.length, *rows[names[name]].shape[1:]]
@@ -167,6 +175,7 @@ class Steps:
                         f"{self.where}{self.keys[name]}",
                         f"must have the shape of {self.keys[names[name]]}, {shape}",
                         list(rows[name].shape),
+                        "store them with the shape of the observations",
                     )
 
     def _find_ends(self, limit: int | None, returns: Any) -> None:
@@ -213,7 +222,10 @@ class Steps:
             rows = np.append(np.zeros(self.length - 1, rows.dtype), rows)
         if rows.shape not in ((self.length,), (self.length, 1)):
             raise DataError(
-                where, f"must have one value for each of {self.length} steps", list(rows.shape)
+                where,
+                f"must have one value for each of {self.length} steps",
+                list(rows.shape),
+                "store one flag for each step",
             )
         return convert(where, rows, FLAGS[0])
 
@@ -346,7 +358,9 @@ class ArrayReader(Reader):
                     )
             if steps.has_next != first.has_next:
                 raise DataError(
-                    str(self.path), "must have next observations in all trajectories or in none"
+                    str(self.path),
+                    "must have next observations in all trajectories or in none",
+                    remedy="ingest the two kinds into data sets of their own",
                 )
             is_shifted &= steps.is_shifted
             has_cause &= steps.has_cause
@@ -374,9 +388,9 @@ class ArrayReader(Reader):
             "next observations are not the shifted observations: stored as columns": (
                 self._has_own_next
             ),
-            f"{short} is left out, as the observation after it is not known": num_short,
-            "end flags are taken as terminated, as they do not tell a terminal "
-            "state from a time limit: --episode-length N takes an end after N "
+            f"{short} is left out, as the observation after it is missing": num_short,
+            "end flags are taken as terminated, as they do not distinguish a "
+            "terminal state from a time limit: --episode-length N takes an end after N "
             "steps as truncated": not has_cause,
         }
         self.notes += [note for note, is_so in notes.items() if is_so]

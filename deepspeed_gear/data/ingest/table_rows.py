@@ -132,7 +132,9 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
         for number, row in block:
             at = f"{where}: row {number}"
             if not isinstance(row, Mapping):
-                raise DataError(at, "must be a mapping by column", type(row).__name__)
+                raise DataError(
+                    at, "must be a mapping by column", type(row).__name__, "give each row as a dict"
+                )
             firsts = {n: v[0] if isinstance(v, list) and v else v for n, v in row.items()}
             whole = {
                 n
@@ -146,6 +148,7 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
                 f"{where}: row {block[0][0]} and the next",
                 f"must have at most {_MOST_COLUMNS} columns",
                 len(names),
+                "store vectors as one column of lists, not as one column for each element",
             )
         yield {name: [row.get(name) for row in flat] for name in names}
 
@@ -326,7 +329,10 @@ def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
     for field, column in zip(batch.schema, batch.columns, strict=True):
         name = f"{where}: column {field.name}"
         with DataError.on(
-            name, "must hold values that Python has", *_UNKNOWN, remedy="write the file without it"
+            name,
+            "must hold values that Python can represent",
+            *_UNKNOWN,
+            remedy="write the file without it",
         ):
             if is_nested and _stays(field):
                 block[field.name] = _objects(arrow, column)
@@ -444,7 +450,9 @@ def null_place(value: Any) -> str | None:
 
 def plain(where: str, value: Any) -> Any:
     """Return a value with its arrays as lists, as JSON holds it; DataError if nested too deeply."""
-    with DataError.on(where, "must not be nested too deeply", RecursionError, remedy=""):
+    with DataError.on(
+        where, "must not be nested too deeply", RecursionError, remedy="flatten the row"
+    ):
         return _plain(value)
 
 

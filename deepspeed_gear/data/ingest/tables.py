@@ -88,6 +88,7 @@ class TableReader(Reader):
                 str(self.path),
                 "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of "
                 "such files",
+                remedy="rename the file, or name its format with --format",
             )
         self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
         first = next((block for block in self._blocks(True) if any(map(len, block.values()))), None)
@@ -245,12 +246,19 @@ class TableReader(Reader):
                     if one is None or not isinstance(one, Hashable) or one != one:  # NaN
                         where = f"{self.path}: row {number}: {self._id}"
                         raise DataError(
-                            where, "must be a number or a text", "null" if one is None else one
+                            where,
+                            "must be a number or a text",
+                            "null" if one is None else one,
+                            "fill the column in every row",
                         )
                 num_rows += len(ids)
             else:
                 with DataError.on(
-                    str(self.path), "must have an end flag in every row", ValueError, TypeError
+                    str(self.path),
+                    "must have an end flag in every row",
+                    ValueError,
+                    TypeError,
+                    remedy="name it with --role COLUMN=terminated, and fill it in every row",
                 ):
                     flags = [
                         np.asarray(b, bool)
@@ -354,6 +362,7 @@ class _Facts:
                     where,
                     "must hold numbers, without gaps and in rows of one shape",
                     type(value).__name__,
+                    _FILL,
                 )
             self._is_text &= isinstance(value, (str, bytes))
             if isinstance(value, (str, bytes)):
@@ -379,6 +388,7 @@ class _Facts:
                 where,
                 f"must have a row for each of {length} steps, of the shape of the episodes before",
                 list(array.shape),
+                "store a row for each step, of one shape in all episodes",
             )
 
     def lacks_numbers(self, num_trajectories: int) -> bool:

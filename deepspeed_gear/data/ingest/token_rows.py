@@ -128,6 +128,7 @@ class TokenRows:
                     at,
                     f"must get token ids, or the ids and a mask, of {self._names[name]}",
                     f"{len(made)} values",
+                    "return token ids, or a pair (ids, mask)",
                 )
             made = dict(zip(("input_ids", "loss_mask"), made, strict=True))
         made = {**made} if isinstance(made, Mapping) else {"input_ids": made}
@@ -164,7 +165,7 @@ class TokenRows:
             if isinstance(row.get(key), (list, np.ndarray)):
                 raise DataError(
                     f"{where}: {key}",
-                    "must be of token ids in the row, not of those that --tokenize makes",
+                    "must apply to token ids in the row, not to those that --tokenize makes",
                     None,
                     TAKE_ROW,
                 )
@@ -201,18 +202,27 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 def _array(where: str, name: str, value: Any, length: int | None = None) -> np.ndarray:
     array = numeric(value)
     if array is None and (place := null_place(value)) is not None:
-        raise DataError(f"{where}: {name}{place}", "must not be null")
+        raise DataError(
+            f"{where}: {name}{place}", "must not be null", remedy="fill it, or leave the row out"
+        )
     if array is None or array.ndim != 1 or (length is not None and len(array) != length):
         each = "" if length is None else f", one for each of {length} tokens"
         shown = type(value).__name__ if array is None else list(array.shape)
-        raise DataError(f"{where}: {name}", f"must be a list of numbers{each}", shown)
+        raise DataError(
+            f"{where}: {name}",
+            f"must be a list of numbers{each}",
+            shown,
+            "store it as a list of numbers",
+        )
     return array
 
 
 def _value(where: str, name: str, value: Any) -> float:
     array = numeric(value)
     if array is None or array.ndim:
-        raise DataError(f"{where}: {name}", "must be a number", type(value).__name__)
+        raise DataError(
+            f"{where}: {name}", "must be a number", type(value).__name__, "store it as a number"
+        )
     return float(array)
 
 
@@ -233,7 +243,10 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
     tokens = np.concatenate([part for part in parts if part is not None])
     if response is not None and len(tokens) < len(response):
         raise DataError(
-            where, f"must have at least the {len(response)} tokens of its response", len(tokens)
+            where,
+            f"must have at least the {len(response)} tokens of its response",
+            len(tokens),
+            "store the tokens of the prompt and of the response in the row",
         )
     before = 0 if response is None else len(tokens) - len(response)
     columns = {"tokens": tokens}
@@ -260,13 +273,16 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
 def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
     """Return the tokens of each message, with their loss masks.
 
-    A message has loss where the source's masks say so, else where it was generated: messages of the
-    assistant, and of these only the ones with log-probabilities if any message has them.
+    A message has loss where the source's masks mark it, else where it was generated: messages of
+    the assistant, and of these only the ones with log-probabilities if any message has them.
     """
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise DataError(
-                f"{where}: message {number}", "must be an object", type(message).__name__
+                f"{where}: message {number}",
+                "must be an object",
+                type(message).__name__,
+                "write each message as an object with role and content",
             )
     given = [{key: one for key, one in message.items() if one is not None} for message in messages]
     parts = []

@@ -94,7 +94,13 @@ class Custom(RandomDraws):
         made = imported(self.options.masses, "gear.sampler.masses")
         rule = f"must make a {self.options.masses}"
         given = self.options.options
-        with ConfigError.on("gear.sampler.options", rule, Exception, value=given):
+        with ConfigError.on(
+            "gear.sampler.options",
+            rule,
+            Exception,
+            value=given,
+            remedy="give the arguments that the class takes",
+        ):
             masses: CustomMasses = made(**given)
         return replace(scope.admitted, custom=masses)
 
@@ -218,7 +224,12 @@ def sampler_for(config: Any) -> Sampler:
         return SAMPLERS[type(config)](config)
     found = imported(config.kind, "gear.sampler.kind")
     if not (isinstance(found, type) and issubclass(found, Sampler)):
-        raise ConfigError("gear.sampler.kind", "must name a subclass of Sampler", config.kind)
+        raise ConfigError(
+            "gear.sampler.kind",
+            "must name a subclass of Sampler",
+            config.kind,
+            "derive the class from deepspeed_gear.sampling.samplers.base.Sampler",
+        )
     return found(config.made_options)
 
 

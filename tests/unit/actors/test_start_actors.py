@@ -160,9 +160,9 @@ def test_a_registered_environment_by_config_and_its_seed() -> None:
         (
             policies.failing,
             True,
-            r"actor 1 must go on until it is stopped, but:\nT(?s:.)*policy of actor 1 is",
+            r"actor 1 must run until it is stopped, but failed:\nT(?s:.)*policy of actor 1 is",
         ),
-        (policies.dying, False, r"actor \d must go on .*\nexit status -9"),
+        (policies.dying, False, r"actor \d must run until .*\nexit status -9"),
         (
             "actor_policies:nobody",
             False,
@@ -227,7 +227,7 @@ def test_an_actor_that_is_terminated_detaches_and_is_an_error() -> None:
         actors = start_actors(policies.counting, policies.at_once, replay=replay)
         wait_until(lambda: len(replay) >= 1, "collecting")
         os.kill(actors.pids[0], signal.SIGTERM)
-        with pytest.raises(PeerError, match=r"actor 0 must go on .*\nSIGTERM has ended it"):
+        with pytest.raises(PeerError, match=r"actor 0 must run until .*\nSIGTERM has ended it"):
             wait_until(actors.check, "its end")
 
 

@@ -348,7 +348,8 @@ def test_parts_live_as_long_as_their_memory(replay: Replay) -> None:
         assert joined.sample_number.tolist() == [0, 1, 2, 3]
         with pytest.raises(StaleBatchError):
             next(visits)
-        for probe in ("_repr_html_", "_ipython_display_", "__rich_repr__", "awehflow"):
+        assert "written again" in batch._repr_html_()
+        for probe in ("_repr_markdown_", "_ipython_display_", "__rich_repr__", "awehflow"):
             assert not hasattr(batch, probe)
 
 

@@ -158,7 +158,7 @@ def test_data_sets_are_compared() -> None:
 def test_a_machine_without_cuda_says_so() -> None:
     assert why_impossible() in (
         f"torch {torch.__version__} is built without CUDA",
-        "torch sees no CUDA device",
+        "torch finds no CUDA device",
     )
 
 

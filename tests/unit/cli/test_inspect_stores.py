@@ -264,7 +264,7 @@ def test_a_checkpoint_of_a_position_only(
         },
         "tables": [],
     }
-    with pytest.raises(ConfigError, match="--verify must be of a data set"):
+    with pytest.raises(ConfigError, match="--verify must be given for a data set only"):
         run(str(gear), "--verify")
     (tmp_path / "run" / "latest").write_text("global_step8")
     with pytest.raises(
@@ -399,7 +399,7 @@ def test_what_is_refused_and_what_is_not_there(
     for arguments, text in (
         ([], "DEST or --living must be given; gear inspect"),
         ([str(tmp_path), "--living"], "DEST and --living must not both be given"),
-        (["--living", "--verify"], "--verify must be of a data set"),
+        (["--living", "--verify"], "--verify must be given for a data set only"),
     ):
         with pytest.raises(ConfigError, match=text):
             run(*arguments)

@@ -237,7 +237,7 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"gear": {"data": "d", "fields": {"a": {}, "b": {}, "a": {"length": 2}}}}')
     with pytest.raises(
-        ConfigError, match=r"config.json must be JSON; 'a' is given twice in one object"
+        ConfigError, match=r"config.json must be JSON, got .*'a' is given twice in one object"
     ):
         gear_config.read(path)
 
@@ -313,13 +313,17 @@ WRONG = refusals(
 {"seed": null}
     gear.seed must be an integer in [0, 2^63), got null; leave it out for its default
 {"metrics": 1}
-    gear.metrics must be true or false, got 1
+    gear.metrics must be true or false, got 1;
+    correct it, or leave it out for its default, true
 {"fields": {"action": {"pad": true}}}
-    gear.fields.action.pad must be "zero", "edge" or a finite number, got True
+    gear.fields.action.pad must be "zero", "edge" or a finite number, got True;
+    correct it
 {"fields": {"action": 3}}
-    gear.fields.action must be an object, got 3
+    gear.fields.action must be an object, got 3;
+    correct it
 {"data": 3}
-    gear.data must be a path, an object or null, got 3
+    gear.data must be a path, an object or null, got 3;
+    correct it, or leave it out for its default, null
 # "auto", which DeepSpeed's models drop.
 {"prefetch": "auto"}
     gear.prefetch must be an integer in [0, 64], got 'auto'; 'auto' is not defined for it: give a value, or
@@ -329,16 +333,19 @@ WRONG = refusals(
     leave the option out for its default
 # Impossible values.
 {"seed": -1}
-    gear.seed must be an integer in [0, 2^63), got -1
+    gear.seed must be an integer in [0, 2^63), got -1;
+    correct it, or leave it out for its default, 0
 {"prefetch": 2, "exchange": "device"}
     gear.prefetch must be 0 where gear.exchange is "device", got 2; collectives of a device belong to the
     main thread, at one place among those of training
 {"timeout_s": 604801}
-    gear.timeout_s must be a finite number in (0, 604800], got 604801
+    gear.timeout_s must be a finite number in (0, 604800], got 604801;
+    correct it, or leave it out for its default, 60.0
 {"fields": {"action": {"scale": 0}}}
     gear.fields.action.scale must not be 0, got 0.0; the field would hold zeros; leave it out
 {"fields": {"action": {"length": 0}}}
-    gear.fields.action.length must be an integer in [1, 2^31) or null, got 0
+    gear.fields.action.length must be an integer in [1, 2^31) or null, got 0;
+    correct it, or leave it out for its default, null
 {"fields": {"action": {"as": "float"}}}
     gear.fields.action.as must be "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16",
     "float32", "float64", "engine" or null, got 'float'; did you mean 'float64' or 'float32' or 'float16'?
@@ -346,25 +353,29 @@ WRONG = refusals(
     gear.fields.action.offset must be an integer in (-2^31, 2^31), "n_step" or null, got 'n_stp'; did you
     mean 'n_step'?
 {"backend": "gpu"}
-    gear.backend must be "auto", "cpu" or "cuda", got 'gpu'
+    gear.backend must be "auto", "cpu" or "cuda", got 'gpu';
+    correct it, or leave it out for its default, "auto"
 {"sampler": {"kind": "prioritised"}}
     gear.sampler.kind must be "uniform", "length", "weighted", "custom", "prioritized", "top_k", "epoch",
     "fifo", "lifo", "recent", "module:Class" or "mixture", got 'prioritised'; did you mean 'prioritized'?
 {"sampler": {"alpha": 0.6}}
-    gear.sampler.alpha is not an option of this kind; it belongs to kind 'prioritized'
+    gear.sampler.alpha is not an option of this kind; it belongs to the kind 'prioritized'
 {"sampler": {"kind": "prioritized", "beta": {"linear": [0.4, 1.2, 10]}}}
     gear.sampler.beta must be {"linear": [from, to, steps]} with from and to in [0, 1] and steps >= 1, got
-    {'linear': [0.4, 1.2, 10]}
+    {'linear': [0.4, 1.2, 10]};
+    correct it
 {"tables": {"a.partial": {"data": "d"}}}
     gear.tables must not have a table whose name ends with .partial, .old, .older, position.json, got
     'a.partial'; give the table another name
 {"tables": {"a": {"data": "d"}}, "sampler": {"kind": "mixture", "shares": {"a": 0.5, "b": 0.6}}}
-    gear.sampler.shares must sum to 1, got {'a': 0.5, 'b': 0.6}
+    gear.sampler.shares must sum to 1, got {'a': 0.5, 'b': 0.6};
+    correct them
 {"tables": {"a": {"data": "d"}, "b": {"data": "e"}},
  "sampler": {"kind": "mixture", "shares": {"a": 0.5, "c": 0.5}}}
-    gear.sampler.shares.c must be of a table; known are a, b
+    gear.sampler.shares.c must name a table; known are a, b
 {"tables": {"a": {"data": "d"}}, "sampler": {"kind": "mixture", "shares": {"a": 1.0}, "of": {"table": "a"}}}
-    gear.sampler.of.table must not be given in a mixture, whose shares name the tables, got 'a'
+    gear.sampler.of.table must not be given in a mixture, whose shares name the tables, got 'a';
+    leave it out
 {"tables": {"a": {"data": "d"}},
  "sampler": {"kind": "mixture", "shares": {"a": 1}, "of": {"kind": "length", "unit": "step"}}}
     gear.sampler.of.unit must be "trajectory" or "group" where gear.sampler.of.kind is "length", got 'step';
@@ -372,33 +383,39 @@ WRONG = refusals(
 {"sampler": {"kind": "recent"}}
     gear.sampler.newest or gear.sampler.within must be given; without a window use "kind": "uniform"
 {"sampler": {"anchors": "middle"}}
-    gear.sampler.anchors must be "all", "fits", "start", "end", {"every": k} or {"pad_after": n}, got 'middle'
+    gear.sampler.anchors must be "all", "fits", "start", "end", {"every": k} or {"pad_after": n}, got 'middle';
+    correct it
 {"sampler": {"anchors": {"evry": 2}}}
     gear.sampler.anchors.evry is not an option; did you mean 'every'?
 {"sampler": {"anchors": {}}}
-    gear.sampler.anchors must be "all", "fits", "start", "end", {"every": k} or {"pad_after": n}, got {}
+    gear.sampler.anchors must be "all", "fits", "start", "end", {"every": k} or {"pad_after": n}, got {};
+    correct it
 {"sampler": {"anchors": {"pad_after": -1}}}
-    gear.sampler.anchors.pad_after must be an integer >= 0 or null, got -1
+    gear.sampler.anchors.pad_after must be an integer >= 0 or null, got -1; correct it
 {"sampler": {"anchors": {"pad_after": 7}}, "fields": {"action": {}}}
     gear.sampler.anchors must not bound padding where no field has a length or an offset; every step
     fits: use "all", or give a field a length
 {"n_step": {"n": 3}}
     gear.n_step.gamma must be given; it is a finite number in [0, 1]
 {"data": {"path": ""}}
-    gear.data.path must not be empty, got ''
+    gear.data.path must not be empty, got '';
+    correct it
 {"shared_memory": {"prefix": "a/b"}}
     gear.shared_memory.prefix must consist of letters, digits, '_', '-' and '.', and not start with '.', got
-    'a/b'
+    'a/b';
+    rename it
 {"shared_memory": {"prefix": "ggggggggggggggggggggggggggggggggg"}}
     gear.shared_memory.prefix must be a name of at most 32 letters, digits, '_' and '-', got
-    'ggggggggggggggggggggggggggggggggg'
+    'ggggggggggggggggggggggggggggggggg';
+    choose another name
 {"fields": {"my field": {}}}
     gear.fields['my field'] must consist of letters, digits, '_', '-' and '.', and not start with '.', got
-    'my field'
+    'my field';
+    rename it
 # Several at once: unknown keys first, then the others.
 {"seed": -1, "backnd": "cpu"}
     gear.backnd is not an option; did you mean 'backend'? (also: gear.seed must be an integer in [0, 2^63),
-    got -1)
+    got -1; correct it, or leave it out for its default, 0)
 # Data and tables.
 {"data": "d", "tables": {"a": {"data": "d"}}}
     gear.data must not be given together with gear.tables; write the data set as an entry of gear.tables:
@@ -412,14 +429,16 @@ WRONG = refusals(
     gear.tables.main.max_length must be at most gear.tables.main.capacity_steps (5), got 6; a trajectory has
     at least one step, and must fit into the table
 {"tables": {"main": {"capacity_steps": 5, "schema": {"columns": {}}}}}
-    gear.tables.main.schema.columns must be a non-empty object of objects, got {}
+    gear.tables.main.schema.columns must be a non-empty object of objects, got {};
+    correct it
 {"tables": {"main": {"capacity_steps": 5, "schema": {"columns":
  {"r": {"dtype": "float32", "shape": [2], "role": "reward"}}}}}}
-    gear.tables.main.schema: column r has role reward and must be a scalar with rows 'T'
+    gear.tables.main.schema: column r has role reward and must be a scalar with rows 'T';
+    store one value for each step, or give it the role "other"
 {"data": {"path": "d", "split": {"train": 0.9}}}
     gear.data.split.train must not be given, got 0.9; what the other splits leave is for training
 {"data": {"path": "d", "split": {"a": 0.5, "b": 0.5}}}
-    gear.data.split must sum to less than 1, got {'a': 0.5, 'b': 0.5}; nothing is left for training
+    gear.data.split must sum to less than 1, got {'a': 0.5, 'b': 0.5}; lower them: the rest is for training
 # The sampler.
 {"tables": {"a": {"data": "d"}, "b": {"data": "e"}}}
     gear.sampler.table must be given where there are several tables; one of a, b
@@ -433,7 +452,8 @@ WRONG = refusals(
 {"sampler": {"where": {"return": {"min": 2, "max": 1}}}}
     gear.sampler.where.return.min must be at most gear.sampler.where.return.max (1), got 2; swap them
 {"sampler": {"where": {"task": {"in": []}}}}
-    gear.sampler.where.task.in must be a non-empty list (a finite number, true or false each) or null, got []
+    gear.sampler.where.task.in must be a non-empty list (a finite number, true or false each) or null, got [];
+    correct it, or leave it out for its default, null
 {"sampler": {"where": {"task": {"in": [1], "max": 3}}}}
     gear.sampler.where.task must have min and max, or in, not both; drop one
 # Fields.

@@ -190,8 +190,8 @@ WRONG = refusals(
 {"fields": {"return_to_go": {"as": "bfloat16"}}}
     gear.fields.return_to_go.as must keep the precision of a derived float32, got 'bfloat16'; use float32
 {"fields": {"token": {"as": "engine"}}}
-    gear.fields.token.as must not be "engine" for the int64 column token, got 'engine'; large integers would
-    be rounded
+    gear.fields.token.as must not be "engine" for the int64 column token, got 'engine'; use int64:
+    large integers would be rounded
 {"fields": {"action": {"as": "int64"}}}
     gear.fields.action.as must hold every value of the float64 column action, got 'int64'; use float64 or a
     wider type

@@ -112,7 +112,7 @@ def test_what_cannot_be_appended_changes_nothing(
         with pytest.raises(DataError, match=text):
             ingest([source], at, append=True)
     write_dataset(tmp_path / "mine", [2])
-    with pytest.raises(DataError, match="schema must be that of what is appended"):
+    with pytest.raises(DataError, match="schema must equal the schema of the appended"):
         DatasetWriter(tmp_path / "mine", Schema(list(SCHEMA)[:-1]), append=True)
     rows = np.load(write_wide(tmp_path / "wide"), mmap_mode="r+")
     rows[150] += 1  # Dataset.open does not look there

@@ -290,23 +290,23 @@ def swap(offsets: np.ndarray) -> None:
 
 
 DAMAGES: list[tuple[Callable[[np.ndarray, np.ndarray], object], str]] = [
-    (lambda f, o: swap(o), ": row 4 must have a frame of 30 bytes of its own"),
-    (lambda f, o: o.__setitem__(5, 0), ": row 4 must have a frame of 30 bytes of its own"),
-    (lambda f, o: o.__setitem__(5, 1 << 60), ": row 4 must have a frame"),
-    (lambda f, o: o.__setitem__(4, -(1 << 62)), ": row 3 must have a frame"),
+    (lambda f, o: swap(o), ": row 4 must have its own frame of 30 bytes"),
+    (lambda f, o: o.__setitem__(5, 0), ": row 4 must have its own frame of 30 bytes"),
+    (lambda f, o: o.__setitem__(5, 1 << 60), ": row 4 must have its own frame"),
+    (lambda f, o: o.__setitem__(4, -(1 << 62)), ": row 3 must have its own frame"),
     (
         lambda f, o: o.__setitem__(0, 1 << 20),
         " must begin with a dictionary of at most 32768 bytes",
     ),
     (
         lambda f, o: replaced(f, o, 4, frame(1 << 20)[:9]),
-        ": row 4 must have a frame of 30 bytes of its own",
+        ": row 4 must have its own frame of 30 bytes",
     ),
     (lambda f, o: replaced(f, o, 0, frame(31)[:9]), ": row 0 must decode to 30 bytes, got 31"),
     (lambda f, o: f.__setitem__(slice(o[0], o[0] + 4), 0), " must hold zstd frames, got "),
     (
         lambda f, o: f.__setitem__(slice(o[4] + 6, o[5]), 255),
-        ": row 4 must have a frame of 30 bytes of its",
+        ": row 4 must have its own frame of 30 bytes",
     ),
 ]
 

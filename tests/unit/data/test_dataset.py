@@ -136,7 +136,11 @@ def test_headers_are_numpys_and_of_one_length(tmp_path: Path, dtype: str) -> Non
 CORRECT = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
 WRONG: list[tuple[str, Any, str]] = [
     ("extra", [0], "must be in the schema; known are observation, action, done, task, return"),
-    ("observation", np.zeros((4, 2, 2)), "must have shape ['T+1', 2, 3], got [4, 2, 2]"),
+    (
+        "observation",
+        np.zeros((4, 2, 2)),
+        "must have shape ['T+1', 2, 3], got [4, 2, 2]; the schema has float32[2, 3], rows T+1",
+    ),
     ("observation", np.full((4, 2, 3), np.nan), f"must be finite, got 'nan at step 0'; {CORRECT}"),
     (
         "action",
@@ -180,7 +184,7 @@ def test_a_data_set_has_training_data(tmp_path: Path) -> None:
 def test_an_exception_leaves_nothing_and_two_writers_do_not_meet(tmp_path: Path) -> None:
     writer = DatasetWriter(tmp_path / "set", SCHEMA)
     with pytest.raises(
-        DataError, match="must not be written by two at once; wait for the other ingest"
+        DataError, match="must have one writer at a time; wait for the other ingest"
     ):
         DatasetWriter(tmp_path / "set", SCHEMA)
     writer.add(trajectory(1))

@@ -179,7 +179,7 @@ def test_extension_types_inside(tmp_path: Path, name: str) -> None:
     }
     refuse(
         write(tmp_path / "a.arrow", made[name](), True),
-        "column value must hold values that Python has",
+        "column value must hold values that Python can represent",
     )
 
 

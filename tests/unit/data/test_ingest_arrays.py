@@ -178,7 +178,7 @@ def test_other_arrays_of_steps(tmp_path: Path, d4rl: Callable[..., Any]) -> None
     assert flags == [(2, 0, 1), (2, 0, 1), (1, 1, 0), (2, 1, 0), (2, 0, 1), (1, 0, 1)]
     assert (
         refusal(tmp_path / "a.hdf5", mask="x")
-        == "FILE: --mask must be for the format robomimic, got 'd4rl'"
+        == "FILE: --mask must be for the format robomimic, got 'd4rl'; leave it out for this format"
     )
 
 

@@ -23,9 +23,10 @@ TEXT = np.array([b"up", b"down"] * 4)
 LEAVE_OUT = "leave it out with --columns"
 NUMERIC = "must be numeric (bool, integer or float up to 64 bits), got"
 ALLOW_NAN = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
+CONVERT = "store it as numbers, in rows of one shape"
 AGAIN = "the data set is incomplete; download it again"
 TOO_FEW = f"must hold the 3 episodes that metadata.json counts, got 2; {AGAIN}"
-ARRAY = "must be an array with a row per step"
+ARRAY = "must be an array with a row per step; store one value for each step"
 AS_MANY = "must have 8 rows as rewards has, got"
 DAMAGED = "the file is damaged or incomplete; copy it again"
 EMPTY = {key: np.zeros((0, 2)) for key in ("observations", "actions")}
@@ -44,25 +45,32 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         ": timeouts must be in the source, got ['terminated']; --episode-length N ends an episode "
         "after N steps; or add an array of zeros if no episode ends by a time limit",
     ),
-    ({"actions": np.zeros((7, 3))}, f": actions {AS_MANY} 7"),
-    ({"rewards": np.zeros((8, 2))}, ": rewards must be one value per step, got [8, 2]"),
+    ({"actions": np.zeros((7, 3))}, f": actions {AS_MANY} 7; the source is incomplete"),
+    (
+        {"rewards": np.zeros((8, 2))},
+        ": rewards must be one value per step, got [8, 2]; store one number for each step",
+    ),
     ({"actions": np.float32(1)}, f": actions {ARRAY}"),
     (
         {"observations": None, "observations__x": np.zeros((8, 2))},
         " must have next and final observations of the parts ['observation.x'], got "
-        "['next_observation']",
+        "['next_observation']; give them for all parts of the observation, or for none",
     ),
     (
         {"next_observations": np.zeros((8, 1), np.float32)},
-        ": next_observations must have the shape of observations, [8, 2], got [8, 1]",
+        ": next_observations must have the shape of observations, [8, 2], got [8, 1]; store "
+        "them with the shape of the observations",
     ),
     (
         {**EMPTY, "next_observations": None},
         " must hold at least one step, got 0; the data set is empty",
     ),
-    ({"actions": TEXT}, f": actions {NUMERIC} '|S4'"),
+    ({"actions": TEXT}, f": actions {NUMERIC} '|S4'; {CONVERT}"),
     ({"infos__word": TEXT}, f": infos/word {NUMERIC} '|S4'; {LEAVE_OUT}"),
-    ({"actions": np.zeros((8, 0))}, ": actions must have rows with at least one value, got [0]"),
+    (
+        {"actions": np.zeros((8, 0))},
+        f": actions must have rows with at least one value, got [0]; {CONVERT}",
+    ),
     ({"infos__qpos": np.zeros((5, 2))}, f": infos/qpos {AS_MANY} 5; {LEAVE_OUT}"),
     (
         {"actions": NAN},
@@ -159,7 +167,10 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patched:
         patched.setattr("deepspeed_gear.data.ingest.source_checks.first_bytes", locked)
-        assert refused(text, dest) == f"{text} must be readable; [Errno 13] Permission denied"
+        assert refused(text, dest) == (
+            f"{text} must be readable, got '[Errno 13] Permission denied'; check the path and its "
+            "permissions"
+        )
 
 
 def test_a_truncated_file_and_a_damaged_chunk_are_refused(tmp_path: Path, d4rl: Maker) -> None:
@@ -195,6 +206,7 @@ def edit(file: Path, key: str, value: Any) -> None:
 FIRST = "episode_0/actions"
 SECOND = "episode_1/observations"
 INFOS = "episode_0/infos/x"
+CUT_OFF = "the episode is incomplete; download the data set again"
 LAST_NAN = np.pad(np.zeros((4, 2)), ((0, 1), (0, 0)), constant_values=np.nan)
 # what is changed in a good Minari file of episodes of 3, 1 and 4 steps, and the error behind the
 # file's name
@@ -203,20 +215,21 @@ BROKEN_MINARI: list[tuple[str, Any, str]] = [
         "episode_2/rewards",
         None,
         "episode_2/rewards must be in the episode, got ['actions', 'observations', "
-        "'terminations', 'truncations']",
+        f"'terminations', 'truncations']; {AGAIN}",
     ),
-    (SECOND, np.zeros((1, 2)), f"{SECOND} must have 2 rows for 1 rewards, got 1"),
-    (FIRST, np.zeros(2, np.int64), f"{FIRST} must have 3 rows for 3 rewards, got 2"),
+    (SECOND, np.zeros((1, 2)), f"{SECOND} must have 2 rows for 1 rewards, got 1; {CUT_OFF}"),
+    (FIRST, np.zeros(2, np.int64), f"{FIRST} must have 3 rows for 3 rewards, got 2; {CUT_OFF}"),
     (
         SECOND,
         np.zeros((2, 5)),
-        "episode 1: column observation must have shape ['T+1', 2], got [2, 5]",
+        "episode 1: column observation must have shape ['T+1', 2], got [2, 5]; the schema has "
+        "float64[2], rows T+1",
     ),
     (SECOND, np.zeros((2, 2), np.complex64), f"{SECOND} {NUMERIC} 'complex64'; {LEAVE_OUT}"),
     (
         "episode_0/rewards",
         np.zeros((3, 2)),
-        "episode_0/rewards must be one value per step, got [3, 2]",
+        "episode_0/rewards must be one value per step, got [3, 2]; store one number for each step",
     ),
     (
         "episode_2/observations",
@@ -224,7 +237,7 @@ BROKEN_MINARI: list[tuple[str, Any, str]] = [
         f"episode 2: column observation must be finite, got 'nan at step 4'; {ALLOW_NAN}",
     ),
     (INFOS, 3.0, f"{INFOS} must have a row per step; {LEAVE_OUT}"),
-    (INFOS, np.zeros(9), f"{INFOS} must have 3 or 4 rows for 3 rewards, got 9"),
+    (INFOS, np.zeros(9), f"{INFOS} must have 3 or 4 rows for 3 rewards, got 9; {CUT_OFF}"),
     (INFOS, np.zeros(4), f"episode_1/infos/x must be in every episode; {LEAVE_OUT}"),
     ("episode_2/infos/x", np.zeros(4), f"episode_2/infos/x must be in every episode; {LEAVE_OUT}"),
 ]
@@ -253,7 +266,10 @@ def test_an_episode_without_steps_is_refused(tmp_path: Path, minari: Maker) -> N
     for key, value in {"observations": np.zeros((1, 2)), **parts}.items():
         edit(file, f"episode_1/{key}", value)
     error = refused(file, tmp_path / "out")
-    assert error == f"{file}: episode 1: trajectory must have at least one step, got 0"
+    assert error == (
+        f"{file}: episode 1: trajectory must have at least one step, got 0; leave empty "
+        "trajectories out"
+    )
 
 
 def test_an_incomplete_minari_set_is_refused(tmp_path: Path, minari: Maker) -> None:
@@ -292,16 +308,19 @@ def test_a_broken_arrow_set_is_refused(tmp_path: Path, minari: Maker) -> None:
     assert broken(lambda bad: (bad / "1" / "part-0.arrow").unlink()) == (
         "/bad/1 must hold a .arrow file; download the data set again"
     )
-    assert broken(
-        lambda bad: (bad / "1" / "metadata.json").write_text('{"id": 1, "total_steps": 5}')
-    ) == ("/bad/1 must have 6 rows for 5 steps, got 2")
+    assert (
+        broken(lambda bad: (bad / "1" / "metadata.json").write_text('{"id": 1, "total_steps": 5}'))
+        == f"/bad/1 must have 6 rows for 5 steps, got 2; {AGAIN}"
+    )
     assert broken(lambda bad: relabel(bad, data_format="lance")) == (
-        "/bad/metadata.json: data_format must be one of hdf5, arrow, parquet, got 'lance'"
+        "/bad/metadata.json: data_format must be one of hdf5, arrow, parquet, got 'lance'; "
+        "convert it with Minari, or download it in one of these formats"
     )
     assert broken(lambda bad: shutil.rmtree(bad / "0")) == f"/bad {TOO_FEW}"
     error = broken(lambda bad: truncate(bad / "2" / "part-0.arrow"))
     assert error.startswith("/bad/2/part-0.arrow must be a readable arrow file, got ")
     space = '{"type": "Box", "dtype": "float64", "shape": [3], "low": [0, 0, 0], "high": [1, 1, 1]}'
     assert broken(lambda bad: relabel(bad, observation_space=space)) == (
-        "/bad/0: observations must have rows of shape [3] as in the space, got [2]"
+        "/bad/0: observations must have rows of shape [3] as in the space, got [2]; leave it out "
+        "with --columns"
     )

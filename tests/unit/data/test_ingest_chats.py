@@ -71,7 +71,7 @@ def masked(*mask: float) -> dict[str, Any]:
     return {"messages": CHAT, "message_loss_mask": mask}
 
 
-NO_MEANING = "must not mask messages: the key has no one meaning"
+NO_MEANING = "must not mask messages: the meaning of this key is ambiguous"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         masked(0, 0, 0, 1),
@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": CHAT, "mask": "user"}, f"mask {NO_MEANING}"),
     (
         {"messages": CHAT, "loss_mask": [1, 1]},
-        "loss_mask must be of token ids in the row, not of those that",
+        "loss_mask must apply to token ids in the row, not of those that",
     ),
 ]
 
@@ -295,7 +295,7 @@ def test_one_answer_of_a_pair_and_labels_of_answers_are_conversations(tmp_path: 
     with pytest.raises(DataError) as caught:
         run_command(command, source, dest, *options, "--role", "label=reward")
     assert str(caught.value) == (
-        f"{source}: --role label=reward must be of a value per step, got 'one per trajectory'; "
+        f"{source}: --role label=reward must have a value for each step, got 'one per trajectory'; "
         "--rename label=reward --dtype reward=float32 makes it the reward of a trajectory"
     )
     remedy = ["--rename", "label=reward", "--dtype", "reward=float32"]

@@ -275,7 +275,7 @@ PATH = "data_path must be a path below the folder, with episode_chunk, episode_i
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (
         lambda root: (root / FIRST).write_text(POINTER),
-        f"{FIRST} must be the data themselves, got 'a Git LFS",
+        f"{FIRST} must contain the data, got 'a Git LFS",
     ),
     (lambda root: (root / FIRST).write_text("PAR1"), f"{FIRST} must be a readable parquet file"),
     (lambda root: (root / SECOND).unlink(), f"{SECOND} must exist; the data set is incomplete"),

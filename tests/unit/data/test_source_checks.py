@@ -157,7 +157,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
-IS_POINTER = "must be the data themselves, got 'a Git LFS pointer'; run git lfs pull"
+IS_POINTER = "must contain the data, got 'a Git LFS pointer'; run git lfs pull"
 TOO_LARGE = r"must hold at most 100 bytes for each of the \d+ bytes of its files.*--max-expansion"
 ZEROS = bytes(8 << 20)
 
@@ -252,7 +252,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, int, dict[str, Any]]] = {
         2,
         {},
     ),
-    "long name": (lambda at: at / ("x" * 5000), "must be readable; .*File name too long", 2, {}),
+    "long name": (
+        lambda at: at / ("x" * 5000),
+        "must be readable, got .*File name too long",
+        2,
+        {},
+    ),
     "fifo": (_fifo, "pipe.npz must be a file or a folder, got 'prw", 2, {}),
     "device": (_device("zero"), "/dev/zero must be a file or a folder, got 'crw", 2, {}),
     "link out": (_link("../secret"), "jsonl must not be a link out of .*cp -rL", 2, {}),

@@ -96,7 +96,7 @@ def test_late_columns_are_written_to_what_is_stored() -> None:
             assert int(batch["task"][i]) == {0: 9, 2: 7}.get(number, number)
         with pytest.raises(SchemaError, match="column action"):
             replay.fill_(torch.tensor([1]), {"action": torch.zeros(1, 6, 2, dtype=torch.float64)})
-        with pytest.raises(SchemaError, match="must not come late"):
+        with pytest.raises(SchemaError, match="must not be filled late"):
             replay.fill_(torch.tensor([1]), {"reward": torch.zeros(1, 6)})
         with pytest.raises(ShapeError, match=r"must be \[1, 6, 2\]"):
             replay.fill_(torch.tensor([1]), {"action": torch.zeros(1, 5, 2)})

@@ -31,7 +31,7 @@ def test_an_empty_state_is_empty() -> None:
             replay.sample()
         sums = empty["content"]["main"].pop("sums")
         with pytest.raises(
-            CheckpointError, match=r"content of table main must be that of .*, got 'sums'"
+            CheckpointError, match=r"content of table main must have the tensors of .*, got 'sums'"
         ):
             replay.import_table(empty)
         empty["content"]["main"] |= {"sums": sums, "other": sums}
@@ -67,7 +67,7 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         DeviceReplay(
             online(SAMPLERS["by the table"], seed=2, table={"capacity_steps": 80}), "cpu"
         ) as larger,
-        pytest.raises(CheckpointError, match="must be of a table of this size"),
+        pytest.raises(CheckpointError, match="must have the size of this config's table"),
     ):
         larger.import_table(state)
 
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         assert torch.equal(replay.table.state, state)
         replay.add_(good, torch.tensor([5, 4]))  # a length that only the device sees
         assert replay.statistics()["refused"] == 1
-        with pytest.raises(DataError, match="1 that were not"):
+        with pytest.raises(DataError, match="1 outside it"):
             replay.check()
         batch = replay.sample()
         assert set(batch["task"].tolist()) == {1}

@@ -184,6 +184,6 @@ def test_other_columns_are_refused_by_name() -> None:
             with pytest.raises(CheckpointError, match=f"{name} of shard-0 {rule}"):
                 deal(old[1].table, [{**content, name: change(content[name])}], 0, 2)
         with pytest.raises(
-            CheckpointError, match="must be that of a table of this config, got 'minima'"
+            CheckpointError, match="must have the tensors of this config's table, got 'minima'"
         ):
             deal(old[1].table, [{n: v for n, v in content.items() if n != "minima"}], 0, 2)

@@ -140,7 +140,7 @@ def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector],
     watches[1].take(9)
     watches[1].check_ended()
     watches[1].explain(ValueError("of this test\nand more"))
-    text = r"rank 1 \(node 1\), which has failed with ValueError: of this test, must live"
+    text = r"rank 1 \(node 1\), which has failed with ValueError: of this test, must run"
     with pytest.raises(LostNodeError, match=text):
         here.check()
     watches[1].end()

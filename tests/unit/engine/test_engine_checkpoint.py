@@ -66,7 +66,7 @@ def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
             engine_checkpoint.load(replay, universal, state)
         assert str(caught.value) == (
             f"{universal}/gear must hold the replay's tables, which were saved in {folder}/gear "
-            "and are not there any more; copy them from where that tag lies now: cp -r "
+            "and are no longer there; copy them from where that tag lies now: cp -r "
             f".../t5/gear {universal}/gear"
         )
         shutil.copytree(tmp_path / "kept" / "gear", universal / "gear")

@@ -115,5 +115,5 @@ def test_defaults_that_change_gradients_are_named() -> None:
 def test_a_module_alone_and_what_is_none() -> None:
     assert gradient_divisor(nn.Linear(2, 2)) == 1.0
     assert gradient_divisor(torch.compile(nn.Linear(2, 2))) == 1.0
-    with pytest.raises(ConfigError, match="must be of a framework that is supported, got 'dict'"):
+    with pytest.raises(ConfigError, match="must belong to a supported framework, got 'dict'"):
         gradient_divisor({})

@@ -114,7 +114,7 @@ def test_architectures_of_images(given: str, read: str, monkeypatch: pytest.Monk
     assert "arch=compute_90,code=sm_90" in " ".join(nvcc_flags())
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == read
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
-    with pytest.raises(BuildError, match="must be capabilities of devices, got 'Hopper'; unset it"):
+    with pytest.raises(BuildError, match="must list compute capabilities, got 'Hopper'; unset it"):
         nvcc_flags()
 
 

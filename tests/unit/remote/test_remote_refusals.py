@@ -49,7 +49,9 @@ from deepspeed_gear.remote.gateway import Gateway, Sessions, read_certificate
 
 def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(section()) as (_, gateway):
-        with pytest.raises(StoreError, match=r"token for .* must be the gateway's") as found:
+        with pytest.raises(
+            StoreError, match=r"token for .* must match the gateway's token"
+        ) as found:
             connect(gateway.url, token=WRONG)
         assert "wrong token" in caplog.text
         assert TOKEN not in caplog.text + str(found.value)

@@ -325,7 +325,8 @@ def test_ranks_use_the_same_numbers_while_another_process_adds() -> None:
     given = section(batch_size=8, table={"writers": 1}, shared_memory={"prefix": name}, prefetch=1)
 
     def act() -> None:
-        with contextlib.suppress(StoreError), TrajectoryWriter.attach(given) as writer:
+        # The ranks wait for rows without end, and may take minutes to start on a busy machine.
+        with contextlib.suppress(StoreError), TrajectoryWriter.attach(given, wait_s=240) as writer:
             for number in range(10**6):  # until the ranks end
                 writer.add({**rows_of(number, 7), "advantage": np.zeros(7, np.float32)})
                 time.sleep(0.002)

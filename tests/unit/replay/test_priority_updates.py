@@ -431,7 +431,7 @@ def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, devic
         reported(replay)
         reported(replay)  # who waited would wait for ever
         log = log_of(replay)
-        assert log.asked[0] == 0, "others wait for what was promised for global batch 0"
+        assert log.asked[0] == 0, "others wait for the deferred updates of global batch 0"
         device.given[0].finish()
         wait_until(lambda: log.asked[0] != 0, "the report of global batch 0")
         assert log.asked[0] == 1

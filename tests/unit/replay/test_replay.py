@@ -62,7 +62,7 @@ def test_data_larger_than_memory_are_read_page_by_page(
     ("config", "text"),
     [
         ("absent.json", "must be a readable file, got .*absent.json"),
-        ("broken.json", "broken.json must be JSON; Expecting"),
+        ("broken.json", "broken.json must be JSON, got 'Expecting"),
         (config_of(Path("absent"), batch_size=2), "absent"),
         (
             {"train_batch_size": 8},
@@ -80,7 +80,7 @@ def test_refusals(tmp_path: Path, config: Any, text: str) -> None:
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises((ConfigError, DataError), match=text):
         Replay(tmp_path / config if isinstance(config, str) else config)
-    with pytest.raises(ConfigError, match="schemas must be of tables in the config, got 'x'"):
+    with pytest.raises(ConfigError, match="schemas must name tables of the config, got 'x'"):
         Replay(config_of(batch_size=2), schemas={"main": SCHEMA, "x": SCHEMA})
     assert len(os.listdir("/proc/self/fd")) == files
 

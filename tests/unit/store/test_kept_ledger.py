@@ -243,7 +243,9 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
     other = write_prompts(tmp_path / "other", 8)
     with Replay(kept(data)) as replay:
         run = replay.run
-        with pytest.raises(StoreError, match=r"no living rank.*a shared_memory\.run of its own"):
+        with pytest.raises(
+            StoreError, match=r"in use by a running rank.*a shared_memory\.run of its own"
+        ):
             Replay(kept(data))
     wrong = [
         (
@@ -279,7 +281,7 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
     plan: Any = SimpleNamespace(config=config, control_plane=control_plane, topology=None, ops=None)
     with pytest.raises(
         StoreError,
-        match=r"kept stores of g must be of one run on all .*\['a', 'b'\].* --kept --prefix g`",
+        match=r"kept stores of g must belong to one run on all .*\['a', 'b'\].* --kept --prefix g`",
     ):
         node_stores.open_stores(plan)
 

@@ -33,7 +33,7 @@ def test_no_answer_in_time(scene: tuple[InferenceLoader, InferenceClient]) -> No
     loader, simulators = scene
     with pytest.raises(NotReadyError, match=r"must answer within 0\.05 s"):
         simulators.act(0.05)
-    with pytest.raises(StoreError, match="must not come while an answer is waited for"):
+    with pytest.raises(StoreError, match="must not be called while an answer is pending"):
         simulators.reset(observation=np.zeros((4, 3), np.float32), task=np.zeros(4, np.int64))
     serve(loader, lambda: False)
     assert simulators.act(1.0)["code"].tolist() == [0, 20 * STEP, 40 * STEP, 60 * STEP]

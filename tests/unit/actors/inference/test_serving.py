@@ -59,6 +59,8 @@ def test_longer_than_max_length_is_cut() -> None:
         Column("to_go", "float32", (), "return_to_go", late=True),
     )
     with Replay(config, schemas={"main": Schema([*SCHEMA, *more])}) as replay:
+        with pytest.raises(ConfigError, match=r"answers must name some of .*, got \['to_go'\]"):
+            InferenceLoader(replay, 4, answers=["to_go"])  # late: written after the trajectory
         with loader_of(replay, length=3) as loader:
             envs = Envs(range(1), "next_step", lambda *_: 12)
             serve(loader, any_runs([in_child(lambda: simulate(config, envs, 13))]))
@@ -117,7 +119,7 @@ def test_the_oldest_come_first_and_answers_in_any_order(
     assert simulators.ready(1).tolist() == [1, 3]
     first.reply(**policy(first["observation"]))
     assert simulators.answers()["code"].tolist() == [0, 20 * STEP, 40 * STEP, 60 * STEP]
-    with pytest.raises(StoreError, match="must be answered once"):
+    with pytest.raises(StoreError, match="must be answered only once"):
         first.reply(**policy(first["observation"]))
 
 
@@ -192,7 +194,7 @@ def test_a_wrong_loader_is_refused(replay: Replay) -> None:
         InferenceLoader(replay, 4, asks=["action"])
     with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1"):
         InferenceLoader(replay, 0)
-    with loader_of(replay), pytest.raises(StoreError, match="one inference loader of a rank"):
+    with loader_of(replay), pytest.raises(StoreError, match="one inference loader at a time"):
         loader_of(replay)
     with pytest.raises(StoreError, match=r"must be open within 0\.05 s"):
         InferenceClient(replay.writer(), 1, "next_step", wait_s=0.05)
@@ -225,7 +227,7 @@ def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, InferenceClient
 def test_wrong_steps_are_refused(scene: tuple[InferenceLoader, InferenceClient]) -> None:
     loader, simulators = scene
     columns = Envs(range(4), "next_step", short).step(np.arange(4))
-    with pytest.raises(StoreError, match="step must come after the answers"):
+    with pytest.raises(StoreError, match="step must be called after the answers"):
         simulators.step(**columns)
     simulators.post()
     serve(loader, lambda: False)
