@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
 from deepspeed_gear.config.sampler_options import (
     SHARES_TOLERANCE,
+    AnchorsConfig,
     MixtureSampler,
     PrioritizedSampler,
 )
@@ -431,11 +432,14 @@ def _check_sampler(config: GearOptions) -> None:
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
     if mixture:
         part.leave_out("table", "in a mixture, whose shares name the tables")
+    anchors = sampler.anchors
+    bounds_padding = isinstance(anchors, AnchorsConfig) and anchors.bounds_padding
+    what = "bound padding" if bounds_padding else 'be "fits"'
     part.require(
-        sampler.anchors != "fits"
+        not (bounds_padding or anchors == "fits")
         or any(f.length is not None or f.offset for f in config.fields.values()),
         "anchors",
-        'must not be "fits" where no field has a length or an offset',
+        f"must not {what} where no field has a length or an offset",
         'every step fits: use "all", or give a field a length',
     )
     if sampler.unit == "group":

@@ -18,11 +18,29 @@ _NAMES = Field(description="Names the sampler.")
 SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 
 
-class EveryConfig(t.GearModel):
-    """Anchors at the steps 0, k, 2k, ... of a trajectory."""
+class AnchorsConfig(t.GearModel):
+    """Anchors at every k-th step whose windows have at most so much padding, in steps.
 
-    every: t.Steps
-    """Steps from one anchor to the next."""
+    With `"pad_before": 0, "pad_after": 0` they are those of "fits".
+    """
+
+    every: t.Steps = 1
+    """Steps from one anchor to the next, from the first admitted one on."""
+    pad_before: Annotated[t.Int, Ge(0)] | None = None
+    """Most steps of padding at the beginning of any window. null: any number."""
+    pad_after: Annotated[t.Int, Ge(0)] | None = None
+    """Most steps of padding at the end of any window. null: any number."""
+
+    @model_validator(mode="after")
+    def _chooses(self) -> Any:
+        if not self.model_fields_set:
+            raise t.conflict("must have every, pad_before or pad_after", 'for all steps use "all"')
+        return self
+
+    @property
+    def bounds_padding(self) -> bool:
+        """Whether some anchors are left out for the padding of their windows."""
+        return self.pad_before is not None or self.pad_after is not None
 
 
 class WhereConfig(t.RangeConfig):
@@ -50,12 +68,12 @@ class SamplerOptions(t.GearModel):
     table: t.Name | None = None
     """The table to sample. null: the only one."""
     anchors: Annotated[
-        Literal["all", "fits", "start", "end"] | EveryConfig,
-        t.Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
+        Literal["all", "fits", "start", "end"] | AnchorsConfig,
+        t.Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}', '{"pad_after": n}'),
     ] = "all"
     """Steps at which windows may stand: "all" of them; "fits", those where every window lies inside
-    the trajectory; "start", the first step; "end", the last one; or every k-th step. A trajectory
-    without an anchor is never drawn.
+    the trajectory; "start", the first step; "end", the last one; every k-th step; or those whose
+    windows have at most so much padding. A trajectory without an anchor is never drawn.
     """
     where: dict[t.Name, WhereConfig] = Field(default={})
     """Conditions on per-trajectory columns. Trajectories that fail one are never drawn."""

@@ -12,7 +12,7 @@ import numpy as np
 from deepspeed_gear.config import GearConfig, ResolvedField, SamplerOptions
 from deepspeed_gear.config.cross_checks import refuse_split
 from deepspeed_gear.config.field_checks import read_fields
-from deepspeed_gear.config.sampler_options import MixtureSampler
+from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler
 from deepspeed_gear.config.table_options import (
     DEFAULTS,
     MOST_REMEMBERED,
@@ -238,6 +238,8 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
     """Return the rule for the steps that may be anchors."""
     anchors = config.item_sampler.anchors
     if anchors == "fits":
+        anchors = AnchorsConfig(pad_before=0, pad_after=0)
+    if isinstance(anchors, AnchorsConfig):
         n = config.n_step.n if config.n_step is not None else 0
         windows = []
         for field in fields:
@@ -247,15 +249,13 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
             extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
             offset = field.first + (n if field.follows else 0)
             windows.append((offset, field.length or 1, extra))
-        return AnchorRule.fits(windows)
-    if isinstance(anchors, str):
-        rules = {
-            "all": AnchorRule(),
-            "start": AnchorRule(most=1),
-            "end": AnchorRule(most=1, from_end=1),
-        }
-        return rules[anchors]
-    return AnchorRule(stride=anchors.every)
+        return AnchorRule.bounded(windows, anchors.pad_before, anchors.pad_after, anchors.every)
+    rules = {
+        "all": AnchorRule(),
+        "start": AnchorRule(most=1),
+        "end": AnchorRule(most=1, from_end=1),
+    }
+    return rules[anchors]
 
 
 def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:

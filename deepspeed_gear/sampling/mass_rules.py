@@ -41,12 +41,35 @@ class AnchorRule:
 
     @classmethod
     def fits(cls, windows: Sequence[tuple[int, int, int]]) -> AnchorRule:
-        """Admit anchors whose windows need no padding: offset, length, extra; rows [anchor +
-        offset, anchor + offset + length) of T + extra.
+        """Admit anchors whose windows need no padding; windows as `bounded` takes them."""
+        return cls.bounded(windows, 0, 0)
+
+    @classmethod
+    def bounded(
+        cls,
+        windows: Sequence[tuple[int, int, int]],
+        pad_before: int | None,
+        pad_after: int | None,
+        stride: int = 1,
+    ) -> AnchorRule:
+        """Admit anchors whose windows need at most so many steps of padding at either end.
+
+        Args:
+            windows: Offset, length, extra: rows [anchor + offset, anchor + offset + length) of
+                T + extra.
+            pad_before: Most steps of padding in front of the first row. None: any number.
+            pad_after: Most steps of padding after the last row. None: any number.
+            stride: Steps from one anchor to the next.
+        Example:
+            Two observations and 16 actions from one step before the anchor, (-1, 2, 0) and
+            (-1, 16, 0), with pad_after = 7: the last 7 steps are no anchors, as 14 actions follow
+            an anchor.
         """
-        first = max((-offset for offset, _, _ in windows), default=0)
-        trim = max((offset + length - 1 - extra for offset, length, extra in windows), default=0)
-        return cls(first=max(0, first), trim=max(0, trim))
+        before = max((-offset for offset, _, _ in windows), default=0)
+        after = max((offset + length - 1 - extra for offset, length, extra in windows), default=0)
+        first = 0 if pad_before is None else max(0, before - pad_before)
+        trim = 0 if pad_after is None else max(0, after - pad_after)
+        return cls(first=first, trim=trim, stride=stride)
 
     def as_list(self) -> list[int]:
         """Return the words of the ops' `rule` argument."""

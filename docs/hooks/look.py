@@ -27,16 +27,23 @@ from typing import Any
 
 WIDTHS = (1280, 390)
 TIMEOUT_S = 600
-# Opens the pages one after the other in a frame of each width, and writes what leaves the frame.
+# Opens the pages one after the other in a frame, which takes each width, and writes what leaves it.
 _PROBE = """<!doctype html><body><script>
 const pages = %s, widths = %s, found = [];
 const wait = (ms) => new Promise((done) => setTimeout(done, ms));
-async function look(page, width) {
+async function look(page) {
   const frame = document.createElement("iframe");
-  frame.style.cssText = `width:${width}px;height:900px;border:0`;
+  frame.style.cssText = `width:${widths[0]}px;height:900px;border:0`;
   frame.src = page;
   await new Promise((done) => { frame.onload = done; document.body.append(frame); });
-  await wait(60);
+  for (const width of widths) {
+    frame.style.width = `${width}px`;
+    await wait(60);
+    measure(frame, page, width);
+  }
+  frame.remove();
+}
+function measure(frame, page, width) {
   const view = frame.contentDocument;
   const scrolls = (part) => {
     for (let at = part; at && at !== view.body; at = at.parentElement) {
@@ -53,10 +60,9 @@ async function look(page, width) {
       break;
     }
   }
-  frame.remove();
 }
 (async () => {
-  for (const page of pages) for (const width of widths) await look(page, width);
+  for (const page of pages) await look(page);
   const out = document.createElement("pre");
   out.id = "found";
   out.textContent = JSON.stringify(found);

@@ -2,6 +2,9 @@
 
 python docs/hooks/site_pages.py build/pages
 
+A part of a page between `<!-- tabs -->` and `<!-- /tabs -->` becomes tabs, one for each line that
+is bold as a whole; in the repository it reads as one part after the other.
+
 A page links to `../../examples/ppo.py`, as it reads in the repository. The site holds that file as
 `repository/examples/ppo.py`, and a Markdown file as a page. A notebook becomes a page with its
 stored outputs. The folder that is written needs nothing else than a generator that reads
@@ -14,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import notebooks
@@ -22,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 COPIES = "repository"
 LEFT_OUT = {"hooks"}  # folders of docs/ that are no pages
+_TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- /tabs -->\n", re.DOTALL | re.MULTILINE)
+_TAB = re.compile(r"^\*\*(.+)\*\*\n", re.MULTILINE)
+_COMMENT = re.compile(r"^<!-- .*?-->\n", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 
 
@@ -50,7 +57,17 @@ def page(source: Path, text: str) -> str:
             return link[0]
         return link[1] + os.path.relpath(place_of(target), here) + link[3]
 
+    text = _TABS.sub(lambda part: content_tabs(part[1]), text)
     return _LINK.sub(moved, text)
+
+
+def content_tabs(part: str) -> str:
+    """Return a part of a page as content tabs, which its bold lines name."""
+    _, *named = _TAB.split(_COMMENT.sub("", part))
+    tabs = []
+    for title, text in zip(named[::2], named[1::2], strict=True):
+        tabs.append(f'=== "{title}"\n\n{textwrap.indent(text.strip(), "    ")}\n')
+    return "\n".join([*tabs, ""])
 
 
 def text_of(source: Path, folder: Path) -> str:

@@ -65,6 +65,7 @@ def build_site(checkout: Path, folder: Path, pages: Path) -> Path:
     return site
 
 
+@pytest.mark.timeout(1200)  # a browser opens every page
 def test_the_site_and_the_api_reference_build(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +93,12 @@ def test_the_site_and_the_api_reference_build(
     assert len(links) > 1000
     dead = [(page, link) for page, link in links if not (page.parent / link).resolve().exists()]
     assert dead == []
+    start = (site / "index.html").read_text(encoding="utf-8")
+    tabs = [
+        re.sub(r"<.*?>", "", label)
+        for label in re.findall(r"<label for=[^>]*>(.*?)</label>", start)
+    ]
+    assert {"Offline", "Online", "Language models"} <= set(tabs)
     assert (site / "repository" / "examples" / "ppo.py").exists()
     assert (site / "repository" / "CHANGELOG" / "index.html").exists()
     assert not list(site.rglob("*newcomer*"))
@@ -106,18 +113,38 @@ def test_the_site_and_the_api_reference_build(
     assert found == [("/wide", 1280), ("/wide", 390)]
 
 
-def test_sections_of_docstrings_are_sections_of_the_api_page(checkout: Path) -> None:
-    """Not text: griffe shows what `Batch.cat` returns and raises as tables."""
+def test_sections_of_public_docstrings_are_read_as_sections(checkout: Path) -> None:
+    """Returns, raises and the like are sections of the API reference, not text of a paragraph."""
     griffe = pytest.importorskip("griffe")
-    extensions = griffe.load_extensions(str(checkout / "docs" / "hooks" / "docstring_sections.py"))
-    module = griffe.load(
-        "deepspeed_gear.batching.batch",
-        search_paths=[str(checkout)],
-        extensions=extensions,
-        docstring_parser="google",
+    extension = checkout / "docs" / "hooks" / "docstring_sections.py"
+    package = griffe.load(
+        "deepspeed_gear",
+        search_paths=[checkout],
         allow_inspection=False,
+        extensions=griffe.load_extensions(str(extension)),
+        docstring_parser="google",
+        docstring_options={"returns_multiple_items": False, "returns_named_value": False},
     )
-    sections = module["Batch.__getitem__"].docstring.parsed
+    kinds = {"Args": "parameters", "Attributes": "attributes", "Returns": "returns"}
+    kinds |= {"Yields": "yields", "Raises": "raises"}
+    wrong = []
+    seen = 0
+    waiting = [package[name] for name in deepspeed_gear.__all__]
+    while waiting:
+        thing = waiting.pop()
+        thing = thing.final_target if thing.is_alias else thing
+        if thing.is_class:
+            waiting += [own for own in thing.members.values() if not own.name.startswith("_")]
+        if thing.docstring is None:
+            continue
+        parsed = [section.kind.value for section in thing.docstring.parsed]
+        for title in re.findall(r"^(\w+):$", thing.docstring.value, re.MULTILINE):
+            seen += 1
+            if title in kinds and kinds[title] not in parsed:
+                wrong.append(f"{thing.path}: {title}")
+    assert seen > 100
+    assert wrong == []
+    sections = package["batching.batch.Batch.__getitem__"].docstring.parsed
     assert [section.kind.value for section in sections] == ["text", "parameters", "raises", "text"]
     assert sections[-1].value.startswith("Cost: ")
 

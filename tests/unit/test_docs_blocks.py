@@ -14,7 +14,7 @@ from warm_python import run_warm
 
 from deepspeed_gear.cli.main import build_parser
 
-pytestmark = pytest.mark.timeout(600)  # the first page may wait for the build of the native op
+pytestmark = pytest.mark.timeout(1800)  # the first test runs all pages, and may build the native op
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUN = [
     page
@@ -54,7 +54,7 @@ def failed(request: pytest.FixtureRequest) -> dict[str, str]:
         if "failed" in item.fixturenames
     ]
     program = str(ROOT / "tests" / "support" / "page_support.py")
-    ran = run_warm(program, *map(str, chosen), env=environment(), timeout_s=580)
+    ran = run_warm(program, *map(str, chosen), env=environment(), timeout_s=1780)
     assert ran.returncode == 0, ran.stderr
     outputs: dict[str, str] = json.loads(ran.stdout.splitlines()[-1])
     return outputs

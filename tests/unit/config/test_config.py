@@ -12,7 +12,7 @@ from refusal_table import refusals
 from deepspeed_gear.config import GearConfig, batch_sizes, gear_config, parse, refuse_batch_sizes
 from deepspeed_gear.config.gear_config import difference, shared_options
 from deepspeed_gear.config.options import FieldConfig
-from deepspeed_gear.config.sampler_options import EveryConfig
+from deepspeed_gear.config.sampler_options import AnchorsConfig
 from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.errors import ConfigError, GearError
 from deepspeed_gear.schema import Column
@@ -91,7 +91,7 @@ def test_values_are_as_given() -> None:
     assert config.data is not None
     assert (config.data.path, config.data.load) == ("data/hopper", "mmap")
     online = parse(ONLINE)
-    assert online.sampler.anchors == EveryConfig(every=4)
+    assert online.sampler.anchors == AnchorsConfig(every=4)
     assert online.sampler.where["return"].min == 1000
     assert online.sampler.where["return"].in_ is None
     schema = online.tables["online"].schema
@@ -126,7 +126,8 @@ data data.path data.split data.split.eval data.load tables shared_memory shared_
 shared_memory.huge_pages n_step n_step.n n_step.gamma fields fields.action fields.action.column
 fields.action.derived fields.action.offset fields.action.length fields.action.align fields.action.pad
 fields.action.normalize fields.action.scale fields.action.as sampler sampler.kind sampler.unit sampler.table
-sampler.anchors sampler.anchors.every sampler.where sampler.where.return sampler.where.return.min
+sampler.anchors sampler.anchors.every sampler.anchors.pad_before sampler.anchors.pad_after
+sampler.where sampler.where.return sampler.where.return.min
 sampler.where.return.in
 """
 
@@ -382,11 +383,18 @@ WRONG = refusals(
 {"sampler": {"kind": "recent"}}
     gear.sampler.newest or gear.sampler.within must be given; without a window use "kind": "uniform"
 {"sampler": {"anchors": "middle"}}
-    gear.sampler.anchors must be "all", "fits", "start", "end" or {"every": k}, got 'middle';
+    gear.sampler.anchors must be "all", "fits", "start", "end", {"every": k} or {"pad_after": n}, got 'middle';
     correct it
 {"sampler": {"anchors": {"evry": 2}}}
-    gear.sampler.anchors.evry is not an option; did you mean 'every'? (also: gear.sampler.anchors.every must
-    be given; it is an integer in [1, 2^31))
+    gear.sampler.anchors.evry is not an option; did you mean 'every'?
+{"sampler": {"anchors": {}}}
+    gear.sampler.anchors must be "all", "fits", "start", "end", {"every": k} or {"pad_after": n}, got {};
+    correct it
+{"sampler": {"anchors": {"pad_after": -1}}}
+    gear.sampler.anchors.pad_after must be an integer >= 0 or null, got -1; correct it
+{"sampler": {"anchors": {"pad_after": 7}}, "fields": {"action": {}}}
+    gear.sampler.anchors must not bound padding where no field has a length or an offset; every step
+    fits: use "all", or give a field a length
 {"n_step": {"n": 3}}
     gear.n_step.gamma must be given; it is a finite number in [0, 1]
 {"data": {"path": ""}}
