@@ -3,10 +3,13 @@ buffers.
 
     python benchmarks/adding.py --json F [--quick]
 
-One process and one thread, which adds and, in the last rows, samples in turns. Episodes have 20 or
+One process and one thread, which adds and, in further rows, samples in turns. Episodes have 20 or
 200 steps, those of different environments end at different times, and environments reset in the
 step after the last one. The peers are a ring of NumPy arrays, as CleanRL and Stable-Baselines3 have
-one, and cpprb where it is installed. The performance pages say what the columns mean.
+one, and cpprb where it is installed. The last rows are the calls of a program that steps one
+gymnasium environment: an array, Python numbers and flags as `step` returns them, without and with a
+policy between the calls, which replaces what the caches hold; wall time of the call. The
+performance pages say what the columns mean.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ import torch
 from support.report import Report, Row, print_rows, say
 from peers.interface import Rows, Steps, load
 
-from deepspeed_gear import Column, Replay, Schema
+from deepspeed_gear import Column, Replay, Schema, TransitionBuffer
 
 LONGEST = 200  # steps of an episode
 BATCH = 256
@@ -34,6 +37,7 @@ SMALL = 4
 WIDE = 376
 BOUNDS_US = {1: 8.0, 8: 8.0, 64: 15.0}  # of a step with small observations, by environments
 FRAME_BOUND_US = 25.0
+CALL_BOUNDS_US = {"": 5.0, ", a policy between": 8.0}  # of one add, by what lies between two
 #: Buffers that take what environments return: the module of their adapter, by name.
 BUFFERS = {"numpy ring": "numpy_ring", "cpprb": "cpprb", "gear, TransitionBuffer": "gear"}
 PACKAGES = {"cpprb": "cpprb", "gear": "gymnasium"}  # that they need
@@ -228,6 +232,67 @@ def beside(num_envs: int, blocks: int, count: int) -> Iterator[Row]:
         yield {"case": case, "system": name, "step_us": step_us, "sample_us": sample_us}
 
 
+class PlainRing:
+    """The ring of arrays that a program of one environment would write itself."""
+
+    def __init__(self, capacity: int) -> None:
+        self._observation = np.zeros((capacity, SMALL), np.float32)
+        self._next_observation = np.zeros((capacity, SMALL), np.float32)
+        self._action = np.zeros(capacity, np.int64)
+        self._reward = np.zeros(capacity, np.float32)
+        self._done = np.zeros(capacity, np.float32)
+        self._capacity = capacity
+        self._count = 0
+
+    def add(
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any
+    ) -> None:
+        row = self._count % self._capacity
+        self._observation[row] = obs
+        self._next_observation[row] = next_obs
+        self._action[row] = action
+        self._reward[row] = reward
+        self._done[row] = terminated
+        self._count += 1
+
+
+def calls(blocks: int, count: int) -> Iterator[Row]:
+    """Measure the calls of a program that steps one gymnasium environment; both buffers in turns.
+
+    Yields:
+        Rows of the case, the system and the median wall time of an add, us.
+    """
+    import gymnasium
+
+    capacity = 10_000
+    policy = torch.nn.Sequential(
+        torch.nn.Linear(SMALL, 120), torch.nn.ReLU(),
+        torch.nn.Linear(120, 84), torch.nn.ReLU(), torch.nn.Linear(84, 2),
+    )  # fmt: skip
+    for between, bound in CALL_BOUNDS_US.items():
+        env = gymnasium.make("CartPole-v1")
+        spaces = env.observation_space, env.action_space
+        ours = TransitionBuffer(capacity, *spaces, n_envs=env, batch_size=BATCH)
+        adds = {"numpy ring": PlainRing(capacity).add, "gear, TransitionBuffer": ours.add}
+        times: dict[str, list[float]] = {name: [] for name in adds}
+        obs, _ = env.reset(seed=0)
+        for step in range(blocks * count):
+            action = int(policy(torch.from_numpy(obs)).argmax()) if between else step % 2
+            next_obs, *results = env.step(action)
+            for name in adds if step % 2 else reversed(adds):  # each is the first in turns
+                begun = perf_counter()
+                adds[name](obs, next_obs, action, *results[:3])
+                times[name].append(perf_counter() - begun)
+            obs = env.reset()[0] if results[1] or results[2] else next_obs
+        ours.close()
+        medians = {name: float(np.median(each[count:])) * 1e6 for name, each in times.items()}
+        for name, us in medians.items():
+            row = {"case": f"CartPole-v1 as gymnasium gives it{between}", "system": name}
+            row |= {"step_us": us, "x_ring": us / medians["numpy ring"]}
+            is_ours = name.startswith("gear")
+            yield {**row, "bound": bound, "holds": us <= bound} if is_ours else row
+
+
 def run(quick: bool) -> Iterator[Row]:
     """Yield all rows."""
     blocks, count = (2, 20) if quick else (BLOCKS, BLOCK_STEPS)
@@ -240,6 +305,7 @@ def run(quick: bool) -> Iterator[Row]:
     frames = partial(EnvironmentSteps, 1, (84, 84), "uint8", LONGEST)
     yield from adds("1 environment, frame uint8[84, 84]", frames, 20_000, blocks, count)
     yield from beside(1, blocks, count)
+    yield from calls(blocks, count)
 
 
 def main() -> None:

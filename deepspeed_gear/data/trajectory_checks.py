@@ -193,7 +193,7 @@ def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) ->
         held = stored == array
         # Some machines convert 2^63 to the largest int64, which equals it as a float.
         if column.dtype == "int64" and array.dtype.kind == "f":
-            held &= array < 2.0**63
+            held &= array.astype(np.float64) < 2.0**63
     if not held.all():
         value = array[~held].flat[0].item()
         raise DataError(name, f"must hold values that {column.dtype} can hold", value, remedy)

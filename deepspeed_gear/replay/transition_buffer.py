@@ -88,7 +88,8 @@ class _Rows(NamedTuple):
         if rows.dtype == self.column.numpy_dtype:
             return rows
         if rows.dtype.kind == "f" and self.column.is_floating:
-            return rows.astype(self.column.numpy_dtype)  # the writer refuses what overflows
+            with np.errstate(over="ignore"):  # the writer refuses what overflows
+                return rows.astype(self.column.numpy_dtype)
         return as_stored(rows, self.column, "the transition", len(rows))
 
 

@@ -52,10 +52,14 @@ py::class_<T> AddressedClass(const py::module_& module, const char* name) {
       .def_property_readonly("address", [](T& one) { return reinterpret_cast<uintptr_t>(&one); });
 }
 
-// A buffer of Python's, released at the end of the scope.
+// The memory of an array, or of a dense tensor on the CPU; released at the end of the scope.
 class Buffer {
  public:
   explicit Buffer(PyObject* object) {
+    if (THPVariable_CheckExact(object)) {
+      held_ = HoldTensor(object);
+      return;
+    }
     held_ = PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0;
     if (!held_) PyErr_Clear();
   }
@@ -69,6 +73,52 @@ class Buffer {
   const Py_buffer& view() const { return view_; }
 
  private:
+  // The format of a tensor's elements; null for those that NumPy has not.
+  static const char* FormatOf(at::ScalarType type) {
+    switch (type) {
+      case at::kBool:
+        return "?";
+      case at::kByte:
+        return "B";
+      case at::kChar:
+        return "b";
+      case at::kShort:
+        return "h";
+      case at::kInt:
+        return "i";
+      case at::kLong:
+        return "q";
+      case at::kHalf:
+        return "e";
+      case at::kFloat:
+        return "f";
+      case at::kDouble:
+        return "d";
+      default:
+        return nullptr;
+    }
+  }
+
+  // Sets the view of a tensor, which has no buffer protocol; false: its values are not plain
+  // memory.
+  bool HoldTensor(PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const bool is_plain = tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
+                          !tensor.is_quantized() && tensor.has_storage() && tensor.is_contiguous();
+    const char* format = is_plain ? FormatOf(tensor.scalar_type()) : nullptr;
+    if (format == nullptr) return false;
+    static_assert(sizeof(Py_ssize_t) == sizeof(int64_t));
+    view_ = {};
+    view_.buf = tensor.data_ptr();
+    view_.obj = Py_NewRef(object);
+    view_.len = static_cast<Py_ssize_t>(tensor.nbytes());
+    view_.itemsize = static_cast<Py_ssize_t>(tensor.element_size());
+    view_.format = const_cast<char*>(format);
+    view_.ndim = static_cast<int>(tensor.dim());
+    view_.shape = reinterpret_cast<Py_ssize_t*>(const_cast<int64_t*>(tensor.sizes().data()));
+    return true;
+  }
+
   Py_buffer view_;
   bool held_;
 };

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/direct.h"
+#include "bindings/given_rows.h"
 #include "bindings/store.h"
 #include "store/vector_steps.h"
 
@@ -21,16 +22,17 @@ namespace gear::python {
 struct VectorSteps : cpu::VectorSteps {
   struct Source {
     py::str name;
-    RowForm form;
-    std::vector<float> converted;  // rows that came as float64
+    GivenRows rows;
   };
   std::vector<Source> given;  // by column
-  // Given in every step also where the schema has no such columns.
+  // Flags of the environments, given in every step also where the schema has no such columns.
   struct End {
     py::str name;
-    bool is_column;
+    bool is_column = false;
+    GivenRows flags = GivenRows({'b', 1, 1, cpu::Exponents::kUnchecked, {}});
   };
   End terminated, truncated;
+  GivenRows observations = GivenRows({});  // that a step was taken at, of the first column
   std::vector<const char*> values;
 
   void SetStore(uintptr_t of_store, const std::vector<uintptr_t>& of_columns, int64_t most,
@@ -45,48 +47,6 @@ struct VectorSteps : cpu::VectorSteps {
     timeout_s = timeout;
   }
 
-  // A flag of each environment; null if they are not [num_envs] bool.
-  const char* Flags(const Buffer& buffer) const {
-    if (!buffer.held() || KindOf(buffer.view().format) != 'b') return nullptr;
-    const Py_buffer& view = buffer.view();
-    const bool fits = (view.ndim == 1 && view.shape[0] == num_envs) ||
-                      (view.ndim == 2 && view.shape[0] == num_envs && view.shape[1] == 1);
-    return fits ? static_cast<const char*>(view.buf) : nullptr;
-  }
-
-  // Whether a buffer holds a row of each environment, of its form or of float64 for float32. A row
-  // of no shape may have one of [1], and rows of one environment no axis.
-  bool Fits(const RowForm& form, const Buffer& buffer, bool* converts) const {
-    if (!buffer.held()) return false;
-    const Py_buffer& view = buffer.view();
-    *converts = form.kind == 'f' && form.item_bytes == 4 && view.itemsize == 8;
-    const Py_ssize_t item_bytes = *converts ? 8 : form.item_bytes;
-    if (view.itemsize != item_bytes || KindOf(view.format) != form.kind) return false;
-    const auto rank = static_cast<int>(form.shape.size());
-    const int lead = num_envs == 1 && view.ndim == rank && rank > 0 ? 0 : 1;
-    if (lead == 1 && (view.ndim < 1 || view.shape[0] != num_envs)) return false;
-    if (rank == 0) return view.ndim == 1 || (view.ndim == 2 && view.shape[1] == 1);
-    if (view.ndim != rank + lead) return false;
-    return std::equal(form.shape.begin(), form.shape.end(), view.shape + lead);
-  }
-
-  // The rows of a buffer in the stored form; null if it does not fit, or a value overflows.
-  const char* RowsIn(size_t column, const Buffer& buffer) {
-    Source& source = given[column];
-    bool converts = false;
-    if (!Fits(source.form, buffer, &converts)) return nullptr;
-    if (!converts) return static_cast<const char*>(buffer.view().buf);
-    const auto* wide = static_cast<const double*>(buffer.view().buf);
-    const auto count = static_cast<size_t>(buffer.view().len / 8);
-    source.converted.resize(count);
-    bool fits = true;
-    for (size_t i = 0; i < count; ++i) {
-      source.converted[i] = static_cast<float>(wide[i]);
-      fits &= std::isfinite(source.converted[i]) || !std::isfinite(wide[i]);
-    }
-    return fits ? reinterpret_cast<const char*>(source.converted.data()) : nullptr;
-  }
-
   // The last states of the environments that end, from `final` of the step; false: not plain.
   bool ReadFinals(PyObject* final, const char* ends, const char* cuts,
                   std::vector<const char*>* rows, std::vector<Buffer>* buffers) {
@@ -99,7 +59,7 @@ struct VectorSteps : cpu::VectorSteps {
     buffers->reserve(num_states * (count + 1));  // references to them stay valid
     for (size_t c = 0; c < columns.size(); ++c) {
       if (!columns[c].is_state) continue;
-      const RowForm& form = given[c].form;
+      const RowForm& form = given[c].rows.form();
       PyObject* value = PyDict_GetItemWithError(final, given[c].name.ptr());
       if (value == nullptr) return false;
       const Buffer& buffer = buffers->emplace_back(value);
@@ -141,35 +101,34 @@ struct VectorSteps : cpu::VectorSteps {
     // All columns must be given, so another number is another name: Python takes or refuses it.
     if (static_cast<size_t>(PyDict_GET_SIZE(step)) != columns.size() + num_others)
       return cpu::kLeft;
-    const Buffer end_flags(ends);
-    std::optional<Buffer> cut_flags;
-    const char* ended = Flags(end_flags);
-    const char* cut = nullptr;
-    if (cuts != nullptr) cut = Flags(cut_flags.emplace(cuts));
-    if (ended == nullptr || (cuts != nullptr && cut == nullptr)) return cpu::kLeft;
-    std::optional<Buffer> at;
-    const char* observations = nullptr;
-    if (observed != nullptr) {
-      bool converts = false;
-      at.emplace(observed);
-      if (!Fits(given[0].form, *at, &converts) || converts) return cpu::kLeft;
-      observations = static_cast<const char*>(at->view().buf);
-    }
-    if (!Plan(ended, cut, observations)) return cpu::kLeft;
     std::vector<Buffer> buffers;
-    buffers.reserve(columns.size());
+    buffers.reserve(columns.size() + 3);
+    const bool admits_numbers = observed != nullptr;
+    const auto read = [&](GivenRows& rows_of, PyObject* object) {
+      return rows_of.Read(object, num_envs, admits_numbers, &buffers);
+    };
+    const char* ended = read(terminated.flags, ends);
+    const char* cut = cuts == nullptr ? nullptr : read(truncated.flags, cuts);
+    if (ended == nullptr || (cuts != nullptr && cut == nullptr)) return cpu::kLeft;
+    const char* before = nullptr;
+    if (observed != nullptr) {
+      before = read(observations, observed);
+      if (before == nullptr) return cpu::kLeft;
+    }
+    if (!Plan(ended, cut, before)) return cpu::kLeft;
     for (size_t c = 0; c < columns.size(); ++c) {
       PyObject* value = PyDict_GetItemWithError(step, given[c].name.ptr());
       if (value == nullptr) return cpu::kLeft;
-      values[c] = RowsIn(c, buffers.emplace_back(value));
+      values[c] = read(given[c].rows, value);
       const int64_t* places = columns[c].is_state ? following.data() : rows.data();
-      if (values[c] == nullptr || !RowsAreFinite(given[c].form, values[c], places, num_envs))
+      if (values[c] == nullptr || !RowsAreFinite(given[c].rows.form(), values[c], places, num_envs))
         return cpu::kLeft;
     }
-    if (observations != nullptr) {  // only those that begin an episode are stored
+    if (before != nullptr) {  // only those that begin an episode are stored
+      const RowForm& form = observations.form();
       for (int64_t i = 0; i < num_envs; ++i) {
-        const char* row = observations + i * columns[0].row_bytes;
-        if (starts[i] != 0 && !cpu::AllFinite(row, columns[0].row_bytes, given[0].form.checked))
+        if (starts[i] != 0 &&
+            !cpu::AllFinite(before + i * form.row_bytes, form.row_bytes, form.checked))
           return cpu::kLeft;
       }
     }
@@ -179,9 +138,9 @@ struct VectorSteps : cpu::VectorSteps {
         !ReadFinals(final, ended, cut, &finals, &final_buffers))
       return cpu::kLeft;
     if (!has_ends && !has_cuts && !publish)
-      return Take(values.data(), finals, observations, ended, cut, false);
+      return Take(values.data(), finals, before, ended, cut, false);
     const WithoutLock unlocked;  // a wait for the store's lock must not stop other threads
-    return Take(values.data(), finals, observations, ended, cut, publish);
+    return Take(values.data(), finals, before, ended, cut, publish);
   }
 };
 
@@ -194,7 +153,7 @@ inline VectorSteps MakeVectorSteps(
   VectorSteps made;
   for (const auto& [name, base, form, is_state] : columns) {
     made.columns.push_back({At<char>(base), form.row_bytes, is_state});
-    made.given.push_back({name, form, {}});
+    made.given.push_back({name, GivenRows(form)});
   }
   const auto end = [&made](const py::str& name) {
     const auto& all = made.given;
@@ -202,6 +161,7 @@ inline VectorSteps MakeVectorSteps(
                               return column.name.equal(name);
                             })};
   };
+  made.observations = GivenRows(made.given[0].rows.form());
   made.terminated = end(ends.first);
   made.truncated = end(ends.second);
   made.num_envs = num_envs;

@@ -4,6 +4,7 @@ observation once.
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from gear_support import prefix
 
-from deepspeed_gear import ConfigError, DataError, TransitionBuffer
+from deepspeed_gear import Column, ConfigError, DataError, TransitionBuffer
+from deepspeed_gear.data.trajectory_checks import as_stored
 
 gymnasium = pytest.importorskip("gymnasium", reason="its environments are recorded")
 SPACE = gymnasium.spaces.Box(-1e6, 1e6, (3,), np.float32)
@@ -243,6 +245,72 @@ def test_priorities_are_reported_by_the_batch() -> None:
         data = held.sample()
         held.replay.update_priorities(data.batch, (data.observations[:, 0] == 4).float())
         assert {one[0] for one in sampled(held, 1)} == {4}
+
+
+GIVEN = {
+    "gymnasium": lambda number: (int(number), float(number), False, False),
+    "numpy scalars": lambda number: (
+        np.int64(number), np.float32(number), np.bool_(False), np.False_),
+    "arrays without axes": lambda number: (
+        np.array(number), np.array(number, np.float32), np.array(False), False),
+    "one environment's arrays": lambda number: (
+        np.array([number], np.int32), np.array([number], np.float64), *np.zeros((2, 1), bool)),
+    "tensors": lambda number: (
+        torch.tensor(number), torch.tensor([float(number)]), *torch.zeros((2, 1), dtype=bool)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", GIVEN)
+def test_values_as_environments_give_them_take_one_native_call(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("left to Python")
+
+    monkeypatch.setattr(TransitionBuffer, "_begin", refuse)
+    with buffer(100, n_envs=1, autoreset="disabled", fields={}, batch_size=64) as added:
+        for number in range(4):
+            rows = np.full((2, 3), [[number], [number + 1]], np.float32)
+            added.add(rows[0], rows[1], *GIVEN[form](number))
+        data = added.sample()
+        assert (data.actions == data.observations[:, :1]).all()
+        assert (data.rewards == data.observations[:, :1]).all()
+        assert len(added) == len(set(data.actions[:, 0].tolist())) == 4
+
+
+NUMBERS = [0, 1, 2, -1, 127, 128, 255, 256, 2**15, 2**16, 2**24 + 1, 2**31, 2**53 + 1, 2**63 - 1,
+           2**63, -(2**63), 2**64, 0.5, 3.0, -7.0, 1e30, 1e300, float("inf"), float("nan"), True,
+           False, np.int8(-3), np.uint8(200), np.uint64(2**64 - 1), np.uint16(9), np.float16(0.1),
+           np.float32(0.1), np.float64(0.1), np.bool_(True), np.array(7), np.array(2.5)]  # fmt: skip
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_become_the_stored_dtype_as_arrays_do(dtype: str) -> None:
+    space = SimpleNamespace(shape=(), dtype=np.dtype(dtype))
+    options: dict[str, Any] = {"n_envs": 1, "autoreset": "disabled", "batch_size": 512}
+    with TransitionBuffer(200, SPACE, space, **SMALL, **options) as added:
+        stored = []
+        for value in NUMBERS:
+            number = len(stored)
+            rows = np.full((2, 3), [[number], [number + 1]], np.float32)
+            column = Column("action", dtype)
+            try:
+                expected = as_stored(np.asarray([value]), column, "the transition", 1)
+                if not np.isfinite(expected).all():
+                    raise DataError("action", "must be finite")
+            except DataError:
+                with pytest.raises(DataError, match="action"):
+                    added.add(rows[0], rows[1], value, 0.0, False, False)
+                continue
+            added.add(rows[0], rows[1], value, 0.0, False, False)
+            stored.append(expected[0])
+        assert len(stored) > 3
+        data = added.sample()
+        for observation, action in zip(data.observations, data.actions, strict=True):
+            expected = stored[int(observation[0])]
+            # A field of float64 has float32 in a batch.
+            assert action[0].item() == (np.float32(expected) if dtype == "float64" else expected)
 
 
 def test_every_plain_space() -> None:
