@@ -187,7 +187,7 @@ class Owner:
         self._replay = Replay(load.steps_section(batch, PRIORITIZED), group, {"main": load.schema})
         for trajectory in load.trajectories():
             self._replay.add(trajectory)
-        self._reports = self._replay._all_priorities[0].reports
+        self._reports = self._replay._priorities._masses_of("main").reports
 
     def sample(self) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, torch.Tensor]:
         """Return a batch: its fields, its weights, and what its update needs."""

@@ -1,4 +1,4 @@
-"""Errors that name the faulty thing, the rule it breaks, the value and the remedy."""
+"""Errors of the package. Each one names what is wrong, the rule, the value, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 
 
 class GearError(Exception):
-    """Base of every error that the package raises for users.
+    """Base class of the errors that the package raises for users.
+
+    The message is "name rule, got value; remedy".
 
     Args:
-        name: The faulty thing: an option (`sampler.alpha`), a file, a column, a rank.
+        name: What is wrong: an option (`sampler.alpha`), a file, a column or a rank.
         rule: The rule that it breaks ("must be in [0, 1]").
-        value: The value that was found; None leaves it out of the message.
-        remedy: The action that corrects it.
+        value: The value that it has; None leaves it out of the message.
+        remedy: How to correct it; empty: the message has no remedy.
     """
 
     def __init__(self, name: str, rule: str, value: Any = None, remedy: str = "") -> None:
@@ -37,11 +39,20 @@ class GearError(Exception):
         value: Any = None,
         remedy: str | None = None,
     ) -> Iterator[None]:
-        """Raise foreign exceptions of the block as this error; errors of this class pass unchanged.
+        """Raise exceptions of the block as this error; errors of this class pass unchanged.
 
-        With a `remedy`, the exception's text is the value: "config must be JSON, got 'Expecting
-        ...'; correct it". With a `value` too, the text stands in front of the remedy; without a
-        remedy, it stands in its place.
+        The text of the exception becomes a part of the message:
+
+        - with only a `remedy`, the value: "config must be JSON, got 'Expecting ...'; correct it";
+        - with a `remedy` and a `value`, the beginning of the remedy;
+        - without a `remedy`, the remedy.
+
+        Args:
+            name: As in the class.
+            rule: As in the class.
+            *kinds: Types of the exceptions to convert.
+            value: As in the class.
+            remedy: As in the class.
         """
         try:
             yield
@@ -55,7 +66,7 @@ class GearError(Exception):
             raise cls(name, rule, str(error), remedy) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the four parts, so that an error crosses process boundaries unchanged."""
+        """Pickle the four parts, so that an error can be sent to another process unchanged."""
         is_plain = isinstance(self.value, (str, int, float, bool, type(None)))
         return type(self), (
             self.name,
@@ -66,25 +77,25 @@ class GearError(Exception):
 
 
 class ConfigError(GearError, ValueError):
-    """An option of the `gear` section is wrong, alone or together with others."""
+    """An option of the `gear` section is wrong, by itself or in combination with others."""
 
 
 class SchemaError(GearError, ValueError):
-    """A column or schema is malformed, or two schemas differ."""
+    """A column or a schema is malformed, or two schemas differ."""
 
 
 class DataError(GearError, ValueError):
-    """A data file or trajectory is missing, foreign, truncated, changed or malformed."""
+    """A data file or trajectory is missing, malformed, truncated, changed or of another format."""
 
 
 class FieldError(GearError, KeyError):
-    """A batch has no field, or no part, of the name that was asked for."""
+    """A batch has no field, or a field has no part, with the requested name."""
 
     __str__ = Exception.__str__  # KeyError's would put the message in quotes
 
 
 class ShapeError(GearError, ValueError):
-    """An argument of an op has a wrong shape, dtype or device."""
+    """An argument of an op has the wrong shape, dtype or device."""
 
 
 class StoreError(GearError, RuntimeError):
@@ -96,50 +107,50 @@ class StaleBatchError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """A table or the machine's shared memory has no room."""
+    """A table, or the shared memory of the machine, has no free space."""
 
 
 class StoreGoneError(StoreError):
-    """The store does not exist, or has just been removed because its run ended."""
+    """The store does not exist, or was removed because its run ended."""
 
 
 class LeaseExpiredError(StoreError):
-    """A lease ended before its group was committed; nothing was added.
+    """A lease ended before its group was committed; nothing was added to the table.
 
-    Another rollout worker may have a lease of the same prompt.
+    Another rollout worker may have leased the same prompt since.
     """
 
 
 class NotReadyError(StoreError):
-    """The rate limiter admits no sample or addition for now, or no item can be sampled yet."""
+    """The rate limiter blocks samples or additions for now, or no item can be sampled yet."""
 
 
 class EmptyTableError(NotReadyError):
-    """No item of a table that admits writers can be sampled.
+    """A table that takes writers has no item that can be sampled.
 
-    Writers or priority updates may change that, so the call may succeed later.
+    The call may succeed later, after additions or priority updates.
     """
 
 
 class BuildError(GearError, RuntimeError):
-    """The native op cannot be built or loaded."""
+    """The native ops cannot be built or loaded."""
 
 
 class PeerError(GearError, RuntimeError):
-    """Another rank failed, has another config or code, or did not answer in time."""
+    """Another rank failed, did not answer in time, or has a different config or code."""
 
 
 class LostNodeError(PeerError):
-    """A rank or node ended, is stopped or cannot be reached: no collective can complete."""
+    """A rank or node has ended, is stopped or cannot be reached: collectives cannot complete."""
 
 
 class CheckpointError(GearError, RuntimeError):
-    """A checkpoint does not fit the replay that loads it."""
+    """A checkpoint does not match the replay that loads it."""
 
 
 @contextmanager
 def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` and raise again if the block raises, so that nothing half-made remains."""
+    """Call `undo` if the block raises, so that nothing incomplete remains, and raise again."""
     try:
         yield
     except BaseException:
@@ -148,19 +159,19 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def near_name(name: str, known: Iterable[str]) -> str:
-    """Return the remedy of a misspelt name, "did you mean 'x' or 'y'?"; "" if none is similar."""
+    """Return "did you mean 'x' or 'y'?" for a misspelt name; "" if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), 3, 0.7)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """Return the remedy of an unknown name: the similar known names, or else all of them."""
+    """Return the remedy for an unknown name: the similar known names, or all if none is."""
     known = list(known)
     return near_name(name, known) or f"known are {', '.join(known) or 'none'}"
 
 
 def show_bytes(count: float) -> str:
-    """Format a size for people: "0 B", "1.5 GiB"."""
+    """Return a number of bytes as text: "0 B", "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024 or unit == "TiB":
             break
@@ -178,8 +189,13 @@ def differences(
     """List where two JSON values differ, such as "gear.seed: 0 here, 1 there".
 
     Args:
-        name: Name of both values; a key below it is appended after a dot.
-        form: Text of one difference, with places for the name and the two values.
+        mine: The value on this side.
+        theirs: The value on the other side.
+        name: Name of both values; keys of nested mappings are appended after a dot.
+        form: Format of one difference, with fields for the name and the two values.
+
+    Returns:
+        One text for each difference.
     """
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         inner = {
@@ -196,7 +212,7 @@ def differences(
 
 
 def error_to_json(error: GearError) -> dict[str, Any]:
-    """Return an error's kind and parts as JSON values; `error_from_json` reverses it."""
+    """Return the kind and the parts of an error as JSON values, for `error_from_json`."""
     _, (name, rule, value, remedy) = error.__reduce__()
     return {
         "kind": type(error).__name__,
@@ -208,7 +224,7 @@ def error_to_json(error: GearError) -> dict[str, Any]:
 
 
 def error_from_json(parts: Mapping[str, Any]) -> GearError:
-    """Rebuild an error; a kind that this version does not have becomes a PeerError."""
+    """Return the error of `error_to_json`; an unknown kind becomes a PeerError."""
     kind = globals().get(str(parts["kind"]), PeerError)
     is_known = isinstance(kind, type) and issubclass(kind, GearError)
     cls: type[GearError] = kind if is_known else PeerError
@@ -219,14 +235,16 @@ _RAISED = " [raised on "
 
 
 def relayed(kind: type[GearError], text: str, where: str) -> GearError:
-    """Return the error to raise here for a failure on another rank or node: cause first, then path.
+    """Return the error to raise here for a failure on another rank or node.
+
+    Its text has the cause first, then the path by which it arrived:
 
         name rule, got value [raised on rank 3, relayed by rank 0 of node 1]
 
     Args:
         kind: Type of the error.
-        text: The failure as it was received; it has a path already if it was relayed before.
-        where: The rank or node that it was received from.
+        text: Text of the failure as received; if it was relayed before, it contains a path.
+        where: The rank or node from which it was received.
     """
     cause, mark, path = text.rpartition(_RAISED)
     if mark and path.endswith("]"):

@@ -34,7 +34,7 @@ PYTHON = sys.executable
 # Modules that builds and tests import, and what DeepSpeed depends on. The second ones are installed
 # without what they depend on, which is torch or numpy.
 PACKAGES = "setuptools pydantic tqdm ninja einops hjson msgpack packaging psutil cpuinfo".split()
-PACKAGES += "pytest pytest_timeout hypothesis".split()
+PACKAGES += "rich pytest pytest_timeout hypothesis".split()
 ALONE = "numpy h5py deepspeed".split()
 PIP_NAMES = {"cpuinfo": "py-cpuinfo", "pytest_timeout": "pytest-timeout"}
 

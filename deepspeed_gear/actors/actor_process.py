@@ -1,4 +1,4 @@
-"""The actor process of `start_actors`: acts in its environments and adds their trajectories."""
+"""The process of one actor: acts in its environments and adds their trajectories to a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAST = 100  # episodes whose mean return is reported
 
 @dataclass(frozen=True)
 class ActorJob:
-    """Arguments of an actor process, which it reads from its standard input."""
+    """Arguments of an actor process, read from its standard input."""
 
     index: int
     count: int  # of all actors
@@ -44,7 +44,7 @@ class ActorJob:
 
 @dataclass(frozen=True)
 class Actor:
-    """The actor, passed to the factory of the policy."""
+    """An actor's number, environments and policy board, passed to the `policy` function."""
 
     index: int
     count: int  # of all actors
@@ -54,11 +54,11 @@ class Actor:
 
 
 class Stopped(BaseException):
-    """Raised in an actor that must end."""
+    """Raised inside an actor to end it."""
 
 
 class ActorColumns:
-    """Columns of a table for the values that gymnasium returns, by the columns' roles."""
+    """Assigns the values that gymnasium returns to a table's columns, by their roles."""
 
     def __init__(self, schema: Schema) -> None:
         of_role = {
@@ -92,7 +92,7 @@ class ActorColumns:
         return {self.observations[0]: observation}
 
     def final_states(self, final: Any, ended: np.ndarray) -> dict[str, Any]:
-        """Return the columns of episodes' last observations, from "same_step" environments."""
+        """Return the columns of the last observations of episodes, for autoreset "same_step"."""
         if isinstance(final, (Mapping, tuple)):
             return self.state(final)
         rows = [self.state(one) if ends else None for one, ends in zip(final, ended, strict=True)]
@@ -107,7 +107,7 @@ class ActorColumns:
 
 
 def gymnasium_module() -> Any:
-    """Return the module gymnasium; ConfigError if it is missing or older than 1.0."""
+    """Return the module gymnasium; raise ConfigError if it is missing or older than 1.0."""
     remedy = "pip install 'deepspeed_gear[examples]'"
     with ConfigError.on(
         "gymnasium", "must be installed to start actors", ImportError, remedy=remedy
@@ -119,7 +119,7 @@ def gymnasium_module() -> Any:
 
 
 def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
-    """Act until `stop` is set or the run has ended; return the actor's statistics."""
+    """Act until `stop` is set or the run has ended; return statistics of the actor."""
 
     def check() -> None:
         if stop.is_set():

@@ -1,4 +1,4 @@
-"""The inference client: simulators that get actions from a rank's policy via shared memory."""
+"""The inference client: simulators request actions from a rank's policy via shared memory."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ _POLL_S = 0.02
 class InferenceClient(VectorWriter):
     """N environments that get actions from an InferenceLoader and add steps to the store.
 
-    As `VectorWriter`, but `step` takes no columns that the policy computes: the rank that answers
-    writes them into the rows of the growing trajectory. So a row is written once there, and an
-    episode is copied once, into the store.
+    Like `VectorWriter`, except that `step` takes no columns that the policy computes: the rank
+    that answers a request writes them directly into the rows of the growing trajectory. Each row
+    is written once there, and an episode is copied once, into the store.
 
-    Not thread-safe. A loop over all environments: `reset`, then `act`, `step` again and again. Over
-    those that are ready: `reset`, `post`; then `ready`, `answers`, `step(envs=...)`, `post(envs)`
-    again and again.
+    To step all environments together, call `reset` once, then repeat `act` and `step`. To step
+    those that are ready, call `reset` and `post` once, then repeat `ready`, `answers`,
+    `step(envs=...)` and `post(envs)`.
+
+    Thread safety: one thread.
 
     Args:
-        writer: Attached to the table, or of a rank; closing it closes this client, too.
-        num_envs: N; or the environment, whose number and mode are read, as
-            `TrajectoryWriter.vector_writer`.
-        autoreset: As `TrajectoryWriter.vector_writer`.
+        writer: A writer of the table, attached from another process or made by a rank. Closing it
+            also closes this client.
+        num_envs: Number of environments, N; or a vector environment, from which the number and the
+            autoreset mode are read as in `TrajectoryWriter.vector_writer`.
+        autoreset: As in `TrajectoryWriter.vector_writer`.
         wait_s: Longest wait for the InferenceLoader of a rank of this node, in seconds.
+
     Raises:
-        DataError: As `TrajectoryWriter.vector_writer`.
-        StoreError: There is no loader in time, or none has so many free places.
+        DataError: As in `TrajectoryWriter.vector_writer`.
+        StoreError: Within `wait_s` there is no loader, or none has N free places.
     """
 
     def __init__(
@@ -72,26 +76,32 @@ class InferenceClient(VectorWriter):
         writer.clients.add(self)
 
     def act(self, timeout_s: float = 60.0) -> dict[str, np.ndarray]:
-        """Request actions for all environments, wait, and return them.
+        """Request actions for all environments, wait for the answers, and return them.
 
-        If it raises, the requests stay posted: the next call waits for the same answers.
+        After an error the requests stay posted: the next call waits for the same answers.
+
+        Args:
+            timeout_s: Longest wait, in seconds.
 
         Returns:
-            Column -> [N, *shape], copies; zeros for environments whose next step resets them.
+            Each column that the policy computes, by name. [N, *shape], copies. Environments whose
+            next step only resets them have zeros.
+
         Raises:
             DataError: `reset` was not called first.
             PeerError: The loader was closed, or its process has died.
-            NotReadyError: It has not answered in time.
+            NotReadyError: The loader has not answered within `timeout_s`.
         """
         self.post()
         self._slots.wait(self._places, self.num_envs, timeout_s)
         return self.answers()
 
     def post(self, envs: np.ndarray | Sequence[int] | None = None) -> None:
-        """Post requests of some or all environments, without waiting, unless already posted.
+        """Post requests for environments that have not posted one yet, without waiting.
 
         Args:
-            envs: Numbers of environments. [n], int64.
+            envs: Numbers of the environments, [n], int64; None: all.
+
         Raises:
             DataError: `reset` was not called first.
         """
@@ -119,25 +129,38 @@ class InferenceClient(VectorWriter):
             self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
 
     def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
-        """Wait until `least` environments are ready: they have answers or need none.
+        """Wait until at least `least` environments have an answer or need none.
+
+        Args:
+            least: Number of environments to wait for.
+            timeout_s: Longest wait, in seconds.
 
         Returns:
             Numbers of all environments that are ready. [n], int64.
+
         Raises:
-            PeerError, NotReadyError: As `act`.
+            PeerError: The loader was closed, or its process has died.
+            NotReadyError: Fewer environments are ready after `timeout_s`.
         """
         self._check_open()
         return np.flatnonzero(self._slots.wait(self._places, least, timeout_s))
 
     def answers(self, envs: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return the policy's answers for ready environments. Column -> [n, *shape], copies."""
+        """Return the policy's answers for environments that are ready.
+
+        Args:
+            envs: Numbers of the environments, [n], int64; None: all.
+
+        Returns:
+            Each column that the policy computes, by name. [n, *shape], copies.
+        """
         return self._answer_rows.get(self._next[slice(None) if envs is None else envs] - 1)
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
-        """Begin an episode of all environments, or of some; as `VectorWriter.reset`.
+        """Begin an episode in all or some environments, as `VectorWriter.reset` does.
 
         Raises:
-            StoreError: One of them waits for an answer.
+            StoreError: One of the environments waits for an answer.
         """
         self._check_open()
         mask = None if mask is None else np.asarray(mask, bool)
@@ -164,7 +187,7 @@ class InferenceClient(VectorWriter):
         Arguments and result are those of `VectorWriter.step`.
 
         Raises:
-            StoreError: One of them has no answer yet.
+            StoreError: One of the environments has no answer yet.
         """
         self._check_open()
         places = self._places if envs is None else self._places[envs]
@@ -238,9 +261,9 @@ class InferenceClient(VectorWriter):
             raise StoreError("the simulators", "must be open", None, "they were closed")
 
     def close(self) -> list[CompletedTrajectory]:
-        """Release the places. Safe to call twice and at exit.
+        """Release the places in the loader's mailbox. Safe to call twice and at exit.
 
-        Open trajectories keep only their published steps.
+        Of open trajectories only the published steps remain.
         """
         completed = super().close()
         self._finalizer()
@@ -248,7 +271,7 @@ class InferenceClient(VectorWriter):
 
 
 def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMailbox, np.ndarray]:
-    """Attach to a store's loader with the most free places and claim places; waits for both."""
+    """Attach to the store's loader with the most free places and claim places; wait for both."""
     most = -1
 
     def claim() -> tuple[InferenceMailbox, np.ndarray] | None:

@@ -1,4 +1,4 @@
-"""The inference loader: batches of simulators' requests for actions, for a rank's policy."""
+"""The inference loader: collects simulators' requests for actions into batches for a policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _MEASURED = ("reward", "terminated", "truncated")
 
 
 class InferenceRequest:
-    """A batch of requests: inputs of n simulators, and `reply` for answers. False if n is 0."""
+    """A batch of requests: the inputs of n simulators, and `reply` for the answers.
+
+    `len()` is n; an empty batch is false.
+    """
 
     def __init__(self, loader: InferenceLoader, places: np.ndarray) -> None:
         slots = loader._slots
@@ -52,21 +55,22 @@ class InferenceRequest:
         return len(self._places)
 
     def __getitem__(self, column: str) -> torch.Tensor:
-        """Return an input column of the simulators, on the loader's device. [n, *shape], a copy."""
+        """Return an input column, on the loader's device. [n, *shape], a copy."""
         return self._columns[column]
 
     def keys(self) -> tuple[str, ...]:
-        """Return the columns' names."""
+        """Return the names of the input columns."""
         return tuple(self._columns)
 
     def reply(self, **columns: Any) -> None:
-        """Write the answers and release the simulators. Simulators that have died are skipped.
+        """Write the answers and release the simulators, except those that have died.
 
         Args:
-            **columns: [n, *shape] of each column that the policy computes, on any device.
+            **columns: Each column that the policy computes. [n, *shape], on any device.
+
         Raises:
             DataError: A column is missing, unknown or does not fit; nothing has changed.
-            StoreError: It was answered before, or the loader is closed.
+            StoreError: The request was answered before, or the loader is closed.
         """
         slots = self._loader._slots
         answers = self._loader._answers
@@ -103,29 +107,33 @@ class InferenceRequest:
 
 
 class InferenceLoader(ProcessBound):
-    """An iterator over requests of simulators, the oldest first; it ends when it is closed.
+    """An iterator over batches of simulators' requests, oldest first; closing it ends it.
 
-    A batch is returned as soon as `batch_size` simulators wait, or all that are attached, or the
-    oldest waits for `timeout`. If none comes for so long, it is empty (false): the program may do
-    something else.
+    It yields `InferenceRequest`s. A batch is returned as soon as `batch_size` simulators wait, or
+    all attached simulators wait, or the oldest one has waited for `timeout` seconds. If no request
+    arrives for that long, the batch is empty (false), so that the program can do other work.
 
-    Not thread-safe. Several requests may be open at a time, and answered in any order. It is closed
-    with its replay.
+    Several batches may be open at the same time and may be answered in any order. The loader is
+    closed together with its replay.
+
+    Thread safety: one thread.
 
     Args:
         replay: The rank's replay, whose table takes writers.
-        batch_size: Most requests in a batch.
-        timeout: Seconds to wait for a batch to fill; None: until every simulator waits.
-        table: To which the simulators add; None: the sampled one.
-        num_simulators: Most that attach to this rank; None: twice the batch, so that half of them
-            act while the others wait.
-        length: Steps for which each has rows; None: the table's max_length, else 256. Longer
-            trajectories are moved aside, which costs another copy.
-        asks: Columns that the policy reads; None: the observations.
-        answers: Columns that the policy computes; None: the actions.
+        batch_size: Maximum number of requests in a batch.
+        timeout: Longest time to wait for a batch to fill, in seconds; None: wait until every
+            simulator has posted a request.
+        table: Name of the table to which the simulators add; None: the sampled one.
+        num_simulators: Maximum number of simulators that attach to this rank; None: twice
+            `batch_size`, so that half of them act while the others wait.
+        length: Number of steps for which each simulator has rows; None: the table's `max_length`,
+            or 256. The rows of longer trajectories are moved aside, which costs another copy.
+        asks: Names of the columns that the policy reads; None: the observations.
+        answers: Names of the columns that the policy computes; None: the actions.
+
     Raises:
         ConfigError: An argument is wrong, or the table takes no writers.
-        StoreError: The table holds a data set, or this rank has a loader of it.
+        StoreError: The table holds a data set, or this rank already has a loader for it.
         StoreFullError: Shared memory is full.
     """
 
@@ -183,7 +191,7 @@ class InferenceLoader(ProcessBound):
 
     @property
     def num_simulators(self) -> int:
-        """Simulators that are attached."""
+        """Number of simulators that are attached."""
         return self._slots.num_taken
 
     def __iter__(self) -> InferenceLoader:
@@ -195,9 +203,9 @@ class InferenceLoader(ProcessBound):
         return InferenceRequest(self, self._slots.take(self.batch_size, self.timeout_s))
 
     def close(self) -> None:
-        """Close the loader, which raises PeerError in simulators that wait.
+        """Close the loader; simulators that wait for it get a PeerError.
 
-        Safe to call twice, and done at exit.
+        Safe to call twice. It is also closed at exit.
         """
         self._finalizer()
 

@@ -1,4 +1,4 @@
-"""The policy board: the newest parameters of a node's learners, in shared memory for its actors."""
+"""The policy board: a node's newest policy parameters, in shared memory, for its actors."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ _PATIENCE_S = 10.0
 
 
 class PolicyBoard(ProcessBound):
-    """Parameters in a node's shared memory: one process publishes them, any number load them.
+    """Parameters in a node's shared memory: one process publishes them, others load them.
 
-    No process waits for another. A version is written beside the newest one, and a reader checks
-    its number and its checksum. So it never loads a torn version: neither if the publisher is
-    faster than the reader, nor if it dies (then the version before stays the newest), nor if a
-    processor reorders stores.
+    Make one with `create`, and open it in other processes with `attach`.
+
+    No process waits for another. A new version is written beside the newest one, and a reader
+    checks its number and its checksum. So a reader never loads a partly written version, even if
+
+    - the publisher is faster than the reader,
+    - the publisher dies while it writes (the version before stays the newest), or
+    - the processor reorders stores.
 
     Thread safety: one thread per process. Process safety: one publisher, `MAX_READERS` readers.
-
-    Use `create` or `attach`.
     """
 
     def __init__(self, memory: SharedMemory, layout: Layout) -> None:
@@ -66,9 +68,13 @@ class PolicyBoard(ProcessBound):
         """Create a board for a module's floating-point parameters and buffers; publish version 1.
 
         Args:
-            module: Whole, not partitioned over ranks.
-            prefix: Prefix of the file in /dev/shm: the run's `gear.shared_memory.prefix`, by which
-                `gear clean` finds it.
+            module: The whole module; its parameters must not be partitioned over ranks.
+            prefix: Prefix of the file's name in /dev/shm: the run's `gear.shared_memory.prefix`, by
+                which `gear clean` finds the file.
+
+        Returns:
+            The board, of which this process is the publisher.
+
         Raises:
             StoreFullError: Shared memory is full.
             DataError: A parameter is partitioned.
@@ -94,12 +100,13 @@ class PolicyBoard(ProcessBound):
 
     @classmethod
     def attach(cls, name: str) -> PolicyBoard:
-        """Attach to a board to read.
+        """Attach to a board as a reader.
 
         Args:
-            name: The board's `name` in the process that created it.
+            name: The board's `name`, from the process that created it.
+
         Raises:
-            StoreError: There is no such board, or it has `MAX_READERS` readers.
+            StoreError: There is no such board, or it already has `MAX_READERS` readers.
         """
         memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
         with undo_on_error(memory.close):
@@ -114,7 +121,7 @@ class PolicyBoard(ProcessBound):
 
     @property
     def name(self) -> str:
-        """Name of its file in /dev/shm."""
+        """Name of the board's file in /dev/shm."""
         return self._memory.path.name
 
     @property
@@ -124,21 +131,24 @@ class PolicyBoard(ProcessBound):
 
     @property
     def is_published(self) -> bool:
-        """Whether the process that publishes is still attached."""
+        """Whether the publisher is still attached."""
         return self._memory.is_alive(_PUBLISHER)
 
     def publish(self, module: nn.Module, version: int | None = None) -> int:
         """Publish a module's parameters as the newest version.
 
         Args:
-            module: Module with the parameters that the board was made for.
+            module: A module with the same parameters as the one that the board was created for.
             version: Number of the version; None: one more than the last.
+
         Returns:
-            The number.
+            The number of the version.
+
         Raises:
-            DataError: The module is another one, or the number does not grow.
-            StoreError: This process did not make the board.
-        Cost: the parameters are copied and read once.
+            DataError: The module has other parameters, or the number is not greater than the last.
+            StoreError: This process did not create the board.
+
+        Cost: the parameters are copied once and read once more.
         """
         if self._memory.peer != _PUBLISHER:
             raise StoreError(
@@ -166,18 +176,20 @@ class PolicyBoard(ProcessBound):
         return number
 
     def load_into(self, module: nn.Module) -> int:
-        """Copy the newest version into a module, if this process has not loaded it already.
+        """Copy the newest version into a module, unless this process has already loaded it.
 
-        It also works when the publisher has ended (see `is_published`).
+        This also works after the publisher has ended (see `is_published`).
 
         Args:
-            module: Module with the parameters that the board was made for, on any device and of any
-                floating dtype.
+            module: A module with the same parameters as the one that the board was created for, on
+                any device and of any floating dtype.
+
         Returns:
-            The version that the module has now.
+            The number of the version that the module has now.
+
         Raises:
-            DataError: The module is another one.
-            StoreError: The board is damaged: no version is whole.
+            DataError: The module has other parameters.
+            StoreError: The board is damaged: no version is complete.
         """
         if self.version == self.loaded:
             return self.loaded

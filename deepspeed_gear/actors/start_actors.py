@@ -33,15 +33,16 @@ _OF_RANKS = (
 
 
 class Actors(ProcessBound):
-    """Running actor processes; leave the `with` block, or call `stop`, to end them.
+    """Running actor processes. To end them, leave the `with` block or call `stop`.
 
-    They also end when this process does, and when the run whose store they write to has ended.
+    They also end when this process ends, and when the run to whose store they write has ended.
 
     Thread safety: one thread.
 
     Args:
-        run: Name or id of the run, for what a policy itself attaches to; None: this process's
-            GEAR_RUN.
+        jobs: One job for each actor.
+        run: Name or id of the run; the value of GEAR_RUN in the actors, which a policy uses when
+            it attaches to a store itself. None: this process's GEAR_RUN.
     """
 
     def __init__(self, jobs: list[ActorJob], run: str | None = None) -> None:
@@ -67,14 +68,14 @@ class Actors(ProcessBound):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids."""
+        """Process ids of the actors that run."""
         return [process.pid for process in self._processes]
 
     def check(self) -> None:
-        """Raise if an actor has failed; cheap enough for every step.
+        """Raise if an actor has failed. Cheap enough to call in every step.
 
         Raises:
-            PeerError: With the report of the actor. The others are ended.
+            PeerError: An actor has failed; the message has its report. The other actors are ended.
         """
         for index, process in enumerate(self._processes):
             if process.poll() is not None and (failure := self._failure(index)):
@@ -85,10 +86,12 @@ class Actors(ProcessBound):
         """End all actors after their current step.
 
         Returns:
-            Of each: `steps`, `episodes`, `mean_return` of the last 100, `seconds`, and `waited_s`
-            for learners.
+            A dictionary for each actor: its number `actor`, `steps`, `episodes`, `mean_return` of
+            its last 100 episodes (None without one), `seconds` that it has run, and `waited_s`,
+            the seconds that its writer has waited.
+
         Raises:
-            PeerError: One had failed.
+            PeerError: An actor has failed.
         """
         for process in self._processes:
             _send(process, b"\n", last=True)
@@ -145,31 +148,35 @@ def start_actors(
     board: PolicyBoard | None = None,
     seed: int = 0,
 ) -> Actors:
-    """Start actors on this node.
+    """Start actor processes on this node.
 
-    Each is a new process (no fork), attaches to the table as a writer, makes its vector environment
-    and calls the policy with an `Actor`, once. The function that it returns is called with the
-    observations of all environments and returns their actions, or a mapping with more columns of
-    the table.
+    Each actor is a new process (not a fork). It makes its vector environment, attaches to the table
+    as a writer, and calls `policy` once with an `Actor`. The function that `policy` returns is then
+    called for every step with the observations of all environments. It returns their actions, or a
+    mapping from column names to values, which may have further columns of the table.
 
     Args:
-        env: Name in gymnasium's registry; or a function that takes the number of environments and
-            returns a vector environment, itself or as "module:function". With options:
+        env: Name in gymnasium's registry; or a function, or its name as "module:function", that
+            takes the number of environments and returns a vector environment. With options:
             `functools.partial(gymnasium.make_vec, "CartPole-v1", max_episode_steps=100)`.
-        policy: A function, or "module:function"; importable by actors, so not of a script's main
-            module.
-        replay: In a rank, its replay: the actors add to its run and to no other. Elsewhere the
-            config, as `TrajectoryWriter.attach`; where several runs exist, it or GEAR_RUN names
-            one.
+        policy: A function, or "module:function". The actors must be able to import it, so it cannot
+            be defined in the main module of a script.
+        replay: In a rank, its replay: the actors add only to its run. In other processes, the
+            config, as in `TrajectoryWriter.attach`; if several runs exist, the config or GEAR_RUN
+            must name one.
         table: Name of the table; None: the sampled one, or the only one that takes writers.
-        num_actors: Processes; the table's `writers` must admit as many.
-        num_envs: Environments of each.
-        board: Board with the learners' newest policy.
-        seed: Environment j of actor i has the seed `seed + i * num_envs + j`, where each has its
-            own.
+        num_actors: Number of processes; at most the table's `writers`.
+        num_envs: Number of environments in each actor.
+        board: Board with the learners' newest policy; it is passed to `policy` in the `Actor`.
+        seed: Environment j of actor i gets the seed `seed + i * num_envs + j`, if the vector
+            environment gives each of its environments a seed of its own.
+
+    Returns:
+        The running actors, a context manager.
+
     Raises:
-        ConfigError: gymnasium is missing, the table does not take so many writers, or the policy
-            cannot be sent to actors.
+        ConfigError: gymnasium is missing, the table admits fewer writers than `num_actors`, or
+            `policy` or `env` cannot be sent to the actors.
     """
     gymnasium_module()
     run = None

@@ -1,4 +1,4 @@
-"""Connection to a gateway: its sessions, and calls with a deadline, made again after a loss."""
+"""Connection to a gateway: sessions, and calls with a deadline that are retried after a loss."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ _MACHINE_ROOTS = (
 
 
 def longest_call_s(num_bytes: int) -> float:
-    """Return the time after which a call with a message of `num_bytes` is given up."""
+    """Return the deadline of a call whose message has `num_bytes`, in seconds."""
     return _ANSWER_S + num_bytes / _BYTES_A_S
 
 
 class ConnectionLost(Exception):
-    """No answer: the connection was lost, or none can be made. The request may have arrived."""
+    """A call has no answer: there is no connection. The request may have arrived."""
 
 
 class RetryPolicy:
-    """Retries of lost calls, with growing pauses, until none is answered for `timeout_s`."""
+    """Retries of lost calls, with growing pauses, until `timeout_s` pass without an answer."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
@@ -71,7 +71,7 @@ class RetryPolicy:
         self._until: float | None = None  # begins with the first loss
 
     def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
-        """Pause before the next try, or raise LostNodeError if the time is over."""
+        """Pause before the next attempt, or raise LostNodeError once the time is over."""
         now = time.monotonic()
         self._until = now + self._timeout_s if self._until is None else self._until
         if now > self._until:
@@ -84,9 +84,11 @@ class RetryPolicy:
 
 
 class Connection:
-    """Calls to a gateway, over a connection that is made again after a loss. Not thread-safe.
+    """Calls to a gateway, over a connection that is made again after a loss.
 
-    A call is answered or lost as a whole.
+    A call is either answered or lost, never in part.
+
+    Thread safety: one thread at a time.
     """
 
     def __init__(self, url: str, token: Any, ca: Any = None, insecure: bool = False) -> None:
@@ -122,11 +124,16 @@ class Connection:
 
         Args:
             action: Name of the action.
-            header: Its arguments, as JSON.
-            most_s: Longest time of the call, for any size of the request.
+            header: Arguments of the action, as JSON values.
+            most_s: Longest time of the call for any size of the request, in seconds.
             batch: Record batch of `encode`, or bytes.
+
         Returns:
-            The answer; `error` is an error of the gateway, `content` are the bytes of prompts.
+            The answer. `error` is an error of the gateway; `content` has the bytes of prompts.
+
+        Raises:
+            StoreError: The token is wrong, or the gateway does not have this action.
+            ConnectionLost: There is no answer.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, longest_call_s(len(message))))
@@ -158,11 +165,11 @@ class Connection:
     def call_again(
         self, action: str, header: Mapping[str, Any], timeout_s: float, batch: Any = None
     ) -> dict[str, Any]:
-        """Call until there is an answer, and return it; arguments as `call`.
+        """Call until there is an answer, and return it. For the arguments see `call`.
 
         Raises:
-            GearError: The error that the answer contains.
-            LostNodeError: There is no answer for `timeout_s` seconds.
+            GearError: The answer contains this error.
+            LostNodeError: There was no answer for `timeout_s` seconds.
         """
         retries = RetryPolicy(self.url, timeout_s)
         while True:
@@ -179,17 +186,18 @@ class Connection:
         """Begin a session of a writer or rollout worker.
 
         Args:
-            timeout_s: As `call_again`.
-            **header: More words of the client.
+            timeout_s: As in `call_again`.
+            **header: Further entries of the header.
+
         Returns:
-            The gateway's answer, with `who` for the headers of calls.
+            The gateway's answer, with `who`, which the headers of later calls must contain.
         """
         header |= {"version": gateway_messages.VERSION, "client": uuid.uuid4().hex}
         hello = self.call_again("hello", header, timeout_s)
         return {**hello, "who": {"gateway": str(hello["gateway"]), "client": header["client"]}}
 
     def end_session(self, who: Mapping[str, str]) -> None:
-        """End a session, if the gateway answers, and the connection."""
+        """End a session (if the gateway answers) and the connection."""
         try:
             self.call("bye", who, _END_S)
         except (ConnectionLost, GearError):
@@ -243,7 +251,7 @@ def read_token(path: str | Path) -> str:
 
 
 def check_token(name: str, token: str) -> str:
-    """Return a token that may stand in a header of a call; else raise ConfigError."""
+    """Return a token if it may be sent in the header of a call; else raise ConfigError."""
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         rule = f"must hold a token of at least {LEAST_TOKEN} printable ASCII characters"
         raise ConfigError(name, rule, None, _MAKE)
@@ -251,7 +259,7 @@ def check_token(name: str, token: str) -> str:
 
 
 def check_plain(name: str, host: str, insecure: bool, remedy: str) -> None:
-    """Refuse a connection without TLS that leaves the machine."""
+    """Raise ConfigError for a connection without TLS to another machine, unless `insecure`."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:  # no address: any other name than localhost may be another machine's

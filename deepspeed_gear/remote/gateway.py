@@ -1,6 +1,6 @@
 """The gateway: a gRPC server that adds remote writers' trajectories to this node's store.
 
-In a table with prompts it leases these to remote rollout workers.
+If the table has prompts, it leases them to remote rollout workers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _DECIDE = "what was not acknowledged may be stored or not; connect again, and de
 
 
 def read_certificate(chain: str | Path, key: str | Path) -> grpc.ServerCredentials:
-    """Read a TLS certificate, with those between it and the root, and its private key, in PEM."""
+    """Read a TLS certificate chain and its private key, both PEM files."""
     with ConfigError.on(
         "TLS certificate and key", "must be readable PEM files", OSError, remedy="check the paths"
     ):
@@ -78,10 +78,9 @@ def read_certificate(chain: str | Path, key: str | Path) -> grpc.ServerCredentia
 
 
 class Session:
-    """State of one remote writer, or rollout worker.
+    """State of one remote writer or rollout worker.
 
-    `upto` only grows, and only after a commit or a refusal: so a trajectory that is sent twice is
-    added once.
+    `upto` grows only after a commit or a refusal, so a trajectory that is sent twice is added once.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -102,7 +101,7 @@ class Session:
 
     @contextmanager
     def call(self) -> Iterator[bool]:
-        """Admit a call of the client, for the block, unless too many of its calls are under way."""
+        """Admit a call of the client for the block, unless too many of its calls run."""
         self.called_at = time.monotonic()
         is_admitted = self._calls.acquire(blocking=False)
         try:
@@ -112,23 +111,23 @@ class Session:
                 self._calls.release()
 
     def refused_after(self, known: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return the refusals after the last that the writer has received; forget the others."""
+        """Return the refusals that the writer has not received yet; forget the others."""
         while self.refused and self.refused[0][0] <= known:
             self.refused.popleft()
         return list(self.refused)
 
     def is_busy(self, timeout_s: float) -> bool:
-        """Return whether the last batch is still being added, after at most so long."""
+        """Return whether the last batch is still being added, after at most `timeout_s` seconds."""
         return self.task is not None and bool(wait([self.task], timeout_s).not_done)
 
 
 class Sessions:
-    """Adds batches of any number of writers, one after the other.
+    """Adds the batches of any number of writers, one after the other.
 
-    At most one batch of each writer is held: the next is accepted when the last is added or
-    refused, so trajectories that the table does not take yet stay with the writers.
+    At most one batch of each writer is held: the next is accepted once the last has been added or
+    refused. Trajectories that the table does not admit yet therefore stay with the writers.
 
-    Thread safety: any thread may call anything; only one thread adds.
+    Thread safety: any thread may call any method; only one thread adds.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class Sessions:
         self.hello: dict[str, Any] = {}  # more of the answer to a client
 
     def open(self, client: str, grace_s: float = gateway_messages.SESSION_S) -> None:
-        """Begin a session; an existing one continues."""
+        """Begin a session, or continue the existing one."""
         self.check()
         if len(self._sessions) >= _MOST_SESSIONS and client not in self._sessions:
             rule = f"must have at most {_MOST_SESSIONS} sessions"
@@ -152,9 +151,9 @@ class Sessions:
         self._sessions.setdefault(client, Session(grace_s))
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
-        """End sessions of writers that have not called for a time, and return how many.
+        """End the sessions of writers that have not called for a time; return how many.
 
-        A session whose batch is still being added goes on.
+        A session whose batch is still being added continues.
         """
         now = time.monotonic()
         ended = [
@@ -174,15 +173,16 @@ class Sessions:
         self._sessions.pop(client, None)
 
     def put(self, client: str, known: int, trajectories: Numbered) -> dict[str, Any]:
-        """Add a batch, unless the last one is still waiting; answer after at most `ANSWER_S`.
+        """Add a batch unless the last one is still waiting; answer after at most `ANSWER_S`.
 
-        Numbers follow those of the last batch or repeat some; a call without trajectories only asks
-        for the answer. Refusals up to `known` have arrived, and are not sent again.
+        The numbers of the trajectories continue those of the last batch, or repeat some of them. A
+        call without trajectories only requests the answer. The writer has received the refusals up
+        to `known`; they are not sent again.
 
         Returns:
-            `upto`, `busy` (a batch is being added), `refused`, `error` of the end, and `wait_s`:
-            how long the writer must wait before its next call. That is 0 unless too many requests
-            wait here already, so that this one does not.
+            The answer: `upto`; `busy` (a batch is being added); `refused`; `error`, if the gateway
+            has ended; and `wait_s`, the seconds that the writer must wait before its next call.
+            `wait_s` is 0 unless so many requests wait already that this one is answered at once.
         """
         session = self._sessions.get(client)
         if session is None:
@@ -220,7 +220,7 @@ class Sessions:
         return answer
 
     def _wait(self, session: Session) -> tuple[bool, float]:
-        """Return whether a session's task goes on, and for how long its writer must wait."""
+        """Return whether a session's task continues, and how many seconds its writer must wait."""
         may_wait = self._waiting.acquire(blocking=False)
         busy = session.is_busy(ANSWER_S if may_wait else 0.0)
         if may_wait:
@@ -251,30 +251,30 @@ class Sessions:
             )
 
     def check(self) -> None:
-        """Raise the error that has ended the gateway."""
+        """Raise the error that ended the gateway, if it has ended."""
         if self.error is not None:
             raise self.error
 
     def end(self, error: GearError) -> None:
-        """Add nothing any more; every later answer contains this error."""
+        """Stop adding; every later answer contains this error."""
         self.error = self.error or error
 
     @property
     def all_notified(self) -> bool:
-        """Whether every writer has been sent the error of the end."""
+        """Return whether every writer has been sent the error that ended the gateway."""
         return all(session.is_notified for session in list(self._sessions.values()))
 
     def close(self) -> None:
-        """Wait for the trajectory that is being added; `end` comes first."""
+        """Wait for the trajectory that is being added. Call `end` first."""
         self._adder.shutdown()
 
 
 class LeaseSessions(Sessions):
     """Leases prompts to any number of remote rollout workers, as one worker of this node.
 
-    A lease is of a session and ends with it; of a store that outlives its job, its commit is taken
-    as that of a local worker whose lease came back. Commits are done one after the other, other
-    calls at once.
+    A lease belongs to a session and ends with it. If the store outlives its job, a later commit is
+    treated like that of a local worker whose lease was returned. Commits are executed one after the
+    other, all other calls immediately.
     """
 
     def __init__(self, writer: TrajectoryWriter, max_message_bytes: int) -> None:
@@ -298,7 +298,7 @@ class LeaseSessions(Sessions):
         self._most = max(1, max_message_bytes // (most_bytes + kept))  # leases of a call
 
     def forget(self, client: str) -> None:
-        """End the session of a worker, and return its leases."""
+        """End the session of a worker and return its leases to the ledger."""
         session = self._sessions.pop(client, None)
         if session is not None:
             self._release(session)
@@ -308,11 +308,13 @@ class LeaseSessions(Sessions):
         self._ledger.release([lease for lease, _ in list(session.leases.values())])
 
     def work(self, client: str, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
-        """Do a worker's call once, however often it is made: its `number` grows with each new one.
+        """Execute a worker's call once, even if it is sent several times.
 
-        A call without one only keeps the session. `unknown` in the answer: there is no such
-        session; `busy`: the commit of this number has not ended, so the worker asks again, without
-        its `content`.
+        Each new call has a higher `number`; a call without one only keeps the session alive.
+
+        Returns:
+            The answer. With `unknown`, there is no such session. With `busy`, the commit with this
+            number has not ended: the worker must call again, without its `content`.
         """
         session = self._sessions.get(client)
         if session is None:
@@ -354,7 +356,7 @@ class LeaseSessions(Sessions):
         return {**session.answer, "content": content}
 
     def _do(self, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
-        """Do a call; return its answer."""
+        """Execute a call and return its answer."""
         session.is_notified = self.error is not None
         self.check()
         if call["do"] == "lease":
@@ -422,13 +424,17 @@ class LeaseSessions(Sessions):
 class Gateway:
     """Server that adds trajectories of remote writers to a table, or leases its prompts.
 
-    It has threads of its own, and is the only user of its writer. Port 0 takes a free one;
-    `insecure` admits other addresses than loopback without TLS.
+    It runs its own threads and must be the only user of its writer. Port 0 takes a free port;
+    `insecure` allows addresses other than loopback without TLS.
 
-    Memory: a worker receives a call's message after the token is checked, and at most
-    `max_message_bytes` and 1 MiB of it; a session holds one batch or group that is to be added;
-    calls that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed, no
-    value is copied, and the arrays of a call's trajectories count to its bytes.
+    Memory:
+
+    - A call's message is received only after its token was checked, and at most `max_message_bytes`
+      plus 1 MiB of it.
+    - A session holds one batch or group that is to be added.
+    - Calls that wait for a worker thread hold as much as gRPC's flow control admits.
+    - Nothing is decompressed and no value is copied. The arrays of a call's trajectories count
+      towards its bytes.
     """
 
     def __init__(
@@ -493,7 +499,7 @@ class Gateway:
         insecure: bool,
         max_message_bytes: int = gateway_messages.MAX_MESSAGE_BYTES,
     ) -> None:
-        """Check a gateway's arguments, before there is a store."""
+        """Check the arguments of a gateway before a store exists."""
         if certificate is None:
             remedy = "give --tls-cert and --tls-key, or --insecure in a network that you trust"
             check_plain("host", host, insecure, remedy)
@@ -531,7 +537,7 @@ class Gateway:
             log.flush(at_once)
 
     def shutdown(self) -> None:
-        """Accept no more calls; end those that are not answered in 3 s. Safe to call twice."""
+        """Accept no more calls; end those that are not answered within 3 s. Safe to call twice."""
         self._server.stop(_END_S).wait()
         self._workers.shutdown()
         self._flush_logs(at_once=True)
@@ -588,14 +594,14 @@ class Gateway:
         return {}
 
     def _client(self, header: Mapping[str, Any]) -> str:
-        """Return the name of a caller that has connected to this gateway."""
+        """Return the name of a client that has connected to this gateway."""
         if header.get("gateway") != self._id:
             rule = "must be the one that this writer has connected to"
             raise StoreError("the gateway", rule, None, f"it was restarted: {_DECIDE}")
         return str(header.get("client"))
 
     def refuse(self, _: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """End a call without the token, before its message is received."""
+        """Reject a call without the token, before its message is received."""
         self._wrong_tokens.note(Peer.of_grpc(context.peer()).address)
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
         raise AssertionError("abort raises")
@@ -603,7 +609,7 @@ class Gateway:
     def answer(
         self, action: Action, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> bytes:
-        """Receive a call's message and answer it, unless its peer has its share of calls."""
+        """Receive a call's message and answer it, unless too many calls of its peer run."""
         peer = Peer.of_grpc(context.peer())
         self._connections.show_token(peer)
         call = self._calls.begin(peer, context.cancel)

@@ -1,8 +1,8 @@
 """Limits of a gateway: connections and calls of each peer, and how long each may take.
 
-gRPC accepts connections itself. Its options bound their number and idle time, whoever has made
-them. What an address may have is enforced here: over the sockets of this process, before a
-connection has shown the token, and over the calls that occupy workers, after it has.
+gRPC accepts connections itself; its options bound their total number and their idle time. The
+limits for each address are enforced here: on the sockets of this process before a connection has
+shown the token, and on the calls that occupy workers afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Peer(NamedTuple):
 
     @classmethod
     def of_grpc(cls, name: str) -> Peer:
-        """Return the peer that gRPC calls ipv4:127.0.0.1:80, or ipv6:%5B::1%5D:80."""
+        """Return the peer with a gRPC name such as ipv4:127.0.0.1:80 or ipv6:%5B::1%5D:80."""
         _, _, rest = unquote(name).partition(":")
         address, _, port = rest.rpartition(":")
         return cls.of_socket(address.strip("[]"), int(port) if port.isdigit() else 0)
@@ -54,7 +54,7 @@ class Peer(NamedTuple):
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit of open files as far as it may, and as its connections need."""
+    """Raise this process's limit of open files as far as its connections need and it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + 2 * _FILES
     most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
@@ -63,7 +63,7 @@ def raise_descriptor_limit() -> None:
 
 
 def most_connections() -> int:
-    """Return how many connections a gateway may have under this process's open-file limit."""
+    """Return the number of connections that this process's limit of open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -129,12 +129,12 @@ class Call:
 
 
 class CallLimits:
-    """Which calls of peers that have the token may occupy a worker, and for how long.
+    """Limits for calls of peers that have the token: how many may occupy workers, and how long.
 
-    An address may have three times as many workers as are free: alone 3/4 of them, two addresses
-    3/7 each. So some are always free for another one.
+    An address may occupy three times as many workers as are free: one address alone 3/4 of them,
+    two addresses 3/7 each. So some workers are always free for a further address.
 
-    Thread safety: any thread may call anything.
+    Thread safety: any thread may call any method.
     """
 
     def __init__(self, num_workers: int, longest_s: float) -> None:
@@ -147,7 +147,7 @@ class CallLimits:
         )
 
     def begin(self, peer: Peer, cancel: Callable[[], object]) -> Call | str:
-        """Admit a call; or return why it is refused, with the remedy."""
+        """Admit a call, or return the reason for its refusal, with the remedy."""
         with self._lock:
             free = self._num_workers - len(self._calls)
             of_address = sum(call.peer.address == peer.address for call in self._calls)
@@ -185,7 +185,7 @@ class CallLimits:
 class Connections:
     """The accepted connections of a gateway's port; closes those that do not show the token.
 
-    Thread safety: one thread calls `look`, any thread the rest.
+    Thread safety: one thread calls `look`; any thread may call the other methods.
     """
 
     def __init__(self, port: int, most_without_token: int) -> None:
@@ -202,12 +202,12 @@ class Connections:
         )
 
     def show_token(self, peer: Peer) -> None:
-        """Note that a peer has the token."""
+        """Record that a peer has shown the token."""
         with self._lock:
             self._shown[peer] = time.monotonic()
 
     def look(self) -> None:
-        """Close connections that show no token: old ones, and the oldest of an address with many.
+        """Close connections without a token: old ones, and the oldest of an address with many.
 
         Cost: a system call for each descriptor of the process.
         """
@@ -249,7 +249,7 @@ class Connections:
                 self.log.note(peer.address)
 
     def _peer(self, number: int, link: str) -> Peer | None:
-        """Return the peer of a descriptor; None: it is no connection of the port."""
+        """Return the peer of a descriptor; None if it is not a connection to the port."""
         with suppress(OSError), _same_socket(number, link) as one:
             if (
                 one.family in (socket.AF_INET, socket.AF_INET6)

@@ -1,10 +1,11 @@
 """Messages of the gateway: trajectories as Arrow record batches, headers and errors as JSON.
 
-A call is a unary call of gRPC whose request and answer are bytes: no protobuf, no generated code.
+A call is a unary gRPC call whose request and answer are bytes, without protobuf or generated code.
 
-A record batch has a row per trajectory: its number, of each column its bytes in C order as
-`large_binary`, and in a table with media the items that it names (`MediaSpec.send`). Bytes, as in a
-store: bfloat16, bool and shapes need no types of Arrow's, and nothing is converted.
+A record batch has one row per trajectory: its number; the bytes of each column in C order, as
+`large_binary`; and in a table with media, the media items to which it refers (`MediaSpec.send`).
+The bytes are those of the store, so bfloat16, bool and shapes need no Arrow types, and nothing is
+converted.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def trajectory_bytes(arrays: Arrays) -> int:
-    """Return the bytes that a trajectory takes in a gateway: its values, and an array for each."""
+    """Return the memory of a trajectory in a gateway, in bytes: its values and their arrays."""
     return sum(array.nbytes for array in arrays.values()) + _VALUE_BYTES * (len(arrays) + 1)
 
 
@@ -71,6 +72,7 @@ def as_sent(
         trajectory: Columns by their dotted names.
         items: Media items that are sent already, by content id. New ones are added.
         **options: As `check_trajectory`.
+
     Returns:
         Columns in the stored form, with the content of new media items, and the number of steps.
     """
@@ -86,7 +88,7 @@ def as_sent(
 
 
 def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:
-    """Return trajectories, by number and columns as they are stored, as a record batch."""
+    """Return trajectories (number, and columns in the stored form) as a record batch."""
     columns = [pa.array([number for number, _ in trajectories], pa.int64())]
     for name in _names(schema):
         values = [np.ascontiguousarray(arrays[name]).reshape(-1) for _, arrays in trajectories]
@@ -101,10 +103,10 @@ def _names(schema: Schema) -> list[str]:
 def decode(
     schema: Schema, content: pa.Buffer, most_bytes: int = MOST_MAX_MESSAGE_BYTES
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield number and columns of each trajectory of a record batch; no value is copied.
+    """Yield the number and the columns of each trajectory of a record batch, without copying.
 
-    `content`, after a message's header, is not trusted; `most_bytes` limits the `trajectory_bytes`
-    of all.
+    `content`, the part of a message after its header, is not trusted. `most_bytes` limits the sum
+    of the `trajectory_bytes`.
     """
     names = [_NUMBER, *_names(schema)]
     source = pa.BufferReader(content)
@@ -161,12 +163,12 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
 
 
 def lease_words(lease: LeaseRecord) -> tuple[Any, ...]:
-    """Return the words of a lease in a call, without what the worker has kept."""
+    """Return the words of a lease for a call, without the data that the worker has kept."""
     return (*lease[:NUM_LEASE_WORDS], None, lease.origin)
 
 
 def lease_of(words: Any) -> LeaseRecord:
-    """Return the lease of a call by its words, which are not trusted."""
+    """Return the lease of a call from its words, which are not trusted."""
     with DataError.on(
         "the lease of a call",
         "must be a list of 7 words",
@@ -181,9 +183,9 @@ def lease_of(words: Any) -> LeaseRecord:
 
 
 def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:
-    """Return a message: length of the header, the header as JSON, and the content.
+    """Return a message: the length of the header, the header as JSON, and the content.
 
-    `batch` is content in bytes, or a batch that is written as an IPC stream.
+    `batch` is the content: bytes, or a record batch, which is written as an IPC stream.
     """
     sink = pa.BufferOutputStream()
     head = json.dumps(header).encode()
@@ -199,7 +201,7 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None)
 def unpack(
     message: pa.Buffer, most_bytes: int = MOST_HEADER_BYTES
 ) -> tuple[dict[str, Any], pa.Buffer]:
-    """Return the header of a message and the content after it."""
+    """Return the header and the content of a message."""
     view = memoryview(message)
     end = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
     if end > _LENGTH + most_bytes:
@@ -217,7 +219,7 @@ def unpack(
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:
-    """Describe the differences of two schemas: missing columns, and attributes that differ."""
+    """Describe how two schemas differ: missing columns, and attributes that differ."""
     texts = [f"column {name} is not in the table" for name in own.names if name not in wanted]
     texts += [f"column {name} is missing" for name in wanted.names if name not in own]
     for column in (c for c in wanted if c.name in own):

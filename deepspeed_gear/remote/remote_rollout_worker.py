@@ -32,10 +32,10 @@ from deepspeed_gear.writer.rollout_worker import LeaseLedger, LeaseWorker
 
 
 class RemoteLedger(LeaseLedger):
-    """The prompt ledger of a gateway's table. Each call is done once, also if connections are lost.
+    """The prompt ledger of a gateway's table. Each call is executed once, despite lost connections.
 
-    A session ends `timeout_s` (at least 1 s) after the last call; a thread calls in between. The
-    next call begins another session, perhaps with another gateway.
+    A session ends `timeout_s` (at least 1 s) after the last call; a background thread makes calls
+    in between. The next call begins a new session, which may be with another gateway.
 
     Thread safety: any thread may call; calls are made one after the other.
     """
@@ -143,17 +143,34 @@ class RemoteLedger(LeaseLedger):
 class RemoteRolloutWorker(LeaseWorker):
     """Leases prompts of a table on another machine, through the gateway of `gear serve`.
 
-    As RolloutWorker, with the same leases. Each call is done once, also if connections are lost.
-    The leases come back when the worker closes, or its session ends: with the gateway, or
-    `timeout_s` (at least 1 s) after the last call; a thread calls while the worker generates. The
-    next call begins another session. In a store that outlives its job they may be committed then,
-    until their prompts are leased again.
+    It works like RolloutWorker, with the same leases. Each call is executed once, even if
+    connections are lost.
 
-    Thread safety: one thread at a time. After a fork, connect anew.
+    The leases are returned when the worker closes or when its session ends. A session ends with the
+    gateway, or `timeout_s` (at least 1 s) after the worker's last call; a background thread makes
+    calls while the worker generates. The next call begins a new session. If the store outlives its
+    job, leases of an ended session may still be committed until their prompts are leased again.
+
+    Thread safety: one thread at a time. After a fork, connect again.
     """
 
     @classmethod
     def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
-        """Connect to a gateway; arguments and errors are those of `RemoteWriter.connect`."""
+        """Connect to a gateway.
+
+        Args:
+            url: As in `RemoteWriter.connect`.
+            timeout_s: Longest time without an answer, in seconds; also how long the session lasts
+                without a call.
+            **options: `token`, `ca` and `insecure`, as in `RemoteWriter.connect`.
+
+        Returns:
+            A connected worker.
+
+        Raises:
+            ConfigError: An argument is wrong.
+            StoreError: The token is wrong.
+            LostNodeError: No gateway answers within `timeout_s`.
+        """
         line = Connection(url, **options)
         return cls(RemoteLedger(line, check_timeout("timeout_s", timeout_s)))

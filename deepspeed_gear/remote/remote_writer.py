@@ -42,12 +42,13 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class SendOptions:
-    """When a remote writer sends a batch, and how much it buffers.
+    """When a remote writer sends a batch of trajectories, and how much it buffers.
 
     Args:
-        batch_bytes: A batch is sent when it has so many bytes.
-        linger_s: Or when its first trajectory has waited so long.
-        buffer_bytes: Buffer of unacknowledged trajectories; `add` waits when it is full.
+        batch_bytes: A batch is sent once it has this many bytes.
+        linger_s: It is also sent once its first trajectory has waited this long, in seconds.
+        buffer_bytes: Size of the buffer of unacknowledged trajectories, in bytes; `add` waits while
+            it is full.
     """
 
     batch_bytes: int = 2 << 20
@@ -107,7 +108,7 @@ class Sender:
         self._thread.start()
 
     def put(self, arrays: Mapping[str, np.ndarray], num_bytes: int) -> int:
-        """Append the columns of a trajectory, which do not change any more; return its number.
+        """Append a trajectory's columns, which must not change later; return its number.
 
         Waits while the queue is full.
         """
@@ -260,15 +261,16 @@ class Sender:
 class RemoteWriter(WriterBase):
     """Adds trajectories to a table on another machine, through the gateway of `gear serve`.
 
-    Differences from TrajectoryWriter: `add` returns before the trajectory is stored, so its error
-    is raised by a later call; and it returns this writer's own number of the trajectory, from 0,
-    instead of the id.
+    Differences from TrajectoryWriter:
 
-    Every trajectory is stored exactly once while the gateway lives, even if connections are lost.
-    If the gateway dies, an unacknowledged trajectory may be stored or not; none is stored twice or
-    in part.
+    - `add` returns before the trajectory is stored, so a later call raises its error;
+    - `add` returns the number of the trajectory in this writer, counted from 0, not its id.
 
-    Thread safety: one thread at a time; a thread of its own sends. After a fork, connect again.
+    While the gateway runs, every trajectory is stored exactly once, even if connections are lost.
+    If the gateway dies, an unacknowledged trajectory may or may not have been stored; none is
+    stored twice or in part.
+
+    Thread safety: one thread at a time; a background thread sends. After a fork, connect again.
     """
 
     def __init__(
@@ -297,22 +299,28 @@ class RemoteWriter(WriterBase):
         insecure: bool = False,
         sending: SendOptions | None = None,
     ) -> RemoteWriter:
-        """Connect to a gateway that runs, or will run.
+        """Connect to a gateway; if it does not run yet, retry for up to `timeout_s`.
 
         Args:
             url: grpc+tls://HOST:PORT, or grpc://HOST:PORT without TLS.
-            token: The gateway's token, or the Path of a file of mode 0600 that holds it.
+            token: The gateway's token, or the Path of a file with mode 0600 that contains it.
             schema: Columns that this actor writes; None: those of the table.
-            ca: File with the certificates that sign the gateway's; None: those of the machine.
-            timeout_s: Longest time without an answer, and longest wait while the gateway blocks.
-            insecure: Admits other addresses than loopback without TLS: the token is sent
-                unencrypted.
+            ca: Path of a PEM file with the root certificates for the gateway's certificate; None:
+                those of the machine.
+            timeout_s: Longest time without an answer, and longest wait while the gateway adds
+                nothing because its table blocks, in seconds.
+            insecure: Whether addresses other than loopback are allowed without TLS. The token is
+                then sent unencrypted.
             sending: Size and delay of batches; None: the defaults.
+
+        Returns:
+            A connected writer.
+
         Raises:
-            ConfigError: An argument is wrong, or the gateway takes no batches of this size.
+            ConfigError: An argument is wrong, or the gateway accepts no batches of this size.
             StoreError: The token is wrong.
             SchemaError: The table has another schema; the error names the differences.
-            LostNodeError: Nothing answers.
+            LostNodeError: No gateway answers within `timeout_s`.
         """
         check_timeout("timeout_s", timeout_s)
         arguments.one_of("sending", sending, (SendOptions, type(None)), "SendOptions")
@@ -338,7 +346,7 @@ class RemoteWriter(WriterBase):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this writer has waited for the gateway, in all."""
+        """Total time that this writer has waited for the gateway, in seconds."""
         return self._sender.waited_s
 
     @property
@@ -348,7 +356,7 @@ class RemoteWriter(WriterBase):
 
     @property
     def num_lost(self) -> int:
-        """Number of calls that were lost with their connection, and repeated."""
+        """Number of calls that were repeated because their connection was lost."""
         return self._sender.num_lost
 
     def _add(self, trajectory: Mapping[str, Any]) -> int:
@@ -371,10 +379,10 @@ class RemoteWriter(WriterBase):
         return number
 
     def flush(self) -> None:
-        """Wait until everything is stored.
+        """Wait until all added trajectories are stored.
 
         Raises:
-            DataError, StoreFullError, NotReadyError, StoreError, LostNodeError: As `add`.
+            DataError, StoreFullError, NotReadyError, StoreError, LostNodeError: As in `add`.
         """
         self._check()
         self._sender.flush()
@@ -382,7 +390,7 @@ class RemoteWriter(WriterBase):
 
     @property
     def refused(self) -> list[tuple[int, GearError]]:
-        """Numbers of the trajectories that were refused, and why."""
+        """Number and error of each trajectory that was refused."""
         return list(self._sender.refused)
 
     def _check(self) -> None:
@@ -404,7 +412,7 @@ class RemoteWriter(WriterBase):
         """Flush and disconnect. Safe to call twice.
 
         Raises:
-            DataError, StoreFullError, NotReadyError, StoreError, LostNodeError: As `flush`.
+            DataError, StoreFullError, NotReadyError, StoreError, LostNodeError: As in `flush`.
         """
         if self._open:
             try:

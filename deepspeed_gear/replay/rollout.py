@@ -34,7 +34,7 @@ from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
 from deepspeed_gear.ops.constants import MOST_PACK_TOKENS
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.public_names import PublicNames
-from deepspeed_gear.replay.rollout_advantages import set_advantages
+from deepspeed_gear.replay.rollout_advantages import set_advantages, whiten_column
 from deepspeed_gear.replay.rollout_columns import (
     MASK,
     READ,
@@ -45,7 +45,6 @@ from deepspeed_gear.replay.rollout_columns import (
 )
 from deepspeed_gear.row_exchange.trajectory_places import Moves
 
-EPSILON = 1e-8
 _STEPS = lower([GatherSpec(Source.STEPS)])
 
 
@@ -310,17 +309,7 @@ class Rollout(PublicNames):
             raise ConfigError(
                 "over", "must be token or sequence", over, 'write over="token" or over="sequence"'
             )
-        values = self.column(name).double().numpy()
-        columns = self.batch_columns
-        counted = values[columns.mask]
-        if over == "sequence" and self.num_trajectories:
-            sums = np.add.reduceat(np.where(columns.mask, values, 0.0), self._trajectories.starts)
-            has = columns.counts > 0
-            counted = sums[has] / columns.counts[has]
-        if len(counted):
-            deviation = np.sqrt(np.var(counted, ddof=min(1, len(counted) - 1)) + EPSILON)
-            values = (values - counted.mean()) / deviation
-        columns.filled[name] = torch.from_numpy(values.astype(np.float32))
+        whiten_column(self.batch_columns, name, self.column(name).double().numpy(), over)
 
     def __len__(self) -> int:
         """Return the number of optimizer steps of the whole batch, the same on every rank."""

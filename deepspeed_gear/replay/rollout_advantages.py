@@ -1,4 +1,6 @@
-"""Advantages of a rollout batch: of trajectories against their group, or by a critic's values."""
+"""Advantages of a rollout batch: of trajectories against their group, or by a critic's values; and
+their normalisation over the batch.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay.rollout_columns import READ, RolloutColumns
 from deepspeed_gear.schema import Column
+
+EPSILON = 1e-8  # added to the variance of a column that is whitened
 
 
 def set_advantages(
@@ -68,6 +72,25 @@ def set_advantages(
     # Reading is collective over nodes, so a wrong name must be raised on all ranks first.
     context.check_same(READ, (*named, count_masked), partial(columns.check_values, *named))
     return context.agree(compare)
+
+
+def whiten_column(columns: RolloutColumns, name: str, values: np.ndarray, over: str) -> None:
+    """Set a column to values normalised over the batch; see `Rollout.whiten`.
+
+    Args:
+        values: Values to normalise. [num_tokens], float64.
+        over: "token" or "sequence".
+    """
+    counted = values[columns.mask]
+    starts = columns.trajectories.starts
+    if over == "sequence" and len(starts):
+        sums = np.add.reduceat(np.where(columns.mask, values, 0.0), starts)
+        has = columns.counts > 0
+        counted = sums[has] / columns.counts[has]
+    if len(counted):
+        deviation = np.sqrt(np.var(counted, ddof=min(1, len(counted) - 1)) + EPSILON)
+        values = (values - counted.mean()) / deviation
+    columns.filled[name] = torch.from_numpy(values.astype(np.float32))
 
 
 def _estimator(kind: str, options: dict[str, Any]) -> AdvantageConfig:

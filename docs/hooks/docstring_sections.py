@@ -1,7 +1,7 @@
 """Griffe extension: sections of docstrings, which stand below each other without empty lines.
 
 Griffe takes "Returns:" for a section only if the line above is empty, and shows it as text
-otherwise. The package's docstrings have no empty lines between sections.
+otherwise. Most docstrings of the package have no empty lines between sections.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 python docs/hooks/look.py build/site                    # elements that leave their page
 python docs/hooks/look.py build/site --shots FOLDER     # and a picture of each page
+python docs/hooks/look.py build/site --shots FOLDER --sheet SHEET.png     # and all in one picture
 
-Each page is opened at the widths of a desktop and a telephone. `bash launch/docs.sh` builds the
-site; Chromium is a package of Debian.
+Each page is opened at the widths of a desktop and a telephone, in light and dark. `bash
+launch/docs.sh` builds the site; Chromium is a package of Debian. The sheet needs Pillow, which
+`launch/setup.sh` installs with Matplotlib.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 WIDTHS = (1280, 390)
+SCHEMES = {"light": 1, "dark": 0}  # Chromium's numbers
+SHEET_COLUMNS = 4  # pages in a row of the sheet
+THUMB_HEIGHT = 400
 TIMEOUT_S = 600
 # Opens the pages one after the other in a frame, which takes each width, and writes what leaves it.
 _PROBE = """<!doctype html><body><script>
@@ -136,23 +141,56 @@ def shoot(site: Path, browser: str, folder: Path) -> None:
     with served(site) as address:
         for page in pages_of(site):
             for width in WIDTHS:
-                for scheme, setting in (("light", 1), ("dark", 0)):
-                    name = f"{page.replace('/', '_') or 'index'}-{width}-{scheme}.png"
+                for scheme, setting in SCHEMES.items():
                     _run(
                         browser,
                         f"--blink-settings=preferredColorScheme={setting}",
                         f"--window-size={width},2000",
                         "--virtual-time-budget=4000",
-                        f"--screenshot={folder / name}",
+                        f"--screenshot={folder / _shot_name(page, width, scheme)}",
                         f"{address}/{page}",
                     )
+
+
+def _shot_name(page: str, width: int, scheme: str) -> str:
+    return f"{page.replace('/', '_') or 'index'}-{width}-{scheme}.png"
+
+
+def contact_sheet(pages: list[str], folder: Path, sheet: Path) -> None:
+    """Write the screenshots of all pages as one picture, each page's beside each other."""
+    from PIL import Image, ImageDraw
+
+    margin = 12
+    label = 16
+    sizes = [width * THUMB_HEIGHT // 2000 for width in WIDTHS for _ in SCHEMES]
+    cell_width = sum(sizes) + 4 * len(sizes) + margin
+    cell_height = THUMB_HEIGHT + label + margin
+    rows = -(-len(pages) // SHEET_COLUMNS)
+    picture = Image.new("RGB", (SHEET_COLUMNS * cell_width, rows * cell_height), "#888888")
+    draw = ImageDraw.Draw(picture)
+    for index, page in enumerate(pages):
+        row, column = divmod(index, SHEET_COLUMNS)
+        left = column * cell_width + margin // 2
+        top = row * cell_height
+        draw.text((left, top + 2), page or "index", fill="black")
+        for width in WIDTHS:
+            for scheme in SCHEMES:
+                with Image.open(folder / _shot_name(page, width, scheme)) as shot:
+                    thumb_width = width * THUMB_HEIGHT // 2000
+                    thumb = shot.convert("RGB").resize((thumb_width, THUMB_HEIGHT))
+                picture.paste(thumb, (left, top + label))
+                left += thumb_width + 4
+    picture.save(sheet)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("site", type=Path)
     parser.add_argument("--shots", type=Path, metavar="FOLDER")
+    parser.add_argument("--sheet", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.sheet is not None and options.shots is None:
+        parser.error("--sheet must come with --shots, the folder of the screenshots")
     browser = chromium()
     if browser is None:
         print(
@@ -161,6 +199,8 @@ def main() -> int:
         return 2
     if options.shots is not None:
         shoot(options.site, browser, options.shots)
+        if options.sheet is not None:
+            contact_sheet(pages_of(options.site), options.shots, options.sheet)
     found = overflows(options.site, browser)
     for row in found:
         print(
