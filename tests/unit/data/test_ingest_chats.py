@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": CHAT, "mask": "user"}, f"mask {NO_MEANING}"),
     (
         {"messages": CHAT, "loss_mask": [1, 1]},
-        "loss_mask must apply to token ids in the row, not of those that",
+        "loss_mask must apply to token ids in the row, not to those that",
     ),
 ]
 

@@ -29,7 +29,7 @@ def made_of(server: list[TCPStore], timeout_s: float = TIMEOUT_S) -> list[Failur
     """Return the detectors of two nodes of one rank each."""
     at = server[0].port
     stores = [
-        TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=5)) for _ in range(2)
+        TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=60)) for _ in range(2)
     ]
     made = []
     for node, store in enumerate(stores):
