@@ -3,7 +3,7 @@
     python benchmarks/gather.py --json F                  one thread: the op, and complete samples
     python benchmarks/gather.py --ranks 2 --json F        also: ranks at once
 
-docs/performance-appendix.md says what the columns mean.
+docs/performance-batches.md says what the columns mean.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Run the cases against every system, each in its own environment; write results and the docs'
-table.
+"""Run the cases against every system, each in its own environment; write results and the tables of
+docs/comparison-behaviour.md.
+
+PYTHONPATH=benchmarks python benchmarks/conformance/table.py --page    writes the tables only
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -17,13 +20,16 @@ from support import pages
 from support.report import Disturbance, Row, document, write_json
 from peers.environments import PEERS, ROOT, interpreters
 from peers.orders import ENDED, Child
-from speed import summary
 
 from conformance.check import CASES
 from conformance.run import CASE_S, LATE
 
-BEGIN = "<!-- the table of results/conformance.json -->\n"
-END = "<!-- end of the table -->\n"
+PAGE = "docs/comparison-behaviour.md"
+COUNTS = "<!-- the table of counts of results/conformance.json -->\n"
+COUNTS_END = "<!-- end of the table -->\n"
+BEGIN = "<!-- the tables of results/conformance.json -->\n"
+END = "<!-- end of the tables -->\n"
+RESULT = ROOT / "benchmarks" / "results" / "conformance.json"
 COMMAND = "bash benchmarks/conformance.sh"
 MARKS = {
     "right": "right",
@@ -32,6 +38,13 @@ MARKS = {
     "late": LATE,
     "not offered": "-",
     "absent": "",
+}
+SUBJECTS = {
+    "language": "Language models",
+    "priorities": "Priorities",
+    "ranks": "Ranks, workers and kills",
+    "steps": "Steps, returns, full buffers and loads",
+    "windows": "Windows",
 }
 
 
@@ -59,15 +72,45 @@ def run_system(module: str, python: Path | str) -> tuple[str | None, list[Row]]:
     return version, found
 
 
-def table(rows: list[Row]) -> str:
-    """Return the table of the docs: a row per case, a column per system."""
+def counts(rows: list[Row]) -> str:
+    """Return the first table of the docs: a row per system, a column per kind of answer."""
+    names = dict.fromkeys(row["system"] for row in rows)
+    found = Counter((row["system"], row["kind"]) for row in rows)
+    kinds = [kind for kind in MARKS if any(found[name, kind] for name in names)]
+    kinds = [kind for kind in kinds if kind != "not offered"]
+    body = []
+    for name in names:
+        numbers = [found[name, kind] for kind in kinds]
+        body.append([name, *(str(number) for number in (sum(numbers), *numbers))])
+    head = ["system", "cases it supports", *(MARKS[kind].strip("*") for kind in kinds)]
+    return "".join(pages.table(head, body))
+
+
+def linked(report: str) -> str:
+    """Return the name of a report with a link to each issue or pull request in it."""
+    return re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", report)
+
+
+def tables(rows: list[Row]) -> str:
+    """Return the tables of the docs, one per subject: a row per case, a column per system."""
     names = list(dict.fromkeys(row["system"] for row in rows))
     kinds = {(row["system"], row["case"]): row["kind"] for row in rows}
-    body = []
+    subjects: dict[str, list[list[str]]] = {}
     for name, case in CASES.items():
         marks = [MARKS[kinds.get((system, name), "absent")] for system in names]
-        body.append([name, case.right, case.report, *marks])
-    return "".join(pages.table(["case", "right is", "after", *names], body))
+        subject = SUBJECTS[case.run.__module__.rpartition(".")[2]]
+        subjects.setdefault(subject, []).append([name, case.right, linked(case.report), *marks])
+    head = ["case", "expected behaviour", "from", *names]
+    return "\n".join(
+        f"### {subject}\n\n" + "".join(pages.table(head, body))
+        for subject, body in subjects.items()
+    )
+
+
+def write(rows: list[Row]) -> None:
+    """Write the tables into the page."""
+    pages.replace(PAGE, COUNTS, COUNTS_END, counts(rows))
+    pages.replace(PAGE, BEGIN, END, tables(rows))
 
 
 def report(name: str, version: str | None, cases: list[Row]) -> list[Row]:
@@ -85,9 +128,11 @@ def report(name: str, version: str | None, cases: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Run the systems that the arguments name, or all; the rows of others stay."""
+    before = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    if sys.argv[1:] == ["--page"]:
+        write(before)
+        return
     disturbance = Disturbance()
-    out = ROOT / "benchmarks" / "results" / "conformance.json"
-    before = json.loads(out.read_text())["rows"] if out.exists() else []
     peers = {peer.module: peer.name for peer in PEERS if peer.has_cases}
     known = {"gear": "deepspeed_gear", **peers}
     wanted = sys.argv[1:] or list(known)
@@ -103,9 +148,8 @@ def main() -> None:
         print(f"{name}: {text}")
     order = list(known.values())
     rows.sort(key=lambda row: order.index(row["system"]))
-    write_json(out, document(disturbance, rows, command=COMMAND, not_installed=absent))
-    summary.write()
-    pages.replace("docs/comparison.md", BEGIN, END, table(rows))
+    write_json(RESULT, document(disturbance, rows, command=COMMAND, not_installed=absent))
+    write(rows)
 
 
 if __name__ == "__main__":

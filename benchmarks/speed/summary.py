@@ -1,9 +1,8 @@
-"""The first table of docs/comparison.md, from results/peers.json and results/conformance.json."""
+"""The first table of docs/comparison.md, from results/peers.json."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 from support import pages
@@ -17,18 +16,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
-def table(peers: Row, cases: list[Row]) -> str:
+def table(peers: Row) -> str:
     """Return the table: times of this project, the C loop, and the fastest two of the others."""
     rows = peers["rows"]
     cpu = peers["machine"]["cpu"]
     count = len(peers["systems"].keys() - {"gear", "limit", "numpy_ring"})
     names = {peer.module: peer.name for peer in PEERS} | {"numpy_ring": "NumPy arrays"}
     text = (
-        f"This project, a C loop, NumPy arrays and {count} other systems take turns at the "
-        f"same work, "
+        f"Microseconds of a batch, or of a step that is added, on one core ({cpu}). This project "
+        f'("gear"), a C loop, NumPy arrays and {count} other systems take turns at the same work, '
+        "each at the kinds of work that it supports.\n\n"
     )
-    text += f"each at what it offers, on one core ({cpu}).\n\n"
-    text += "| us of a batch or a step | gear | C loop | fastest of the others | next |\n"
+    text += "| us | gear | C loop | fastest of the others | next |\n"
     text += "|---|---|---|---|---|\n"
     for kind in SHOWN:
         us = {row["system"]: row["us"] for row in rows if row["work"] == kind and "us" in row}
@@ -37,25 +36,12 @@ def table(peers: Row, cases: list[Row]) -> str:
         cells += [f"{name} {time:,.0f}" for time, name in others[:2]]
         if "gear" in us:
             text += "| " + " | ".join([kind, *cells, *["-"] * (4 - len(cells))]) + " |\n"
-    kinds = Counter((case["system"], case["kind"]) for case in cases)
-    counts = [
-        f"{name} {kinds[name, 'right']} of "
-        f"{sum(kinds[name, one] for one in ('right', 'wrong', 'refused'))}"
-        for name in dict.fromkeys(case["system"] for case in cases)
-    ]
-    return (
-        text
-        + "\nCases of public bug reports that are right, of those that a system offers: "
-        + (", ".join(counts) + ".\n")
-    )
+    return text
 
 
 def committed() -> str:
     """Return the table of the results that lie in the checkout."""
-    peers, cases = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "conformance")
-    )
-    return table(peers, cases["rows"])
+    return table(json.loads((RESULTS / "peers.json").read_text()))
 
 
 def write() -> None:

@@ -1,6 +1,6 @@
 """The tables of docs/comparison.md, from results/peers.json.
 
-PYTHONPATH=benchmarks python -m speed.table        writes them, the figures and the README's table
+PYTHONPATH=benchmarks python -m speed.table        writes them, the figures and the summary
 """
 
 from __future__ import annotations
@@ -120,8 +120,6 @@ def tables(content: Row) -> str:
         f"{NAMES[one]} {content['systems'][one]}" for one in systems if one not in ("gear", "limit")
     )
     texts = [
-        f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit "
-        f"{content['commit'][:12]}; bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
         *_matrix(
             [r for r in rows if not {"parts_ms", "batches_s"} & r.keys()],
@@ -131,8 +129,8 @@ def tables(content: Row) -> str:
         ),
         *_notes(rows),
         *_trainers(rows),
-        "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, "
-        "for each.\n\n",
+        "\nMemory that a process uses after 1,000,000 transitions of 105 bytes were added: "
+        "additional bytes per transition.\n\n",
         *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
         "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",
         *_matrix(rows, systems, "s", "{s:.1f}"),
@@ -148,11 +146,15 @@ def tables(content: Row) -> str:
         for row in rows
         if row.get("left out", "not offered") != "not offered"
     ]
-    return "".join(texts) + ("\nLeft out:\n\n" + "".join(out) if out else "")
+    measured = (
+        f"\nMachine: {machine['cpu']}, {machine['cores']} cores, one of them used; commit "
+        f"{content['commit'][:12]}; `bash benchmarks/peers.sh`. Versions: {versions}.\n"
+    )
+    return "".join([*texts, *(["\nLeft out:\n\n", *out] if out else []), measured])
 
 
 def write(result: Path) -> None:
-    """Write the tables and figures of a result file into the page, and the README's table."""
+    """Write the tables and figures of a result file into the page, and its summary."""
     content = json.loads(result.read_text())
     for name, svg in figures.figures(content["rows"], NAMES):
         (ROOT / "docs" / "figures" / name).write_text(svg)

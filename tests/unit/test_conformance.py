@@ -48,6 +48,40 @@ def test_every_case_has_a_report_and_a_right_answer(cases: ModuleType) -> None:
         assert one.right
 
 
+@pytest.mark.usefixtures("cases")
+def test_the_page_has_the_tables_of_the_results(checkout: Path) -> None:
+    """`PYTHONPATH=benchmarks python benchmarks/conformance/table.py --page` writes them anew."""
+    table = importlib.import_module("conformance.table")
+    rows = json.loads(table.RESULT.read_text())["rows"]
+    page = (checkout / table.PAGE).read_text()
+    assert table.COUNTS + table.counts(rows) + table.COUNTS_END in page
+    assert table.BEGIN + table.tables(rows) + table.END in page
+
+
+@pytest.mark.usefixtures("cases")
+def test_counts_are_of_the_kinds_that_occur() -> None:
+    table = importlib.import_module("conformance.table")
+    rows = [
+        {"system": "A", "case": "one", "kind": "right"},
+        {"system": "A", "case": "two", "kind": "late"},
+        {"system": "B", "case": "one", "kind": "not offered"},
+    ]
+    assert table.counts(rows).splitlines()[::2] == [
+        f"| system | cases it supports | right | {table.LATE} |",
+        "| A | 2 | 1 | 1 |",
+    ]
+    assert "| B | 0 | 0 | 0 |" in table.counts(rows)
+
+
+@pytest.mark.usefixtures("cases")
+def test_reports_are_links() -> None:
+    linked = importlib.import_module("conformance.table").linked
+    assert linked("a/b-c#12, d/e.f#3") == (
+        "[a/b-c#12](https://github.com/a/b-c/issues/12), [d/e.f#3](https://github.com/d/e.f/issues/3)"
+    )
+    assert linked("Schaul et al. 2016") == "Schaul et al. 2016"
+
+
 def test_counts_of_other_draws_fail(cases: ModuleType) -> None:
     cases.fits(np.array([260, 510, 230]), np.array([1, 2, 1]), "draws")
     with pytest.raises(AssertionError, match="draws: drew"):

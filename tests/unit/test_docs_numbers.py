@@ -180,7 +180,7 @@ def unsourced(text: str, phrases: list[str]) -> list[str]:
     ]
 
 
-# ---- tables of results: each row is in the file that the table names -----------------------------
+# ---- tables of results: each row is in the file that its section names --------------------------
 
 #: Files of which a row of a table joins several rows, and what these have in common.
 JOINED = {
@@ -193,17 +193,21 @@ NAMED = {"selection": "select"}  # scripts and their files
 
 
 def tables_of_results(text: str) -> list[tuple[str, int, str]]:
-    """Return the rows of tables below a command with `--json FILE`: file, line number, text."""
+    """Return the rows of the tables of each section with a command with `--json FILE`, which stands
+    above or below them: file, line number, text.
+    """
     found = []
     name = ""
-    for number, line in enumerate(text.split("\n")):
+    rows: list[tuple[int, str]] = []
+    for number, line in enumerate([*text.split("\n"), "## "]):
         command = re.match(r"`[^`]* --json \S*?(\w+)\.json`", line)
         if command:
             name = NAMED.get(command[1], command[1])
+        elif line.startswith("|"):
+            rows.append((number, line))
         elif line.startswith("## "):
-            name = ""
-        if name and line.startswith("|"):
-            found.append((name, number, line))
+            found += [(name, at, row) for at, row in rows if name]
+            name, rows = "", []
     return found
 
 
