@@ -54,7 +54,8 @@ def dense(name: str, tensor: object) -> torch.Tensor:
             form,
             "give a tensor on a CPU or GPU with plain values",
         )
-    return tensor.detach() if tensor.requires_grad else tensor
+    values = tensor.detach() if tensor.requires_grad else tensor
+    return values.resolve_neg()  # the imaginary part of a conjugate has a mark in place of signs
 
 
 def array(name: str, value: object) -> np.ndarray:

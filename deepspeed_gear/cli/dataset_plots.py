@@ -100,7 +100,7 @@ def plot(dataset: Dataset, file: Path) -> dict[str, Any]:
         The file, and which rows it shows, as JSON values.
     Raises:
         DataError: A file of the data set has changed, or the picture cannot be written.
-    Cost: reads a bounded sample of the rows, whatever the size of the data.
+    Cost: reads a sample of the rows, of a size that does not grow with the data.
     """
     dataset.files.check()
     sample = DatasetSample(dataset)

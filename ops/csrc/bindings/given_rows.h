@@ -1,6 +1,6 @@
 // Rows of a column as a program gives them, in the stored form: rows of that form are read in
 // place, Python and NumPy numbers of other types are converted. What is left to Python:
-// conversions of large arrays, and whatever it refuses (data/trajectory_checks.py, `cast`).
+// conversions of large arrays, and all that it refuses (data/trajectory_checks.py, `cast`).
 #pragma once
 #include <Python.h>
 

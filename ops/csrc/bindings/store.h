@@ -105,7 +105,8 @@ class Buffer {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     const bool is_plain = !tensor.is_nested() && tensor.layout() == at::kStrided &&
                           tensor.device().is_cpu() && !tensor.is_quantized() &&
-                          tensor.has_storage() && tensor.is_contiguous();
+                          tensor.has_storage() && tensor.is_contiguous() && !tensor.is_neg() &&
+                          !tensor._is_zerotensor();
     const char* format = is_plain ? FormatOf(tensor.scalar_type()) : nullptr;
     if (format == nullptr) return false;
     static_assert(sizeof(Py_ssize_t) == sizeof(int64_t));

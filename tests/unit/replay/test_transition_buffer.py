@@ -313,6 +313,18 @@ def test_numbers_become_the_stored_dtype_as_arrays_do(dtype: str) -> None:
             assert action[0].item() == (np.float32(expected) if dtype == "float64" else expected)
 
 
+def test_a_tensor_that_is_a_view_of_negated_values_is_stored_negated() -> None:
+    observation = torch.tensor([[1.0 + 2.0j, 3.0 + 4.0j, 5.0 + 6.0j]]).conj().imag
+    packed = torch._neg_view(torch.tensor([[2.0, 4.0, 6.0]]))  # the same values in plain memory
+    with buffer(100, n_envs=1, autoreset="disabled", fields={}, batch_size=8) as added:
+        added.add(packed, observation, 0, 0.0, False, False)
+        added.add(observation, packed, 0, 0.0, False, False)
+        data = added.sample()
+        expected = torch.tensor([-2.0, -4.0, -6.0])
+        assert (data.observations == expected).all()
+        assert (data.next_observations == expected).all()
+
+
 def test_every_plain_space() -> None:
     spaces = gymnasium.spaces
     box = spaces.Box(-1, 1, (2, 2), np.float64)
