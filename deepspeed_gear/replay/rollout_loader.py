@@ -210,7 +210,7 @@ class RolloutLoader:
 
         if saved_tokens is not None:
             self.context.agree(check_tokens)
-        columns.filled.update(resumed.columns)
+        columns.restore(resumed.columns)
         made = Rollout(self._number, columns, self._consume, known.get("steps_done", 0))
         self._resumed = LoaderPosition(resumed.at)
         self._current = made
@@ -351,7 +351,8 @@ class RolloutLoader:
             "num_tokens": None if current is None else current.num_tokens,
             "size": self._size.model_dump(),
         }
-        return LoaderPosition(at, rollout, {} if current is None else current.columns)
+        saved = {} if current is None else current.batch_columns.saved()
+        return LoaderPosition(at, rollout, saved)
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise a CheckpointError if a saved rollout batch under way has another size."""
