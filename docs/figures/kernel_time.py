@@ -8,7 +8,7 @@ from __future__ import annotations
 from drawing import Drawing
 
 LABEL = (
-    "The predicted time of the n-step kernel: 1.5 us for the node of the graph, two loads of 0.4 us "
+    "The predicted time of the n-step kernel: 1.5 us for the node, two loads of 0.4 us "
     "that wait for each other, and 0.2 us of additions in order, 2.5 us together."
 )
 # Each part: its words, what it stands for, its time in us and its color.

@@ -41,11 +41,11 @@ def main() -> None:
     picture.text(
         24,
         266,
-        "C++ and CUDA share the arithmetic of ops/csrc/common/, and equal the definition bit for bit,",
+        "C++ and CUDA share the arithmetic of ops/csrc/common/, and equal the definition,",
         "small",
         "start",
     )
-    picture.text(24, 284, "for any number of ranks and threads.", "small", "start")
+    picture.text(24, 284, "bit for bit, for any number of ranks and threads.", "small", "start")
     print(picture.svg())
 
 
