@@ -66,6 +66,8 @@ def set_advantages(
         members = np.arange(len(items)) if member is None else values[member].astype(np.int64)
         advantages = group_advantages(kind, values[reward], groups, members, counted)
         columns.set_column(name, advantages)
+        if context.rewards_warning is not None:
+            context.rewards_warning.count(advantages, groups, reward)
         return advantages
 
     # Reading is collective over nodes, so a wrong name must be raised on all ranks first.

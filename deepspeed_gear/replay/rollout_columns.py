@@ -38,7 +38,7 @@ from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.builder import SpreadTrajectories
-from deepspeed_gear.replay.log_warnings import LossWarning
+from deepspeed_gear.replay.log_warnings import EqualRewardsWarning, LossWarning
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.schema import Column, Schema
@@ -110,6 +110,7 @@ class RolloutContext:
     divisor: GradientDivisor
     metrics: Metrics = field(default_factory=Metrics)
     loss_warning: LossWarning | None = None  # of rank 0
+    rewards_warning: EqualRewardsWarning | None = None  # of rank 0
     #: Functions of an engine, called with each train step before its first micro batch. An error
     #: is raised on all ranks.
     observers: list[StepObserver] = field(default_factory=list)

@@ -25,7 +25,7 @@ from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.log_warnings import LossWarning
+from deepspeed_gear.replay.log_warnings import EqualRewardsWarning, LossWarning
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_columns import (
@@ -131,7 +131,9 @@ class RolloutLoader:
             ),
         )
         warning = None
+        rewards_warning = None
         if plan.control_plane.rank == 0:
+            rewards_warning = EqualRewardsWarning()
             mask = settings.schema.role("loss_mask")
             warning = LossWarning(None if mask is None else mask.name, settings.predicts)
         self.context = RolloutContext(
@@ -142,6 +144,7 @@ class RolloutLoader:
             divisor=divisor,
             metrics=metrics,
             loss_warning=warning,
+            rewards_warning=rewards_warning,
         )
         statistics = plan.statistics(plan.needs.fields)
         self._gatherer = partial(PackGatherer, statistics=statistics, engine_dtype=engine_dtype)

@@ -750,6 +750,22 @@ def test_steps_without_loss_tokens_are_logged_once(
     assert "1 of 1 train steps" in text
 
 
+def test_rollout_batches_of_equal_rewards_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is learnt from them, which the loss does not show."""
+    config = section(rollout={"trajectories": 8})
+    with Replay(config) as replay, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        for number, response in enumerate(responses(24)):
+            reward = np.float32(number // 4 if number < 16 else number)
+            replay.add({**response, "reward": reward})
+        for text in ("none of its 2 groups has members whose column reward differs", "", ""):
+            caplog.clear()
+            replay.rollout().advantages("dr_grpo", group="prompt")
+            found = [record.getMessage() for record in caplog.records]
+            assert len(found) == bool(text)
+            assert text in "".join(found)
+            assert not text or '{"reward": {"std": {"min": 1e-6}}}' in found[0]
+
+
 def test_steps_with_loss_tokens_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with filled(section()) as replay, caplog.at_level(logging.WARNING, "deepspeed_gear"):
         micros(replay.rollout())
