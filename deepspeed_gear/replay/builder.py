@@ -371,9 +371,9 @@ def _lost_rank(plan: Resolved, table: Table, detector: FailureDetector | None) -
     dead = [peer for peer in range(len(ranks)) if not table.memory.is_alive(peer)]
     if not dead:
         return None
-    # The rank that is marked as lost was the first: others may have ended because of it.
+    # The rank that is marked as lost was the first.
     first = max(dead, key=lambda peer: int(peers[peer, Peer.LOST]))
-    peers[first, Peer.LOST] = 1
+    table.note_lost(first)
     process = f"process {int(peers[first, Peer.PID])} died, or closed its replay"
     return PeerError(f"rank {ranks[first]}", "must run while the others train", None, process)
 

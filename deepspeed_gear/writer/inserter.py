@@ -20,7 +20,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
-from deepspeed_gear.store.records import Head, Peer, Refusal
+from deepspeed_gear.store.records import Head, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
 
@@ -341,9 +341,7 @@ class Inserter:
             self._open[id(writer)] = int(given.min())
         else:
             self._open.pop(id(writer), None)
-        # The word is the oldest version + 1: 0, of new shared memory, is no open trajectory.
-        oldest = min(self._open.values(), default=-1)
-        self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
+        self.table.note_oldest_open(min(self._open.values(), default=-1))
 
     def reserve(
         self,
