@@ -17,7 +17,6 @@ import torch
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.context import Context
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
@@ -45,6 +44,7 @@ from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import Context
 
 
 @dataclass(frozen=True)

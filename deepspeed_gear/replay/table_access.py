@@ -13,7 +13,6 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.context import Context
 from deepspeed_gear.data.media import Media
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import (
@@ -37,7 +36,7 @@ from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import Peer, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.timeouts import wait_until
+from deepspeed_gear.timeouts import Context, wait_until
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 
 _POLL_S = 500e-6

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.context import Context
-from deepspeed_gear.data.media import MediaItem
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
@@ -23,6 +22,7 @@ from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Head, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import Context
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
