@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.config.cross_checks import Part, check_options
+from deepspeed_gear.config.cross_checks import check_options
 from deepspeed_gear.config.describe_options import translate
+from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.config.recipes import expand
 from deepspeed_gear.errors import ConfigError, differences

@@ -32,24 +32,16 @@ from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tab
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.plan.table_resolution import (
-    ArrivalRoom,
+from deepspeed_gear.plan.stream_resolution import (
     check_compressed,
-    check_holds_batch,
     mixture_of,
     split_of,
-    store_of,
     streams_of,
     weight_total,
-    with_arrivals,
-    writing_of,
 )
-from deepspeed_gear.row_exchange.exchange_plan import (
-    ExchangePlan,
-    ReadNeeds,
-    needs_of,
-    routes_of,
-)
+from deepspeed_gear.plan.table_resolution import ArrivalRoom, store_of, with_arrivals, writing_of
+from deepspeed_gear.plan.table_sizes import check_holds_batch
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec

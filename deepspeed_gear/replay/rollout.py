@@ -19,20 +19,10 @@ from deepspeed_gear.batching.field_rows import read_opaque
 from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weights
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
 from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
-from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
-from deepspeed_gear.batching.tensor_views import tensor_table
-from deepspeed_gear.config.options import PackConfig
-from deepspeed_gear.errors import (
-    ConfigError,
-    DataError,
-    FieldError,
-    PeerError,
-    ShapeError,
-    StoreError,
-)
-from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
-from deepspeed_gear.ops.constants import MOST_PACK_TOKENS
-from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
+from deepspeed_gear.batching.packing_plan import PlannedPacks, check_tokens, plan_step
+from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
+from deepspeed_gear.notebook_views import safe_view
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.rollout_advantages import set_advantages, whiten_column
 from deepspeed_gear.replay.rollout_columns import (
@@ -43,9 +33,8 @@ from deepspeed_gear.replay.rollout_columns import (
     RolloutColumns,
     TableRows,
 )
+from deepspeed_gear.replay.rollout_views import rollout_view, step_view
 from deepspeed_gear.row_exchange.trajectory_places import Moves
-
-_STEPS = lower([GatherSpec(Source.STEPS)])
 
 
 class Rollout(PublicNames):
@@ -102,39 +91,8 @@ class Rollout(PublicNames):
         return safe_view(self, self._view)
 
     def _view(self) -> str:
-        trajectories = self._trajectories
-        facts = {
-            "items": f"{self.num_items:,}",
-            "trajectories": f"{self.num_trajectories:,}",
-            "tokens": f"{self.num_tokens:,}",
-            "optimizer steps done": f"{self.steps_done} of {len(self)}",
-        }
-        if self._is_closed:
-            facts["state"] = "ended"
-        pictures = [histogram_svg("steps of a trajectory", trajectories.lengths)]
-        if self.num_trajectories > self.num_items:
-            sizes = np.bincount(trajectories.item)
-            pictures.append(histogram_svg("trajectories of a group", sizes))
-        rewards = self._shown_rewards()
-        if rewards is not None:
-            pictures.append(histogram_svg("reward of a trajectory", rewards))
-        filled = [(name, values, None) for name, values in self.batch_columns.filled.items()]
-        table = tensor_table("filled column", filled) if filled else ""
-        return view_html(f"Rollout {self.number}", facts, pictures, table)
-
-    def _shown_rewards(self) -> np.ndarray | None:
-        """Return the rewards of trajectories; None if this rank cannot read them all by itself."""
-        if self._is_closed or self._context.is_spread or not self.num_trajectories:
-            return None
-        schemas = [rows.table.schema for rows in self.batch_columns.tables]
-        if not all("reward" in schema and schema["reward"].rows == "1" for schema in schemas):
-            return None
-        if any(schema["reward"].is_opaque for schema in schemas):
-            return None
-        try:
-            return self.batch_columns.values("reward")
-        except DataError:  # late, and not all are filled
-            return None
+        steps_done = f"{self.steps_done} of {len(self)}"
+        return rollout_view(self.number, self.batch_columns, steps_done, self._is_closed)
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -425,16 +383,9 @@ class TrainStep(PublicNames):
         return safe_view(self, self._view)
 
     def _view(self) -> str:
-        facts = {
-            "trajectories": f"{self.num_trajectories:,}",
-            "tokens": f"{self.num_tokens:,}",
-            "loss tokens": f"{self.loss_tokens:,}",
-            "micro batches of this rank": f"{len(self):,}",
-        }
-        lengths = self._rollout.lengths[self.index]
-        pictures = [histogram_svg("steps of a trajectory", lengths)]
         title = f"TrainStep {self.number} of rollout batch {self._rollout.number}"
-        return view_html(title, facts, pictures)
+        lengths = self._rollout.batch_columns.trajectories.lengths[self.index]
+        return step_view(title, lengths, self.loss_tokens, len(self))
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Iterate over this rank's micro batches.
@@ -651,7 +602,7 @@ class Packs:
         with columns.reading(at) as has_rows:
             tensors, per_trajectory, opaque = self._gather(index, at, shape)
         if columns.filled or MASK not in tensors:
-            tensors.update(self._own_columns(at, shape, MASK not in tensors))
+            tensors.update(columns.packed(at, shape, MASK not in tensors))
         mask = tensors.pop(MASK)
         targets = tensors.pop(TARGETS, None)
         if has_rows is not None and not has_rows.all():
@@ -718,56 +669,3 @@ class Packs:
                 for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
                     opaque[field.name][i] = value
         return steps, per_trajectory, opaque
-
-    def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
-        """Gather the filled columns of this rollout batch, and with `with_mask` the loss mask.
-
-        Returns:
-            Column (MASK for the loss mask) -> [1, rows].
-        """
-        columns = self._columns
-        rows = shape.end - shape.first
-        buffers = dict(columns.filled)
-        if with_mask:
-            buffers[MASK] = torch.from_numpy(columns.mask)
-        outs = {name: torch.zeros(1, rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
-        if not len(shape.lengths):
-            return outs
-        # A column is one buffer, trajectory by trajectory: the first row of each is its start.
-        resolutions = columns.trajectories.resolutions[at].clone()
-        resolutions[:, Resolution.FIRST_ROW] = torch.from_numpy(columns.trajectories.starts[at])
-        none = [torch.empty(0)] * len(outs)
-        columns.tables[0].table.ops.pack_(
-            list(outs.values()),
-            list(buffers.values()),
-            none,
-            none,
-            *shape.runs(resolutions),
-            _STEPS * len(outs),
-            [0.0] * len(outs),
-            shape.first,
-            rows,
-        )
-        return outs
-
-
-def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
-    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory.
-
-    Args:
-        pack: The section `gear.pack`.
-        lengths: Steps of each trajectory. [n], int64.
-        tokens: Most steps of a micro batch; None: `gear.pack.tokens`.
-    """
-    most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
-    if most > MOST_PACK_TOKENS:
-        raise ConfigError(
-            "forward: tokens", f"must be at most {MOST_PACK_TOKENS}", most, "lower it"
-        )
-    multiple = pack.pad.multiple
-    longest = int(lengths.max(initial=1))
-    if most // multiple * multiple < longest:
-        rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
-        raise ConfigError(
-            "forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}"
-        )

@@ -20,6 +20,7 @@ from deepspeed_gear.batching.loss_weights import GradientDivisor
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
 from deepspeed_gear.batching.pack_rows import (
     PackGatherer,
+    PackShape,
     RolloutTrajectories,
     SharedRows,
     TableTrajectories,
@@ -35,9 +36,10 @@ from deepspeed_gear.distributed.sequence_sum import SequenceSum
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.builder import SpreadTrajectories
-from deepspeed_gear.replay.metrics import LossWarning, Metrics
+from deepspeed_gear.replay.log_warnings import LossWarning
+from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import SlotRetention
@@ -49,6 +51,7 @@ MASK = "\0mask"
 READ = "the columns of a rollout batch that are read"  # what ranks compare, in errors
 StepObserver = Callable[[Any], None]  # takes a TrainStep
 T = TypeVar("T")
+_STEPS = lower([GatherSpec(Source.STEPS)])
 
 
 @dataclass(frozen=True)
@@ -484,6 +487,40 @@ class RolloutColumns:
             raise FieldError(
                 f"column {name!r}", rule, None, "choose another name, or leave the field out"
             )
+
+    def packed(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
+        """Gather the filled columns into a pack, and with `with_mask` the loss mask.
+
+        Args:
+            at: The trajectories of the pack: indices or a slice.
+            shape: Places of the trajectories in the pack.
+            with_mask: Whether to add the loss mask, which is no field of the pack then.
+        Returns:
+            Column (MASK for the loss mask) -> [1, rows].
+        """
+        rows = shape.end - shape.first
+        buffers = dict(self.filled)
+        if with_mask:
+            buffers[MASK] = torch.from_numpy(self.mask)
+        outs = {name: torch.zeros(1, rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
+        if not len(shape.lengths):
+            return outs
+        # A column is one buffer, trajectory by trajectory: the first row of each is its start.
+        resolutions = self.trajectories.resolutions[at].clone()
+        resolutions[:, Resolution.FIRST_ROW] = torch.from_numpy(self.trajectories.starts[at])
+        none = [torch.empty(0)] * len(outs)
+        self.tables[0].table.ops.pack_(
+            list(outs.values()),
+            list(buffers.values()),
+            none,
+            none,
+            *shape.runs(resolutions),
+            _STEPS * len(outs),
+            [0.0] * len(outs),
+            shape.first,
+            rows,
+        )
+        return outs
 
 
 class FilledColumns(ForwardPass):

@@ -25,7 +25,8 @@ from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.metrics import LossWarning, Metrics
+from deepspeed_gear.replay.log_warnings import LossWarning
+from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_columns import (
     MASK,

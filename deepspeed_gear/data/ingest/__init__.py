@@ -27,7 +27,7 @@ from deepspeed_gear.data.ingest.exported import ExportedReader
 from deepspeed_gear.data.ingest.hdf5 import D4rlReader, RobomimicReader
 from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
-from deepspeed_gear.data.ingest.npz import NpzReader, PickleReader
+from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import (
@@ -49,6 +49,7 @@ _CLASSES: tuple[type[Reader], ...] = (
     MinariReader,
     RobomimicReader,
     LerobotReader,
+    OgbenchReader,
     NpzReader,
     PickleReader,
     RllibReader,

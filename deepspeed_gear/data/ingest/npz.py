@@ -64,7 +64,7 @@ class NpzReader(ArrayReader):
         if self.options.get("allow_pickle"):
             file_bytes = self.path.stat().st_size
             return self._objects(where, load_pickle(where, content, self.expansion, file_bytes))
-        if name.split("/")[0] in KINDS:
+        if self.kind(name.split("/")[0]) in KINDS.values():
             raise DataError(where, "must not be Python objects", "object", PICKLED)
         return np.empty(0, object)  # left out with a note
 
@@ -83,7 +83,7 @@ class NpzReader(ArrayReader):
 
     def _streams(self) -> Streams:
         arrays: dict[str, Any] = self._arrays
-        kinds = {KINDS.get(key.split("/")[0], ""): array for key, array in reversed(arrays.items())}
+        kinds = {self.kind(key.split("/")[0]): array for key, array in reversed(arrays.items())}
         action = kinds.get("action")
         state = kinds.get("observation")
         if action is None or state is None or not action.ndim or not state.ndim:
@@ -111,6 +111,44 @@ class NpzReader(ArrayReader):
                 yield f"environment {i}", parts, False
             return
         yield "", arrays, False
+
+
+class OgbenchReader(NpzReader):
+    """Reads OGBench's npz files, whose `terminals` mark the last row of a trajectory.
+
+    That row holds only the observation after the last action, and no trajectory terminates: a
+    trajectory of N rows has N-1 steps and is truncated.
+    """
+
+    format = "ogbench"
+    takes = ("allow_pickle",)
+    last_step = "observation"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        """Return whether terminals alone divide an npz file into trajectories of equal lengths.
+
+        Terminal states would not come at equal distances. A file with rewards, time limits or next
+        observations is none of OGBench.
+        """
+        if not NpzReader.recognises(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            entries = {entry.filename.removesuffix(NPY): entry for entry in archive.infolist()}
+            others = {KINDS[key] for key in entries.keys() & KINDS.keys()}
+            if others != {"observation", "action", "terminated"} or "terminals" not in entries:
+                return False
+            try:
+                flags = read_entry(str(path), archive, entries["terminals"], np.frombuffer)
+            except (DataError, ValueError):
+                return False
+        if flags.ndim != 1 or not len(flags) or not flags[-1]:
+            return False
+        lengths = np.diff(np.flatnonzero(flags), prepend=-1)
+        return len(lengths) > 1 and lengths[0] > 1 and bool((lengths == lengths[0]).all())
+
+    def kind(self, key: str) -> str:
+        return "truncated" if key == "terminals" else super().kind(key)
 
 
 class PickleReader(NpzReader):

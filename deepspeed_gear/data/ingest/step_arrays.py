@@ -52,6 +52,10 @@ _KEYS = {
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys}
 FLAG_KINDS = ("terminated", "truncated", "done", "start")
 _STATES = ("next_observation", "final_observation")
+# What the last row of an episode holds (`--last-step`).
+_TRANSITION = "transition"  # a step, as every other row
+_OBSERVATION = "observation"  # only the observation after the last step: RLDS, OGBench
+LAST_STEPS = (_TRANSITION, _OBSERVATION)
 # For each environment or trajectory: its name for errors ("" if there is only one), its arrays by
 # key, and whether they are one whole episode.
 Streams = Iterator[tuple[str, dict[str, Any], bool]]
@@ -66,12 +70,14 @@ class Steps:
 
     Attributes:
         terminated, truncated: Flags of each step. [T], bool.
-        ends: Row after the last step of each episode.
+        ends: Row after the last one of each episode.
+        is_open: Whether the last row has no end flag.
         has_cause: Whether flags, or a limit, separate terminal states from time limits.
         has_next: Whether there are next observations.
         is_shifted: Whether these equal the next rows bit for bit, inside all episodes.
         resets: Whether those of ended steps, terminal ones included, equal the first rows of the
             next episodes.
+        only_limits: Whether terminal flags mark the ends that the limit makes, and no others.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Steps:
         """
         where = self.where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
         self._is_whole = is_whole
+        self._has_last_row = reader.last_step != _TRANSITION
         # By kind, or kind and part, such as "observation.position". Those of observations may have
         # a row more than steps.
         self.arrays: dict[str, Any] = {}
@@ -95,7 +102,7 @@ class Steps:
         self.left_out: list[str] = []  # keys of single values and of Python objects
         for key, array in arrays.items():
             first, *rest = key.split("/")
-            kind = KINDS.get(first, first)
+            kind = reader.kind(first)
             name = column_name(kind, *rest)
             column = column_name("observation", *rest) if kind in _STATES else name
             if key == "episode_returns" or (name not in _KEYS and not reader.keep(column)):
@@ -114,6 +121,8 @@ class Steps:
         self.states = [name for name in self.arrays if _kind(name) == "observation"]
         self._check_rows(sorted(arrays))
         self._find_ends(reader.options.get("episode_length"), arrays.get("episode_returns"))
+        if self._has_last_row:
+            self._move_flags()
         self._compare_next()
 
     def _check_rows(self, found: list[str]) -> None:
@@ -196,8 +205,9 @@ class Steps:
                 f"{self.where}timeouts",
                 "must be in the source",
                 sorted(given),
-                "--episode-length N ends an episode after N steps; or add an array of zeros if "
-                "no episode ends by a time limit",
+                "--episode-length N ends an episode after N steps; add an array of zeros if no "
+                "episode ends by a time limit; --format ogbench reads an npz file whose terminals "
+                "mark the last row of a trajectory, which holds only an observation",
             )
         no_flag = np.zeros(self.length, np.bool_)
         ends = np.logical_or.reduce([no_flag, *given.values()])
@@ -208,12 +218,24 @@ class Steps:
             # an end at row 0 and limit 2, rows 0, 1, 2, 3 are steps 1, 1, 2, 1 of their episodes.
             row = np.arange(self.length)
             first = np.maximum.accumulate(np.where(np.append(True, ends[:-1]), row, 0))
-            truncated = (row - first + 1) % limit == 0
+            truncated = (row - first + 1) % (limit + int(self._has_last_row)) == 0
             ends |= truncated
+        self.only_limits = bool((given.get("terminated", ~truncated) == truncated).all())
         self.has_cause = limit is not None or not done.any() or len(given) > 1
         self.terminated = given.get("terminated", done & ~truncated)
         self.truncated = given.get("truncated", ends & ~self.terminated)
         self.ends = np.flatnonzero(np.append(ends[:-1], True)) + 1
+        self.is_open = not (self.terminated[-1] or self.truncated[-1])
+
+    def _move_flags(self) -> None:
+        """Move the flags of last rows, which hold only an observation, to the steps before them."""
+        lengths = np.diff(self.ends, prepend=0)
+        last = self.ends[lengths > 1] - 1
+        for name in ("terminated", "truncated"):
+            flags = np.array(getattr(self, name))  # those of a source stay as they are
+            flags[last - 1] = flags[last]
+            flags[last] = False
+            setattr(self, name, flags)
 
     def _flag(self, kind: str) -> NDArray[np.bool_]:
         rows = np.asarray(self.arrays[kind][()])
@@ -264,15 +286,19 @@ class Steps:
         """Yield the bounds of each episode: first row, end of its kept steps, end of all its steps.
 
         The last step of an episode that does not terminate is left out where the observation after
-        it is unknown.
+        it is unknown. A last row that holds only an observation is no step.
 
         Args:
             has_own_next: Next observations are columns of their own, so all steps are kept.
         """
         low = 0
         for high in self.ends.tolist():
-            is_known = self.terminated[high - 1] or self._after(self.states[0], high) is not None
-            yield low, high if has_own_next or is_known else high - 1, high
+            is_kept = not self._has_last_row and (
+                has_own_next
+                or self.terminated[high - 1]
+                or self._after(self.states[0], high) is not None
+            )
+            yield low, high if is_kept else high - 1, high
             low = high
 
     def _after(self, name: str, high: int) -> tuple[str, int] | None:
@@ -305,7 +331,12 @@ class ArrayReader(Reader):
     """Base of formats whose arrays have rows for the steps of one or more environments."""
 
     takes: ClassVar[tuple[str, ...]] = ("episode_length",)
+    last_step = _TRANSITION  # what the last row of an episode holds
     _num_bytes = 0  # of the arrays that were made so far
+
+    def kind(self, key: str) -> str:
+        """Return the kind of the array of a key (`KINDS`), or the key itself."""
+        return KINDS.get(key, key)
 
     @abstractmethod
     def _streams(self) -> Streams:
@@ -349,6 +380,8 @@ class ArrayReader(Reader):
         num_open = 0
         num_resets = 0
         has_cause = True
+        only_limits = limit is not None
+        num_terminal = 0
         for steps in self._steps():
             first = first or steps
             for name in sorted(steps.arrays.keys() ^ first.arrays.keys()):
@@ -364,18 +397,32 @@ class ArrayReader(Reader):
                 )
             is_shifted &= steps.is_shifted
             has_cause &= steps.has_cause
-            num_open += not (steps.terminated[-1] or steps.truncated[-1])
+            num_open += steps.is_open
             num_resets += steps.resets
+            only_limits &= steps.only_limits
+            num_terminal += int(steps.terminated.sum())
             pairs += [(high - low, end - low) for low, end, high in steps.bounds(False)]
         if first is None:
             raise DataError(
                 str(self.path), "must hold at least one step", 0, "the data set is empty"
             )
+        if only_limits and num_terminal:
+            key = first.keys["terminated"]
+            raise DataError(
+                f"{self.path}: {key}",
+                f"must not mark all ends after {limit} steps and no others: these are time limits",
+                f"{num_terminal} such ends",
+                f"if {key} marks any end, leave --episode-length out and name it truncated in the "
+                "source; --format ogbench reads an npz file where the last row of a trajectory "
+                "holds only an observation",
+            )
         self._has_own_next = first.has_next and not is_shifted
+        has_last_row = self.last_step != _TRANSITION
         lengths, kept = np.array(pairs).T
-        kept = lengths if self._has_own_next else kept
+        kept = lengths if self._has_own_next and not has_last_row else kept
         self.num_steps = int(kept.sum())
-        num_short = int((kept < lengths).sum())
+        num_empty = int((kept == 0).sum()) if has_last_row else 0
+        num_short = 0 if has_last_row else int((kept < lengths).sum())
         self.columns = tuple(self._columns_of(first))
         episodes = int(np.count_nonzero(kept))
         self.description.update(episodes=episodes, steps=self.num_steps, shifted=is_shifted)
@@ -389,6 +436,8 @@ class ArrayReader(Reader):
                 self._has_own_next
             ),
             f"{short} is left out, as the observation after it is missing": num_short,
+            "the last row of each episode is the observation after its last step": has_last_row,
+            f"{num_empty} episodes of one row have no step: left out": num_empty,
             "end flags are taken as terminated, as they do not distinguish a "
             "terminal state from a time limit: --episode-length N takes an end after N "
             "steps as truncated": not has_cause,

@@ -43,7 +43,9 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
     (
         {"timeouts": None, "next_observations": None},
         ": timeouts must be in the source, got ['terminated']; --episode-length N ends an episode "
-        "after N steps; or add an array of zeros if no episode ends by a time limit",
+        "after N steps; add an array of zeros if no episode ends by a time limit; --format ogbench "
+        "reads an npz file whose terminals mark the last row of a trajectory, which holds only an "
+        "observation",
     ),
     ({"actions": np.zeros((7, 3))}, f": actions {AS_MANY} 7; the source is incomplete"),
     (
