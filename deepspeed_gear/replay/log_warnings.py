@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.context import LOG
+from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import WINDOW

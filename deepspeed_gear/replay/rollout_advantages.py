@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from deepspeed_gear.batching.group_advantages import group_advantages
-from deepspeed_gear.config.describe_options import translate
+from deepspeed_gear.config.option_errors import translate
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay.rollout_columns import READ, RolloutColumns

@@ -19,7 +19,7 @@ from trainers import EngineTrainer, ModuleTrainer, Weights
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from deepspeed_gear import MicroBatch, Replay, Rollout
-from deepspeed_gear.frameworks.deepspeed_compat import place_of
+from deepspeed_gear.frameworks.engine_place import place_of
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.replay.rollout import TrainStep
 

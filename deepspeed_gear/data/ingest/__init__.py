@@ -24,6 +24,7 @@ from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.exported import ExportedReader
+from deepspeed_gear.data.ingest.group_scope import GroupNumbers
 from deepspeed_gear.data.ingest.hdf5 import D4rlReader, RobomimicReader
 from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
@@ -37,8 +38,8 @@ from deepspeed_gear.data.ingest.source_checks import (
     check_source,
     files_in,
 )
-from deepspeed_gear.data.ingest.source_numbers import TEXTS, GroupNumbers, TextNumbers
 from deepspeed_gear.data.ingest.tables import TableReader
+from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
 from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
 from deepspeed_gear.schema import SOURCE, Column, Schema
 
