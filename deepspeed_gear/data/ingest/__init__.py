@@ -57,6 +57,7 @@ _CLASSES: tuple[type[Reader], ...] = (
 )
 _MOST_FILES = 64  # of a folder that are looked at where its layout is unknown
 READERS = {reader.format: reader for reader in _CLASSES}
+_NAMING = ("rename", "role")  # options of columns that a reader may apply before
 
 
 def open_source(
@@ -73,7 +74,8 @@ def open_source(
         format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
-        **options: Options of the format, `Reader.takes`; None means not given.
+        **options: Options of the format, `Reader.takes`; None means not given. `rename` and `role`,
+            as in `Options`, count for every format, before names are judged.
     """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
@@ -114,7 +116,7 @@ def open_rows(
 def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are not None; raise for an option that the format lacks."""
     given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - set(kind.takes):
+    for name in given.keys() - {*kind.takes, *_NAMING}:
         having = [reader.format for reader in READERS.values() if name in reader.takes]
         if not having:
             raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
@@ -198,8 +200,8 @@ class Options(TypedDict, total=False):
 
     Args:
         dtype: Stored dtype by column or shell pattern: {"observation": "float32"}. Values must fit.
-        rename: New name by the reader's. `dtype` and `role` use the new names, `columns` the
-            reader's.
+        rename: New name by the reader's, or by the source's own where the new one has a meaning:
+            {"state": "observation"}. `dtype` and `role` use the new names, `columns` the reader's.
         role: Role by column or shell pattern: {"score": "reward"}.
         reward: Rule for sources without a column of role reward: "none" (no such column, no
             returns), "last=1.0" (that value at the last step, 0 before) or "each=-1" (at every
@@ -282,7 +284,11 @@ def ingest(
     check_destination(dest, overwrite or append)
     known = Dataset.open(dest) if append else None
     with ExitStack() as stack:
-        opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
+        naming: dict[str, Any] = {name: options.get(name) for name in _NAMING}
+        opened = (
+            s if isinstance(s, Reader) else open_source(s, format, columns, **naming)
+            for s in sources
+        )
         readers = [stack.enter_context(reader) for reader in opened]
         outputs = [OutputColumns(reader, options) for reader in readers]
         schema = _common_schema(outputs, known)
@@ -349,7 +355,7 @@ def ingest_rows(
 ) -> Dataset:
     """Convert the rows of a program into a data set; see `Dataset.from_iterable`."""
     of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
-    of_reader = {name: value for name, value in options.items() if name not in of_ingest}
+    of_reader = {name: v for name, v in options.items() if name not in of_ingest - {*_NAMING}}
     written: dict[str, Any] = {name: value for name, value in options.items() if name in of_ingest}
     if schema is not None:
         arguments.one_of("schema", schema, Schema, "a Schema")

@@ -36,7 +36,7 @@ from deepspeed_gear.data.ingest.reader import (
     make_column,
 )
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
-from deepspeed_gear.data.ingest.step_arrays import KINDS
+from deepspeed_gear.data.ingest.source_names import KINDS
 from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
