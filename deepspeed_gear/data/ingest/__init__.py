@@ -20,7 +20,7 @@ from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic n
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_files import SCHEMA_FILE
+from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.exported import ExportedReader
@@ -33,9 +33,9 @@ from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import (
     MAX_EXPANSION,
     Expansion,
-    check_no_pointer,
     check_source,
     files_in,
+    first_bytes,
 )
 from deepspeed_gear.data.ingest.source_numbers import TEXTS, GroupNumbers, TextNumbers
 from deepspeed_gear.data.ingest.tables import TableReader
@@ -86,6 +86,7 @@ def open_source(
         if not path.exists():
             raise DataError(str(path), "must exist", None, "check the path of the source")
         if (path / SCHEMA_FILE).is_file():
+            check_no_pointer(path / SCHEMA_FILE)
             raise DataError(
                 str(path), "must not be a data set already", None, "train from it as it is"
             )
@@ -148,7 +149,7 @@ def _recognised(path: Path) -> type[Reader]:
     files = list(islice(files_in(path), _MOST_FILES)) if path.is_dir() else []
     for file in files:
         check_no_pointer(file)
-    known = [file for file in files if any(reader.recognises(file) for reader in READERS.values())]
+    known = [file for file in files if _is_source(file)]
     if known:
         remedy = f"give {'the file in it:' if len(known) == 1 else 'its files, such as'} {known[0]}"
     else:
@@ -157,6 +158,16 @@ def _recognised(path: Path) -> type[Reader]:
             "docs/how-to/formats.md has what each looks like"
         )
     raise DataError(str(path), "must have a known layout", _content(path), remedy)
+
+
+def _is_source(file: Path) -> bool:
+    """Return whether a file of a folder is a source by itself.
+
+    A file named .json describes the data beside it, unless it holds an array.
+    """
+    kind = next((reader for reader in READERS.values() if reader.recognises(file)), None)
+    is_json = kind is TableReader and file.suffix == ".json"
+    return kind is not None and (not is_json or first_bytes(file, 64).lstrip()[:1] == b"[")
 
 
 def _reader_class(format: str) -> type[Reader]:

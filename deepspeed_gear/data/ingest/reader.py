@@ -15,7 +15,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
+from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_names import SourceNames
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError

@@ -243,11 +243,12 @@ class TableReader(Reader):
             return "step"
         self._id = next((name for name in _EPISODE_IDS if name in first), None)
         ids = [] if self._id is None else [str(one) for one in first[self._id]]
-        measured = usual.get("reward", usual.get("action", [()]))[0]
-        if flags := [name for name in ROW_FLAGS if name in first]:
-            measured = first[flags[0]][0]
+        flags = [first[name] for name in ROW_FLAGS if name in first]
+        measures = [*flags, *(usual[name] for name in ("reward", "action") if name in usual)]
+        measured = next((one for rows in measures[:1] for one in rows if one is not None), ())
         is_single = isinstance(measured, (bool, int, float, np.generic))
-        if len({*ids}) < len(ids) or (is_single and len(ids) < 2):
+        has_null = self._id is not None and any(one is None for one in first[self._id])
+        if len({*ids}) < len(ids) or (is_single and (len(ids) < 2 or has_null)):
             return "step"
         self._id = None
         return "episode"
