@@ -20,13 +20,13 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.table_options import TableConfig
-from deepspeed_gear.data.ingest.source_checks import check_no_pointer
+from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.shard_placement import shards_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.plan.table_resolution import capacity_of
+from deepspeed_gear.plan.table_sizes import capacity_of
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.row_exchange import exchange_plan
 from deepspeed_gear.row_exchange.exchange_plan import ReadNeeds

@@ -28,7 +28,7 @@ def test_this_project_is_timed(run_python: Any, checkout: Path) -> None:
     environment = {"PYTHONPATH": os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])}
     done = run_python(*command, "gear", "limit", "numpy_ring", env=environment)
     rows = [line for line in done.stdout.splitlines() if "windows of 20" in line]
-    assert len(rows) == 3, done.stderr
+    assert len(rows) == 6, done.stderr  # in a tight loop, and with a model between
     assert "left out" not in done.stderr
 
 
@@ -49,6 +49,41 @@ def test_trainers_of_this_project_share_one_distribution(run_python: Any, checko
     for row in rows:
         assert row["exact"]
         assert row["seen"] > 0.9
+
+
+def test_calls_have_the_types_of_gymnasium(work: ModuleType) -> None:
+    env = importlib.import_module("gymnasium").make("CartPole-v1")
+    obs, _ = env.reset(seed=0)
+    mine = next(work.calls())
+    next_obs, *results = env.step(mine.action)
+    theirs = (obs, next_obs, int(env.action_space.sample()), *results[:3])
+    assert [type(value) for value in mine] == [type(value) for value in theirs]
+    assert (mine.obs.shape, mine.obs.dtype) == (obs.shape, obs.dtype)
+
+
+@pytest.mark.parametrize("system", ["gear", "numpy_ring"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("calls", {"capacity": 2000}),
+        ("leases", {"as_lists": False}),
+        ("leases", {"as_lists": True}),
+    ],
+)
+def test_calls_as_users_make_them_are_right(
+    work: ModuleType, system: str, kind: str, options: dict[str, Any]
+) -> None:
+    """Building the job compares what is stored with what was added."""
+    child = importlib.import_module("speed.child")
+    offered = importlib.import_module("peers.interface").load(system)
+    job = child.KINDS[kind].make(offered, options)
+    ran: list[int] = []
+    job.model = lambda: ran.append(1)
+    assert child.block(job, 0.0, between=False)["us"] > 0
+    assert not ran
+    answer = child.block(job, 0.0, between=True)
+    assert len(ran) == answer["steps"]
+    job.close()
 
 
 @pytest.mark.parametrize("system", ["gear", "numpy_ring"])

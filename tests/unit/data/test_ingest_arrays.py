@@ -139,6 +139,55 @@ def test_rollouts_are_divided_by_their_flags(
         assert episode["truncated"].tolist() == [*kept, not is_terminal]
 
 
+def ogbench(path: Path, lengths: tuple[int, ...], **more: Any) -> Path:
+    """Write a file in the layout of OGBench: row i has the observation i and the action -i."""
+    rows = np.arange(sum(lengths))
+    ends = np.isin(rows + 1, np.cumsum(lengths))
+    steps = {"observations": rows[:, None] * 1.0, "actions": -rows[:, None] * 1.0, "qpos": rows * 2}
+    return npz(path, **steps, terminals=ends.astype(np.float32), **more)
+
+
+def test_ogbench(tmp_path: Path) -> None:
+    """The last row of a trajectory holds only an observation, and `terminals` no termination."""
+    source = ogbench(tmp_path / "a.npz", (5, 5, 5))
+    assert run_command(command, str(source), str(tmp_path / "out"), "--reward", "none") == 0
+    dataset = Dataset.open(tmp_path / "out")
+    assert dataset.lengths.tolist() == [4, 4, 4]
+    for i in range(3):
+        stored = dataset.trajectory(i)
+        assert stored["observation"][:, 0].tolist() == [*range(5 * i, 5 * i + 5)]
+        assert stored["action"][:, 0].tolist() == [*range(-5 * i, -5 * i - 4, -1)]
+        assert stored["qpos"].tolist() == [*range(10 * i, 10 * i + 8, 2)]
+        assert stored["terminated"].tolist() == [False] * 4
+        assert stored["truncated"].tolist() == [False] * 3 + [True]
+    note = "the last row of each episode is the observation after its last step"
+    assert dataset.source["sources"][0]["notes"] == [note]
+    assert refusal(source, episode_length=5).startswith("FILE: --episode-length must be for the")
+    uneven = ogbench(tmp_path / "b.npz", (5, 3, 1))
+    assert "--format ogbench reads an npz file whose terminals mark the last row" in refusal(uneven)
+    with open_source(uneven, "ogbench") as reader:
+        assert reader.notes == [note, "1 episodes of one row have no step: left out"]
+        assert [len(arrays["action"]) for _, arrays in reader.episodes()] == [4, 2]
+    rewarded = ogbench(tmp_path / "c.npz", (5, 5), rewards=np.zeros(10))
+    assert "timeouts must be in the source" in refusal(rewarded)  # not recognised as OGBench
+
+
+def test_terminals_that_are_time_limits_are_refused(tmp_path: Path) -> None:
+    """Terminal flags that mark all ends of `--episode-length`, and no others."""
+    source = ogbench(tmp_path / "a.npz", (5, 5, 5), rewards=np.zeros(15))
+    with pytest.raises(DataError) as caught:
+        run_command(command, str(source), str(tmp_path / "out"), "--episode-length", "5")
+    assert str(caught.value).startswith(
+        f"{source}: terminals must not mark all ends after 5 steps and no others: these are time "
+        "limits, got '3 such ends'; --rename terminals=dones names flags of any end; --last-step "
+        "observation (or --format ogbench) is for trajectories whose last row holds only"
+    )
+    for lengths, ends in (((5, 3, 5), [1, 1, 1]), ((5, 5, 4), [1, 1, 1])):
+        one = ogbench(tmp_path / "b.npz", lengths, rewards=np.zeros(sum(lengths)))
+        assert [int(e["terminated"][-1]) for e in read(one, episode_length=5)] == ends
+    assert [len(e["action"]) for e in read(source, episode_length=6)] == [5, 5, 5]
+
+
 def test_other_arrays_of_steps(tmp_path: Path, d4rl: Callable[..., Any]) -> None:
     """Stable-Baselines' recordings, next observations after a reset, D4RL without timeouts."""
     starts = np.array([1, 0, 0, 1, 0], bool)
