@@ -2,6 +2,7 @@
 // classes, and functions that are called seldom, are defined in store.h, and the ops as plain
 // functions in library.cpp.
 #include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include "bindings/direct.h"
 #include "bindings/gather_call.h"
@@ -14,6 +15,11 @@
 namespace gear::direct {
 
 extern PyMethodDef kOps[];  // of library.cpp
+
+at::Tensor& AsTensor(PyObject* object) {
+  if (!THPVariable_Check(object)) RaiseType("a tensor", object);
+  return const_cast<at::Tensor&>(THPVariable_Unpack(object));
+}
 
 }  // namespace gear::direct
 
