@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset as MapDataset
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import dataset_files
+from deepspeed_gear.data.array_file import Workers
 from deepspeed_gear.data.compressed_rows import CompressedRows, files_of
 from deepspeed_gear.data.dataset_files import (
     REMAKE,
@@ -145,10 +147,14 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         path = arguments.folder("path", path)
         if not path.is_dir():
-            remedy = "make one with gear ingest SOURCE DEST"
-            if path.with_name(path.name + ".partial").is_dir():
+            is_there = path.exists()
+            remedy = "check the path, or make a data set there with gear ingest SOURCE DEST"
+            if is_there:
+                remedy = f"make one with gear ingest {path} DEST, and name DEST"
+            elif path.with_name(path.name + ".partial").is_dir():
                 remedy = "its ingest did not finish; run it again"
-            raise DataError(str(path), "must be the folder of a data set", None, remedy)
+            given = "no folder" if is_there else "nothing at this path"
+            raise DataError(str(path), "must be the folder of a data set", given, remedy)
         while True:
             folder = os.stat(path)
             try:
@@ -269,9 +275,10 @@ class Dataset(MapDataset[dict[str, Any]]):
             )
         # The pass is sequential, so read-ahead pays.
         self.files.advise(mmap.MADV_NORMAL)
-        statistics = compute_statistics(
-            self.schema, self.columns, self.first_rows, self.lengths, split
-        )
+        with closing(Workers()) as workers:
+            statistics = compute_statistics(
+                self.schema, self.columns, self.first_rows, self.lengths, split, workers
+            )
         if self._is_random:
             self.files.advise(mmap.MADV_RANDOM)
         return statistics

@@ -253,6 +253,48 @@ class Stream:
 
 # Direct calls of the classes above, by address: for each trajectory, step or row.
 
+def all_finite(values: int, bytes: int, type: int, /) -> bool:
+    """Return whether no floating value, by address, is NaN or infinite; type: as in RowForm."""
+
+def row_moments_add(
+    values: int,
+    dtype: int,
+    num_rows: int,
+    num_elements: int,
+    keep: int,
+    block_rows: int,
+    moments: int,
+    /,
+) -> None:
+    """Add rows to moments, block by block (ops/csrc/statistics/statistics.h); all by address."""
+
+def pixels_count(
+    pixels: int,
+    keep: int,
+    num_rows: int,
+    outer: int,
+    inner: int,
+    last: int,
+    bins: int,
+    /,
+) -> None:
+    """Count pixel values by channel; all by address."""
+
+def order_statistics(
+    values: int,
+    dtype: int,
+    num_elements: int,
+    first: int,
+    count: int,
+    runs: int,
+    num_runs: int,
+    levels: int,
+    num_levels: int,
+    found: int,
+    /,
+) -> None:
+    """Find the finite values around quantiles of elements [first, first + count); by address."""
+
 def store_add(
     store: int, columns: Sequence[Any], num_steps: int, timeout_s: float, /
 ) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@
 
 #include "bindings/direct.h"
 #include "bindings/gather_call.h"
+#include "bindings/statistics.h"
 #include "bindings/store.h"
 #include "bindings/stream.h"
 #include "bindings/vector_steps.h"
@@ -47,6 +48,18 @@ PyMethodDef kMethods[] = {
     Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::cpu::Fence>("fence", "fence() -> None"),
+    Function<gear::python::AddRowMoments, true>(
+        "row_moments_add",
+        "row_moments_add(values, dtype, num_rows, num_elements, keep, block_rows, moments) -> "
+        "None"),
+    Function<gear::cpu::CountPixels, true>(
+        "pixels_count", "pixels_count(pixels, keep, num_rows, outer, inner, last, bins) -> None"),
+    Function<gear::python::OrderStatistics, true>(
+        "order_statistics",
+        "order_statistics(values, dtype, num_elements, first, count, runs, num_runs, levels, "
+        "num_levels, found) -> None"),
+    Function<gear::python::AllFinite, true>("all_finite",
+                                            "all_finite(values, bytes, type) -> bool"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
