@@ -145,10 +145,14 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         path = arguments.folder("path", path)
         if not path.is_dir():
-            remedy = "make one with gear ingest SOURCE DEST"
-            if path.with_name(path.name + ".partial").is_dir():
+            is_there = path.exists()
+            remedy = "check the path, or make a data set there with gear ingest SOURCE DEST"
+            if is_there:
+                remedy = f"make one with gear ingest {path} DEST, and name DEST"
+            elif path.with_name(path.name + ".partial").is_dir():
                 remedy = "its ingest did not finish; run it again"
-            raise DataError(str(path), "must be the folder of a data set", None, remedy)
+            given = "no folder" if is_there else "nothing at this path"
+            raise DataError(str(path), "must be the folder of a data set", given, remedy)
         while True:
             folder = os.stat(path)
             try:

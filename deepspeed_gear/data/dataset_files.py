@@ -27,6 +27,7 @@ EXTENTS_FILE = "extents.npy"
 COMPRESSED = "compressed/"  # folder of the files of compressed columns
 PROBE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024 * 1024
+_POINTER = b"version https://git-lfs.github.com/spec/"
 REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
 _REMAKE_PARTS = "the file is not the one that was written; make the parts again with gear split"
 
@@ -208,8 +209,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path, REMAKE)
 
 
+def check_no_pointer(path: Path) -> None:
+    """Raise if a file is a Git LFS pointer, as a clone without git-lfs has in place of data."""
+    if path.is_file():
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+        if is_pointer:
+            raise DataError(
+                str(path),
+                "must contain the data",
+                "a Git LFS pointer",
+                "run git lfs pull in the clone that it is from",
+            )
+
+
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object; DataError, with this remedy, if the file holds none."""
+    check_no_pointer(path)
     with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=remedy):
         data = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict):
@@ -221,6 +237,7 @@ def check_file(path: Path, entry: FileEntry) -> None:
     """Raise DataError unless a file has its recorded size and probe."""
     if not path.is_file():
         raise DataError(str(path), "must exist", None, "a file of the data set is missing")
+    check_no_pointer(path)
     size = path.stat().st_size
     rule = f"must have {entry.bytes} bytes"
     if size != entry.bytes:

@@ -21,7 +21,8 @@ import pyarrow as pa
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
-from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
+from deepspeed_gear.data.media import SENT, MediaSpec
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema

@@ -13,7 +13,8 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import opaque_rows
-from deepspeed_gear.data.media import MediaItem, MediaSpec
+from deepspeed_gear.data.media import MediaSpec
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, GearError, StoreError, show_bytes
 from deepspeed_gear.remote import gateway_messages

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.context import LOG
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite
@@ -29,6 +28,7 @@ from deepspeed_gear.errors import (
     error_from_json,
     show_bytes,
 )
+from deepspeed_gear.log import LOG
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, ConnectionLost, RetryPolicy
 from deepspeed_gear.remote.gateway_messages import as_sent, encode, trajectory_bytes

@@ -219,6 +219,17 @@ class Table:
             with self.lock:
                 self.media.abandon()
 
+    def note_oldest_open(self, version: int) -> None:
+        """Record the oldest policy version of this process's open trajectories; -1: none is open.
+
+        The word is the version + 1: 0, of new shared memory, is no open trajectory.
+        """
+        self.peers[self.memory.peer, Peer.OLDEST_OPEN] = version + 1
+
+    def note_lost(self, peer: int) -> None:
+        """Mark a process that died first: others may have ended because of it."""
+        self.peers[peer, Peer.LOST] = 1
+
     @property
     def has_living_rank(self) -> bool:
         """Whether a rank is attached; a store without one belongs to a run that has ended."""
@@ -466,6 +477,11 @@ class Table:
     def note_late(self, slot: int, present: int) -> None:
         """Set the bits of the late columns that came with a trajectory that was just committed."""
         self.views["retention"][slot, SlotRetention.PRESENT] = present
+
+    def raise_policy_version(self, version: int) -> None:
+        """Set the version of the learner's policy, which never decreases. Requires the lock."""
+        known = int(self.control[Control.POLICY_VERSION])
+        self.control[Control.POLICY_VERSION] = max(known, version)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
         """Evict distinct committed trajectories, and with them their groups; return all slots, [n]

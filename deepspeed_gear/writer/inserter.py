@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.context import Context
-from deepspeed_gear.data.media import MediaItem
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
@@ -20,9 +19,10 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
-from deepspeed_gear.store.records import Head, Peer, Refusal
+from deepspeed_gear.store.records import Head, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import Context
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
@@ -341,9 +341,7 @@ class Inserter:
             self._open[id(writer)] = int(given.min())
         else:
             self._open.pop(id(writer), None)
-        # The word is the oldest version + 1: 0, of new shared memory, is no open trajectory.
-        oldest = min(self._open.values(), default=-1)
-        self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
+        self.table.note_oldest_open(min(self._open.values(), default=-1))
 
     def reserve(
         self,

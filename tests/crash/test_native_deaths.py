@@ -13,13 +13,13 @@ from gear_support import STEP, trajectory
 from instruction_deaths import states_left
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
-from deepspeed_gear.context import Context
 from deepspeed_gear.data.running_moments import Moment
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.timeouts import Context
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 

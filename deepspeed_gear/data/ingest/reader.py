@@ -15,7 +15,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
+from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
+from deepspeed_gear.data.ingest.source_names import SourceNames
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
@@ -40,6 +42,8 @@ class Reader(ABC):
     Attributes:
         format: Name of the format, for `--format`.
         takes: Names of the options that only this format has, keywords of `open_source`.
+        early_roles: Roles whose option `role` counts before the reader judges names.
+        names: The names that the options `rename` and `role` give to keys of the source.
         options: The given options by name.
         path: The source.
         select: Decides whether an optional column is kept, by its name.
@@ -61,6 +65,7 @@ class Reader(ABC):
 
     format: ClassVar[str]
     takes: ClassVar[tuple[str, ...]] = ()
+    early_roles: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class Reader(ABC):
         self.select = select
         self.expansion = expansion
         self.options = dict(options or {})
+        self.names = SourceNames(self.options, self.early_roles)
         self.files = ExitStack()
         self.columns: tuple[Column, ...] = ()
         self.num_steps = 0

@@ -19,11 +19,11 @@ import numpy as np
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.arrow_sizes import NUMBER_BYTES, ROW_BYTES, ArrowSizes
+from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.source_checks import (
     DAMAGED,
     FLOOR_BYTES,
     Expansion,
-    check_no_pointer,
     pyarrow_for,
 )
 from deepspeed_gear.data.nested_columns import flatten
@@ -111,7 +111,8 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
     elif hasattr(source, "iloc"):
         arrays = {str(name): source[name].to_numpy() for name in source.columns}
         yield {
-            name: rows.tolist() if rows.dtype == object else rows for name, rows in arrays.items()
+            name: [*map(_none_if_missing, rows.tolist())] if rows.dtype == object else rows
+            for name, rows in arrays.items()
         }
     elif hasattr(source, "with_format") and hasattr(source, "features"):
         pyarrow_for(where)
@@ -120,6 +121,14 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
                 yield arrow_block(batch, is_nested, where)
     else:
         yield from row_blocks(source, where, is_nested)
+
+
+def _none_if_missing(value: Any) -> Any:
+    """Return None for a missing value of a pandas frame (None, NA, NaT, NaN), else the value."""
+    is_missing = type(value).__name__ in ("NAType", "NaTType") or (
+        isinstance(value, float) and value != value
+    )
+    return None if is_missing else value
 
 
 def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Block]:

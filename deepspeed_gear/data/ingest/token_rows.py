@@ -48,6 +48,8 @@ _MASKS = (
 _LOGP = ("logp", "generation_logprobs", "rollout_log_probs", "logprobs", "old_log_probs")
 _REWARDS = ("reward", "rewards", "score", "total_reward")
 GROUPS = ("prompt_id", "group_id", "uid", "group")
+#: Names with a meaning in rows of conversations.
+NAMES = (*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES, *_MASKS, *_LOGP, *_REWARDS, *GROUPS)
 _NO_LOSS = -100  # label of a token without loss in transformers and TRL
 _MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat template"
 

@@ -296,7 +296,7 @@ def test_one_answer_of_a_pair_and_labels_of_answers_are_conversations(tmp_path: 
         run_command(command, source, dest, *options, "--role", "label=reward")
     assert str(caught.value) == (
         f"{source}: --role label=reward must have a value for each step, got 'one per trajectory'; "
-        "--rename label=reward --dtype reward=float32 makes it the reward of a trajectory"
+        "--rename label=reward makes it the reward of a trajectory"
     )
     remedy = ["--rename", "label=reward", "--dtype", "reward=float32"]
     assert run_command(command, source, dest, *options, *remedy) == 0

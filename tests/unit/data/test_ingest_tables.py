@@ -528,3 +528,53 @@ def test_hostile_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(DataError, match=r"rllib.json: trajectory 0 must have observations"):
         open_source(rllib)
+
+
+def test_nulls_are_named_where_a_row_is_found_out(tmp_path: Path) -> None:
+    """Also in the first rows, by which it is found out whether a row is a step or an episode."""
+    row = {"episode_id": 0, "observation": [1.0, 2.0], "action": 1, "reward": 1.0, "done": False}
+    places = {"episode_id": "row 1: episode_id must be a number or a text, got 'null'"}
+    for number in (0, 1):
+        for name in row if number else [*row][1:]:
+            rows = [dict(row), dict(row)]
+            rows[number][name] = None
+            usual = "terminated" if name == "done" else name
+            text = places.get(name, f"episode 0: {usual}[{number}] must not be null; fill it in")
+            source = write_lines(tmp_path / "a.jsonl", rows)
+            with pytest.raises(DataError) as caught:
+                run_command(command, str(source), str(tmp_path / "out"))
+            assert text in str(caught.value), name
+
+    class NAType:
+        """As pandas' missing value."""
+
+    class Frame:
+        iloc = None
+        columns = tuple(row)
+
+        def __getitem__(self, name: str) -> Any:
+            values = np.array([row[name], row[name], None], object)
+            values[2] = NAType() if name == "action" else row[name]
+            return SimpleNamespace(to_numpy=lambda: values)
+
+    with pytest.raises(DataError, match=r"episode 0: action\[2\] must not be null"):
+        Dataset.from_iterable(Frame(), tmp_path / "out")
+
+
+def test_files_that_describe_a_source_are_none(tmp_path: Path) -> None:
+    """A folder's JSON file is not named as the source, and a missing path is called missing."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "info.json").write_text('{"features": {}}')
+    with pytest.raises(
+        DataError, match=r"must have a known layout, got 'a folder with info[.]json'; kn"
+    ):
+        open_source(tmp_path / "set")
+    for name in ("none", "none.hdf5"):
+        with pytest.raises(DataError, match="got 'nothing at this path'; check the path, or make"):
+            Dataset.open(tmp_path / name)
+    (tmp_path / "a.npz").touch()
+    with pytest.raises(DataError, match=r"got 'no folder'; make one with gear ingest .*a.npz DEST"):
+        Dataset.open(tmp_path / "a.npz")
+    (tmp_path / "set" / "schema.json").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(DataError, match=r"schema.json must contain the data, got 'a Git LFS"):
+        open_source(tmp_path / "set")
