@@ -1,6 +1,6 @@
 """Reader of tables of episodes, steps or conversations.
 
-They are Parquet, Arrow and JSON files, or tables of a program.
+They are Parquet, Arrow, CSV and JSON files, or tables of a program.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class TableReader(Reader):
         if "rows" not in self.options and not table_files(self.path):
             raise DataError(
                 str(self.path),
-                "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of "
-                "such files",
+                "must be named .parquet, .arrow, .feather, .csv, .jsonl or .json, or be a folder "
+                "of such files",
                 remedy="rename the file, or name its format with --format",
             )
         self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
