@@ -52,6 +52,24 @@ class CpprbSteps(Buffer):
         if self._need.n_step > 1 and (rows["done"] | rows.get("truncated", rows["done"]))[-1]:
             self._buffer.on_episode_end()
 
+    def add_call(
+        self,
+        obs: Array,
+        next_obs: Array,
+        action: int,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+    ) -> None:
+        self._buffer.add(
+            observation=obs,
+            next_observation=next_obs,
+            action=action,
+            reward=reward,
+            done=terminated,
+            truncated=truncated,
+        )
+
     def sample(self) -> Any:
         return self._buffer.sample(self._need.batch, **self._options)
 
@@ -140,7 +158,9 @@ class CpprbGoals(CpprbSteps):
 
 
 class Cpprb(System):
-    kinds = frozenset(("transitions", "n_step", "hindsight", "adding", "whole", "numbered"))
+    kinds = frozenset(
+        ("transitions", "n_step", "hindsight", "adding", "calls", "whole", "numbered")
+    )
     steps = CpprbSteps
     goals = CpprbGoals
 

@@ -114,7 +114,7 @@ class FlashbaxWindows(FlashbaxBuffer):
 
 
 class Flashbax(System):
-    kinds = frozenset(("transitions", "windows", "frames", "adding", "numbered"))
+    kinds = frozenset(("transitions", "windows", "frames", "adding", "calls", "numbered"))
     steps = FlashbaxSteps
     windows = FlashbaxWindows
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Box
@@ -23,6 +24,7 @@ from deepspeed_gear import (
     __version__,
 )
 from peers import gear_language, gear_ranks
+from peers.gear_leases import GearLeases
 from peers.gear_rollouts import GearRollouts
 from peers.interface import Array, Buffer, Rows, Steps, System, Windows
 
@@ -100,6 +102,16 @@ class GearSteps(Buffer):
 
     def close(self) -> None:
         self._buffer.close()
+
+
+class GearCalls(GearSteps):
+    """One gymnasium environment, whose steps are added as it returns them."""
+
+    def __init__(self, capacity: int) -> None:
+        env = gymnasium.make("CartPole-v1")
+        spaces = env.observation_space, env.action_space
+        self._buffer = TransitionBuffer(capacity, *spaces, n_envs=env, batch_size=256)
+        self.add_call = self._buffer.add  # type: ignore[method-assign]
 
 
 class GearBatches(Buffer):
@@ -329,9 +341,11 @@ SYSTEM = Gear(
     windows=windows,
     frames=frames,
     n_step=n_step,
+    calls=GearCalls,
     whole=GearWhole,
     numbered=numbered,
     rollouts=GearRollouts,
+    leases=GearLeases,
     write=write,
     stored=GearStored,
 )

@@ -126,6 +126,30 @@ class Buffer(ABC):
         """
         raise NotOfferedError
 
+    def add_call(
+        self,
+        obs: Array,
+        next_obs: Array,
+        action: int,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+    ) -> None:
+        """Add a step of one environment as gymnasium returns it: no leading axis, Python numbers.
+
+        Here for systems that take arrays of N environments: what their user writes.
+        """
+        self.add(
+            {
+                "observation": obs[None],
+                "next_observation": next_obs[None],
+                "action": np.array([action]),
+                "reward": np.array([reward], np.float32),
+                "done": np.array([terminated]),
+                "truncated": np.array([truncated]),
+            }
+        )
+
     def can_sample(self) -> bool:
         """Return whether there is a batch, where a system wants to be asked."""
         return True

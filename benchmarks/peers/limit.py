@@ -5,7 +5,9 @@ integer sums.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -38,8 +40,15 @@ class Loop(Buffer):
     def rows(self, found: Any) -> Rows:
         return {name: values.numpy() for name, values in zip(self._names, found, strict=True)}
 
-    def block(self, seconds: float) -> dict[str, Any]:
-        """As `child.block`."""
+    def block(self, seconds: float, model: Callable[[], None] | None = None) -> dict[str, Any]:
+        """As `child.block`; with a model, the loop makes one batch after each of its passes."""
+        if model is not None:
+            times = []
+            until = perf_counter() + seconds
+            while perf_counter() < until or len(times) < 3:
+                model()
+                times.append(int(self._run(1)[1][0]))
+            return {"us": float(np.median(times)) / 1e3, "steps": len(times)}
         wall = self._run(8)[1]
         wall = self._run(max(4, min(20000, int(seconds * 1e9 / max(1, np.median(wall))))))[1]
         return {"us": float(np.median(wall)) / 1e3, "steps": len(wall)}
@@ -72,9 +81,15 @@ def _copies(rows: Rows, length: int, batch: int, longest: int, kind: type[Loop] 
     limit = CopyLimit(columns, outs, length)
     draws = random.integers(0, count // longest, (4096, batch)) * longest
     draws += random.integers(0, longest - length + 1, draws.shape)
-    return kind(
-        list(rows), outs, lambda n: limit.run(np.ascontiguousarray(np.resize(draws, (n, batch))))
-    )
+    done = 0
+
+    def run(count: int) -> Any:
+        nonlocal done
+        turns = np.arange(done, done + count) % len(draws)
+        done += count
+        return limit.run(draws[turns])
+
+    return kind(list(rows), outs, run)
 
 
 def windows(count: int, batch: int, length: int) -> Buffer:

@@ -10,7 +10,7 @@ import numpy as np
 from speed import derived, work
 
 from peers.interface import Array, Buffer, NotOfferedError, Rows, Steps, System
-from peers.numpy_rollouts import NumpyRollouts
+from peers.numpy_rollouts import NumpyLeases, NumpyRollouts
 
 
 class NumpyBatches(Buffer):
@@ -94,10 +94,32 @@ class NumpyRing(Buffer):
     def add(self, rows: Rows) -> None:
         for name, ring in self._rings.items():
             ring[self._at] = np.array(rows[name])
+        self._next()
+
+    def _next(self) -> None:
         self._at += 1
         if self._at == self._size:
             self._full = True
             self._at = 0
+
+    def add_call(
+        self,
+        obs: Array,
+        next_obs: Array,
+        action: int,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+    ) -> None:
+        rings = self._rings
+        at = self._at
+        rings["observation"][at, 0] = obs
+        rings["next_observation"][at, 0] = next_obs
+        rings["action"][at, 0] = action
+        rings["reward"][at, 0] = reward
+        rings["done"][at, 0] = terminated
+        rings["truncated"][at, 0] = truncated
+        self._next()
 
     def sample(self) -> Any:
         at = np.random.randint(0, self._size if self._full else self._at, self._need.batch)
@@ -173,7 +195,7 @@ class NumpyGoals(NumpyBatches):
 
 
 class NumpyArrays(System):
-    kinds = frozenset(("adding", "hindsight"))
+    kinds = frozenset(("adding", "calls", "hindsight"))
     steps = NumpyRing
     goals = NumpyGoals
 
@@ -186,6 +208,7 @@ SYSTEM = NumpyArrays(
     n_step=n_step,
     whole=NumpyWhole,
     rollouts=NumpyRollouts,
+    leases=NumpyLeases,
     write=write,
     stored=stored,
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from speed.leases import Leases
 from speed.rollouts import Micro, Rollouts, budget_packs
 
 from peers.interface import Array, Rows
@@ -58,6 +59,41 @@ class NumpyRollouts(Rollouts):
         first = found["tokens"][found["cu_seqlens"][:-1]]
         values = (found[name] for name in ("tokens", "loss_mask", "logp", "ref_logp"))
         return Micro(found["tokens"], first, found["reward"], *values)
+
+    def close(self) -> None:
+        pass
+
+
+DTYPES = {"tokens": np.int32, "loss_mask": bool, "logp": np.float32, "reward": np.float32}
+
+
+class NumpyLeases(Leases):
+    """Groups in a list; a lease is a number, and no account is kept."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups: list[list[Rows]] = []
+
+    def lease(self, count: int) -> list[Any]:
+        return list(range(count))
+
+    def commit(self, lease: Any, responses: list[dict[str, Any]]) -> None:
+        self._groups.append(
+            [
+                {name: np.array(rows, DTYPES[name]) for name, rows in one.items()}
+                for one in responses
+            ]
+        )
+
+    def consume(self) -> None:
+        self._groups = []
+
+    def check(self, responses: list[dict[str, Any]]) -> None:
+        assert self._groups, "no group is held"
+        for held in self._groups:
+            for found, wanted in zip(held, responses, strict=True):
+                for name, rows in wanted.items():
+                    assert np.array_equal(found[name], np.array(rows, found[name].dtype)), name
+        self.consume()
 
     def close(self) -> None:
         pass

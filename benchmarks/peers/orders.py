@@ -29,12 +29,20 @@ class Child:
         system: Name of the system's module.
         python: Its interpreter.
         *arguments: Of the program.
+        checkout: Where this project's package is taken from.
     """
 
-    def __init__(self, program: str, system: str, python: Path | str, *arguments: str) -> None:
+    def __init__(
+        self,
+        program: str,
+        system: str,
+        python: Path | str,
+        *arguments: str,
+        checkout: Path = ROOT,
+    ) -> None:
         path = [
             str(ROOT / "benchmarks"),
-            *([str(ROOT)] if system.rpartition(".")[2] in OWN else []),
+            *([str(checkout)] if system.rpartition(".")[2] in OWN else []),
         ]
         environment = {
             **os.environ,
@@ -48,7 +56,13 @@ class Child:
             "PYTHONDONTWRITEBYTECODE", None
         )  # a package that pip installs has its byte code
         command = [str(python), "-m", program, system, *arguments]
-        self.process = subprocess.Popen(command, env=environment, text=True, **streams())
+        self.process = subprocess.Popen(
+            command,
+            cwd=checkout,  # python -m imports from here first
+            env=environment,
+            text=True,
+            **streams(),
+        )
 
     def order(self, do: str, seconds: float = LIMIT_S, **more: Any) -> Row:
         """Have something done; return the answer, or what is in the way as "left out"."""

@@ -274,7 +274,7 @@ class ReverbAdding(ReverbBatches):
         ]
 
     def add(self, rows: Rows) -> None:
-        ends = rows["truncated"]
+        ends = rows["done"] | rows["truncated"]
         for env, writer in enumerate(self._writers):
             writer.append({name: values[env] for name, values in rows.items()})
             writer.create_item(TABLE, 1.0, {name: writer.history[name][-1:] for name in rows})
@@ -291,6 +291,10 @@ class ReverbAdding(ReverbBatches):
         for writer in self._writers:
             writer.close()
         super().close()
+
+
+def calls(capacity: int) -> Buffer:
+    return ReverbAdding(1, capacity)
 
 
 class ReverbWhole(ReverbBatches):
@@ -338,5 +342,6 @@ SYSTEM = Reverb(
     windows=windows,
     frames=frames,
     adding=ReverbAdding,
+    calls=calls,
     whole=ReverbWhole,
 )

@@ -28,7 +28,9 @@ class Sb3Steps(Buffer):
     def __init__(self, need: Steps) -> None:
         if need.prioritized:
             raise NotOfferedError
-        spaces_of = _box(need.columns["observation"]), _box(need.columns["action"], 1)
+        action = need.columns["action"]
+        actions = spaces.Discrete(2) if action.dtype.kind == "i" else _box(action, 1)
+        spaces_of = _box(need.columns["observation"]), actions
         kind = ReplayBuffer
         options = {"n_envs": need.num_envs}
         if need.n_step > 1:
@@ -116,7 +118,7 @@ class Sb3Goals(Buffer):
 
 class Sb3(System):
     fills = work.EPISODE  # environments, as adding one by one takes minutes
-    kinds = frozenset(("transitions", "n_step", "hindsight", "adding"))
+    kinds = frozenset(("transitions", "n_step", "hindsight", "adding", "calls"))
     steps = Sb3Steps
     goals = Sb3Goals
 

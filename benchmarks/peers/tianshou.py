@@ -128,7 +128,7 @@ class TianshouGoals(Buffer):
 class Tianshou(System):
     fills = 8
     most_items = 200_000
-    kinds = frozenset(("transitions", "n_step", "hindsight", "adding"))
+    kinds = frozenset(("transitions", "n_step", "hindsight", "adding", "calls"))
     steps = TianshouSteps
     goals = TianshouGoals
 

@@ -211,7 +211,17 @@ class TorchrlGoals(Buffer):
 
 class Torchrl(System):
     kinds = frozenset(
-        ("transitions", "windows", "frames", "n_step", "hindsight", "adding", "whole", "numbered")
+        (
+            "transitions",
+            "windows",
+            "frames",
+            "n_step",
+            "hindsight",
+            "adding",
+            "calls",
+            "whole",
+            "numbered",
+        )
     )
     steps = TorchrlSteps
     windows = TorchrlWindows

@@ -19,10 +19,11 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
-from peers.interface import Array, Buffer, NotOfferedError, Rows, System, fresh_priorities, load
+from peers.interface import Array, NotOfferedError, Rows, System, fresh_priorities, load
 from peers.orders import carry_out
 
 from speed import contents, derived, work
+from speed.leases import group
 from speed.rollouts import RolloutJob
 from speed.team import Team
 
@@ -55,8 +56,18 @@ class Job:
 
     def __init__(self, system: System, kind: str, options: dict[str, Any]) -> None:
         self.turn = 0
+        self.model = work.Model(self.model_rows(options))
         self.notes = dict[str, float]()
-        self.made: Buffer = contents.made(system, kind, options)
+        self.made: Any = contents.made(system, kind, options)
+
+    def model_rows(self, options: dict[str, Any]) -> int:
+        """Return how many observations the model has that runs between two steps."""
+        return 1
+
+    def prepare(self, between: bool) -> None:
+        """Do what comes before a step and is not timed: a model's work, where there is one."""
+        if between:
+            self.model()
 
     def step(self) -> None:
         """Do it once."""
@@ -84,6 +95,9 @@ class Sampled(Job):
             work.check(self.made.rows(found), batch, length, options["count"])
             if self.fresh is not None:
                 self.made.update(found, self.fresh[0])
+
+    def model_rows(self, options: dict[str, Any]) -> int:
+        return int(options["batch"])
 
     def step(self) -> None:
         super().step()
@@ -137,6 +151,27 @@ class Stepped(Job):
             super().step()
 
 
+class Called(Job):
+    """Steps of one environment, each added as a program has it after gymnasium's `step`."""
+
+    def __init__(self, system: System, options: dict[str, Any]) -> None:
+        super().__init__(system, "calls", options)
+        self.calls = work.calls()
+        capacity = options["capacity"]
+        for _ in range(2 * capacity):
+            self.prepare(False)
+            self.step()
+        held = self.made.held()
+        assert 0.9 * capacity <= held <= 1.5 * capacity, f"holds {held} of {capacity} transitions"
+
+    def prepare(self, between: bool) -> None:
+        self.call = next(self.calls)
+        super().prepare(between)
+
+    def step(self) -> None:
+        self.made.add_call(*self.call)
+
+
 class Trajectories(Job):
     """Whole trajectories, added one by one."""
 
@@ -149,6 +184,33 @@ class Trajectories(Job):
     def step(self) -> None:
         self.turn += 1
         self.made.add(self.rows[self.turn % len(self.rows)])
+
+
+class Leased(Job):
+    """Groups of responses that a rollout worker commits, each under a lease of its prompt.
+
+    A step is one commit. Leases are taken, and committed groups are consumed, between the steps.
+    """
+
+    GROUPS = 64  # of a rollout batch
+
+    def __init__(self, system: System, options: dict[str, Any]) -> None:
+        super().__init__(system, "leases", {"groups": self.GROUPS})
+        self.leases: list[Any] = []
+        self.group = group(as_lists=options["as_lists"])
+        for _ in range(2 * self.GROUPS):
+            self.prepare(False)
+            self.step()
+        self.made.check(self.group)
+
+    def prepare(self, between: bool) -> None:
+        if not self.leases:
+            self.made.consume()
+            self.leases = self.made.lease(self.GROUPS)
+        super().prepare(between)
+
+    def step(self) -> None:
+        self.made.commit(self.leases.pop(), self.group)
 
 
 def saved(system: System, options: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +249,7 @@ def written(system: System, options: dict[str, Any]) -> dict[str, Any]:
     system.own["write"](options["count"], folder)
     seconds = (perf_counter_ns() - begun) / 1e9
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return {"write_s": round(seconds, 2), "bytes": size}
+    return {"write_s": round(seconds, 4), "bytes": size}
 
 
 def stored(system: System, options: dict[str, Any]) -> Sampled:
@@ -238,11 +300,17 @@ def _count(counts: Array, numbers: Array) -> None:
     counts[items] = np.minimum(counts[items].astype(np.int64) + times, 255)
 
 
-def block(step: Callable[[], None], seconds: float) -> dict[str, Any]:
-    """Run steps for so long; return how many they were, and the median wall time of one, us."""
+def block(job: Job, seconds: float, between: bool) -> dict[str, Any]:
+    """Run steps for so long; return how many they were, and the median wall time of one, us.
+
+    With `between`, a model runs before each of them, whose time does not count.
+    """
+    prepare = job.prepare
+    step = job.step
     times: list[int] = []
     until = perf_counter_ns() + int(seconds * 1e9)
     while True:
+        prepare(between)
         begun = perf_counter_ns()
         step()
         now = perf_counter_ns()
@@ -267,7 +335,9 @@ KINDS = {
     "n_step": Kind("n_step", partial(Derived, "n_step", derived.check_returns)),
     "hindsight": Kind("hindsight", partial(Derived, "hindsight", derived.check_goals)),
     "adding": Kind("adding", Stepped),
+    "calls": Kind("calls", Called),
     "whole": Kind("whole", Trajectories),
+    "leases": Kind("leases", Leased),
     "rollouts": Kind("rollouts", RolloutJob),
     "saved": Kind("transitions", saved),
     "written": Kind("write", written),
@@ -285,6 +355,9 @@ class Child:
         self.job = None
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        if order["do"] == "folder":  # of the package that is timed
+            package = importlib.import_module(load(self._name).package)
+            return {"folder": str(Path(package.__file__ or "").parent)}
         if order["do"] == "version":
             return {"version": load(self._name).version()}
         if order["do"] == "offers":
@@ -294,10 +367,12 @@ class Child:
                 one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")
             ]
             before = read_bytes()
+            between = order.get("between", False)
             if own:
-                found = own[0].block(order["turn_s"], **order["options"])
+                model = {"model": self.job.model} if between else {}
+                found = own[0].block(order["turn_s"], **order["options"], **model)
             else:
-                found = block(self.job.step, order["turn_s"])
+                found = block(self.job, order["turn_s"], between)
             return {**found, "read_bytes": (read_bytes() - before) / found.get("steps", 1)}
         if order["do"] == "exact":
             return dict(self.job.exact(**order["options"]))

@@ -88,6 +88,11 @@ def adding(system: System, num_envs: int, capacity: int) -> Buffer:
     return system.steps(need)
 
 
+def calls(system: System, capacity: int) -> Buffer:
+    """Return a buffer for the steps of one environment, as gymnasium returns them."""
+    return system.steps(Steps(capacity, 1, 256, seed=None, columns=work.call_columns()))
+
+
 def whole(system: System, capacity: int) -> Buffer:
     """Return a buffer for whole trajectories."""
     columns = next(work.trajectories(1))
@@ -111,6 +116,7 @@ KINDS: dict[str, Callable[..., Buffer]] = {
     "windows": windows,
     "frames": frames,
     "adding": adding,
+    "calls": calls,
     "whole": whole,
     "numbered": numbered,
 }

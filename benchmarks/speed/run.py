@@ -3,7 +3,9 @@ tables.
 
     bash benchmarks/peers.sh [--quick] [--only TEXT] [SYSTEM...]
 
-It writes nothing unless all systems are measured.
+It prints the tables of the page, and writes nothing unless all systems are measured.
+
+A user's calls are timed in a tight loop, and again with a model's forward pass between them.
 
 Each system lives in an environment and a process of its own. For each kind of work all of them are
 filled, compare some batches with the data, and then take turns of a fraction of a second; a row is
@@ -26,13 +28,14 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from support.report import Disturbance, Row, document, print_rows, write_json
+from support.report import Disturbance, Row, document, write_json
 from peers.environments import OWN, PEERS, ROOT, interpreters
 from peers.orders import Child
+from support.terminal import fitted
 
 from speed.memory_group import MemoryGroups
 from speed.rollouts import PARTS
-from speed.table import write
+from speed.table import tables, write
 from speed.work import EPISODE
 
 READERS = (
@@ -61,16 +64,29 @@ WAYS = {  # module in `trainers`: system, and what its user calls
     "torchrl_ray": ("torchrl", "RayReplayBuffer"),
     "reverb": ("reverb", "one server, a client each"),
 }
+QUICK_ITEMS = 100_000
 QUICK_WAYS = ("gear", "cpprb")  # the others take longer to start
 TRAINERS = "trainers on one buffer"
+CALL = "a step as gymnasium returns it"
+COMMIT = "commit of a lease: 8 responses of 500 tokens"
+BETWEEN = ", a model between"  # ends the names of rows
 
 
 class Work(NamedTuple):
-    """One kind of work: its name in the tables, what a child does, and with what."""
+    """One kind of work: its name in the tables, what a child does, and with what.
+
+    `between`: it is timed again with a model's work between the calls, as a row of its own.
+    """
 
     name: str
     do: str
     options: dict[str, Any]
+    between: bool = False
+
+    def forms(self) -> list[tuple[str, Row]]:
+        """Return the names of its rows, each with what its turns are ordered with."""
+        plain: tuple[str, Row] = self.name, {}
+        return [plain, (self.name + BETWEEN, {"between": True})] if self.between else [plain]
 
 
 def plan(quick: bool) -> list[Work]:
@@ -83,7 +99,7 @@ def plan(quick: bool) -> list[Work]:
     lengths = (20, 100, EPISODE)
     vectors = (1, 8, 64)
     if quick:
-        items = 100_000
+        items = QUICK_ITEMS
         windows = 200_000
         num_frames = 4_000
         batches = (256,)
@@ -94,11 +110,11 @@ def plan(quick: bool) -> list[Work]:
         for batch in batches:
             name = f"{'prioritized' if prioritized else 'uniform'} transitions, B = {batch:,}"
             options = {"count": items, "batch": batch, "prioritized": prioritized}
-            found.append(Work(name, "transitions", options))
+            found.append(Work(name, "transitions", options, between=batch == batches[0]))
     for length in lengths:
         name = "whole trajectories" if length == EPISODE else f"windows of {length}"
         options = {"count": windows, "batch": 128, "length": length}
-        found.append(Work(f"{name}, B = 128", "windows", options))
+        found.append(Work(f"{name}, B = 128", "windows", options, between=length == lengths[0]))
     found.append(
         Work(
             "4 stacked frames, B = 256", "frames", {"count": num_frames, "batch": 256, "length": 4}
@@ -108,13 +124,17 @@ def plan(quick: bool) -> list[Work]:
         Work("3-step returns, B = 256", "n_step", {"count": items, "batch": 256}),
         Work("goals by hindsight, B = 256", "hindsight", {"count": items // 10, "batch": 256}),
     ]
+    found.append(Work(CALL, "calls", {"capacity": capacity}, between=True))
     for beside in (False, True):
         for num_envs in vectors[:1] if quick and beside else vectors:
             name = f"a step of {num_envs} environment{'s' * (num_envs > 1)}"
             name += ", and a batch of 256" * beside
             options = {"num_envs": num_envs, "capacity": capacity // 64 * 64, "beside": beside}
-            found.append(Work(name, "adding", options))
+            found.append(Work(name, "adding", options, between=num_envs == 64 and not beside))
     found.append(Work("a whole trajectory of 1,000", "whole", {"capacity": capacity}))
+    for as_lists in (False, True):
+        name = COMMIT + ", lists of Python numbers" * as_lists
+        found.append(Work(name, "leases", {"as_lists": as_lists}, between=not as_lists))
     groups = 64 if quick else 512
     title = f"a step of {groups // 8} of {groups:,} groups of 8 responses"
     found.append(Work(title, "rollouts", {"groups": groups, "step": groups // 8}))
@@ -192,9 +212,19 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
             systems[name].order("end")
         else:
             ready[name] = answer
-    times = take_turns(systems, list(ready), turns, options={}, turn_s=turn_s)
-    for name, answers in times.items():
+    forms = {
+        title: take_turns(systems, list(ready), turns, options={}, turn_s=turn_s, **how)
+        for title, how in work.forms()
+    }
+    for name in ready:
         systems[name].order("end")
+    for title, times in forms.items():
+        yield from _timed(work._replace(name=title), ready, times)
+
+
+def _timed(work: Work, ready: dict[str, Row], times: dict[str, list[Row]]) -> Iterator[Row]:
+    """Yield a row for each system from the answers to its turns, and to the order before them."""
+    for name, answers in times.items():
         row: Row = {"work": work.name, "system": name}
         if (failed := failure(answers)) is not None:
             yield row | failed
@@ -389,14 +419,15 @@ def main() -> None:
             take(alone(systems, "never drawn", title, asked))
     finally:
         everything.close()
+    sizes = {"items": QUICK_ITEMS} if options.quick else {}
+    content = document(
+        disturbance, rows, command="bash benchmarks/peers.sh", systems=versions, **sizes
+    )
     if not (options.quick or options.only or options.systems):
         out = ROOT / "benchmarks" / "results" / "peers.json"
-        write_json(
-            out, document(disturbance, rows, command="bash benchmarks/peers.sh", systems=versions)
-        )
+        write_json(out, content)
         write(out)
-    columns = {key for row in rows for key in row} - {"work", "system"}
-    print_rows(rows, ["work", "system", *sorted(columns)])
+    print(fitted(tables(content)))
 
 
 if __name__ == "__main__":

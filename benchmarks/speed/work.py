@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from peers.interface import Array, Rows
@@ -93,6 +94,69 @@ def environment_steps(num_envs: int) -> Iterator[Rows]:
             }
         )
     return itertools.cycle(cycle)
+
+
+class Call(NamedTuple):
+    """What a program of one environment has after gymnasium's `step`: CartPole-v1's types."""
+
+    obs: Array  # [4], float32
+    next_obs: Array
+    action: int
+    reward: float
+    terminated: bool
+    truncated: bool
+
+
+def calls() -> Iterator[Call]:
+    """Yield the steps of one environment, each with a fresh next observation, as `env.step` returns
+    it. Episodes have 10 to 40 steps, as those of CartPole-v1 under random actions.
+    """
+    random = np.random.default_rng(4)
+    lengths = itertools.cycle(random.integers(10, 41, 64).tolist())
+    states = itertools.cycle(random.standard_normal((256, 4)).tolist())
+    for length in lengths:
+        obs = np.array(next(states), np.float32)
+        for step in range(1, length + 1):
+            next_obs = np.array(next(states), np.float32)
+            yield Call(obs, next_obs, step % 2, 1.0, step == length, False)
+            obs = next_obs
+
+
+def call_columns() -> Rows:
+    """Return rows like those of `calls`. [1, ...] each."""
+    return {
+        "observation": np.zeros((1, 4), np.float32),
+        "next_observation": np.zeros((1, 4), np.float32),
+        "action": np.zeros(1, np.int64),
+        "reward": np.zeros(1, np.float32),
+        "done": np.zeros(1, bool),
+        "truncated": np.zeros(1, bool),
+    }
+
+
+class Model:
+    """A model's forward pass between two calls: it replaces what a core's own caches hold.
+
+    Its weights are 1.1 MB of float32; NumPy only, so that every system's environment has it.
+
+    Args:
+        rows: Observations of a pass: 1 of a program that acts, B of one that trains.
+    """
+
+    WIDTH = 512
+
+    def __init__(self, rows: int) -> None:
+        random = np.random.default_rng(5)
+        widths = [OBSERVATION, self.WIDTH, self.WIDTH, ACTION]
+        self._input = random.standard_normal((rows, OBSERVATION), np.float32)
+        self._weights = [
+            0.05 * random.standard_normal(pair, np.float32) for pair in itertools.pairwise(widths)
+        ]
+
+    def __call__(self) -> None:
+        hidden = self._input
+        for weights in self._weights:
+            hidden = np.maximum(hidden @ weights, 0)
 
 
 def check(found: Rows, batch: int, length: int, num_steps: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, overload
@@ -14,16 +13,14 @@ from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.sample_index import Samples, minibatch_samples, sample_taker
 from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
 from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, table_html, view_html
-from deepspeed_gear.ops.philox import philox
-from deepspeed_gear.ops.records import RandomPurpose, Resolution
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
-
-Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a batch
 
 
 @dataclass
@@ -336,7 +333,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         return self.goal_step >= 0
 
     def _taken(self, key: Samples) -> Batch:
-        take = _taker(key, self.num_samples)
+        take = sample_taker(key, self.num_samples)
         index = take(self.sample_index)
         batch = self.map(take)
         samples = batch._samples
@@ -370,19 +367,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
             ConfigError: `size` or `epochs` is less than 1, or `seed` less than 0.
         """
         size, epochs = arguments.count("size", size), arguments.count("epochs", epochs)
-        return self._minibatches(size, epochs, arguments.count("seed", seed, least=0))
-
-    def _minibatches(self, size: int, epochs: int, seed: int) -> Iterator[Batch]:
-        count = self.num_samples
-        if count == 0:
-            return
-        first = int(self.host_resolutions[0, Resolution.SAMPLE_NUMBER]) & 0xFFFFFFFF
-        places = np.arange(count, dtype=np.uint64) | np.uint64(first << 32)
-        for epoch in range(epochs):
-            words = philox(seed, places, epoch, np.array([[RandomPurpose.PERMUTATION]], np.uint64))
-            order = torch.from_numpy(np.lexsort((words[1][0], words[0][0])))
-            for begin in range(0, count, size):
-                yield self[order[begin : begin + size]]
+        seed = arguments.count("seed", seed, least=0)
+        numbers = self.host_resolutions[:, Resolution.SAMPLE_NUMBER]
+        return (self[chosen] for chosen in minibatch_samples(numbers, size, epochs, seed))
 
     @staticmethod
     def cat(batches: Sequence[Batch]) -> Batch:
@@ -492,7 +479,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         there = arguments.device("device", device)
         if self.device == there:
             return self
-        arguments.usable_device("device", there)
+        arguments.check_usable("device", there)
         return self.map(lambda tensor: tensor.to(there))
 
     def tree(self) -> dict[str, Any]:
@@ -631,95 +618,12 @@ class BatchLifetime:
         self._batches.clear()
 
 
-class LentTensors:
-    """Latest `keep` batches of one stream, which their user may still use.
-
-    Older ones end by their number and not when their memory is overwritten, since that time depends
-    on the progress of prefetching and of the device.
-    """
-
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._lifetimes: deque[BatchLifetime | None] = deque()  # the oldest first
-
-    def make_room(self) -> None:
-        while len(self._lifetimes) >= self._keep:
-            lifetime = self._lifetimes.popleft()
-            if lifetime is not None:
-                lifetime.end()
-
-    def add(self, batch: Batch) -> None:
-        self._lifetimes.append(batch.lifetime)
-
-
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return the address of a tensor's storage object; None for one without storage (sparse)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _taker(key: Samples, num_samples: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that takes some of the samples out of a tensor of all."""
-    if isinstance(key, slice):
-        bounds = (key.start, key.stop, key.step)
-        are_numbers = all(bound is None or isinstance(bound, (int, np.integer)) for bound in bounds)
-        if not are_numbers or (key.step is not None and key.step < 1):
-            rule = "must be a slice of integers with a step of at least 1"
-            raise ShapeError("the samples", rule, str(key), "use indices for another order")
-        return lambda tensor: tensor[key]
-    if isinstance(key, list) and not key:  # would become a float64 array
-        key = torch.empty(0, dtype=torch.int64)
-    index = _index_of(arguments.tensor("the samples", key), num_samples)
-    there = {index.device: index}
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device not in there:
-            there[tensor.device] = index.to(tensor.device)
-        return tensor.index_select(0, there[tensor.device])
-
-    return take
-
-
-def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """Return the indices that a mask or indices stand for, at least 0. [n], int64."""
-    if key.dtype == torch.bool:
-        if key.shape != (num_samples,):
-            raise ShapeError(
-                "the mask of samples",
-                f"must have shape [{num_samples}]",
-                list(key.shape),
-                "give a mask with one bool for each sample",
-            )
-        return key.nonzero()[:, 0]
-    if key.is_floating_point():
-        raise DataError(
-            "the samples",
-            "must be a slice, a mask of bools, or integers",
-            str(key.dtype),
-            "convert them with .bool() or .long()",
-        )
-    if key.dtype == torch.uint8 and key.shape == (num_samples,):
-        rule = "must be a mask of bools, or indices of int64"
-        given = f"{num_samples} of uint8, for a mask or indices"
-        raise DataError("the samples", rule, given, "convert them to bool or to int64")
-    if key.dim() != 1:
-        remedy = "write batch[i:i + 1] for one sample"
-        raise ShapeError("the indices of samples", "must have shape [n]", list(key.shape), remedy)
-    index = key.long()
-    if not torch.compiler.is_compiling() and key.numel():
-        low = index.min().item()
-        high = index.max().item()
-        if low < -num_samples or high >= num_samples:
-            rule = f"must be in [{-num_samples}, {num_samples})"
-            raise ShapeError(
-                "an index of samples",
-                rule,
-                low if low < -num_samples else high,
-                f"the batch has {num_samples} samples",
-            )
-    return torch.where(index < 0, index + num_samples, index)
 
 
 def _slots(origin: torch.Tensor | None, resolutions: torch.Tensor) -> torch.Tensor:

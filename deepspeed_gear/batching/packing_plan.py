@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.options import PackConfig
-from deepspeed_gear.errors import DataError, ShapeError
+from deepspeed_gear.errors import ConfigError, DataError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, MOST_PACK_WIDTH, MOST_TOTAL_BITS
 
@@ -268,3 +269,25 @@ def plan_step(
         (is_full * plan.plan.num_micro_steps, plan.costs.max(axis=(1, 2)).sum()) for plan in plans
     ]
     return plans[costs.index(min(costs))]
+
+
+def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
+    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory.
+
+    Args:
+        pack: The section `gear.pack`.
+        lengths: Steps of each trajectory. [n], int64.
+        tokens: Most steps of a micro batch; None: `gear.pack.tokens`.
+    """
+    most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
+    if most > MOST_PACK_TOKENS:
+        raise ConfigError(
+            "forward: tokens", f"must be at most {MOST_PACK_TOKENS}", most, "lower it"
+        )
+    multiple = pack.pad.multiple
+    longest = int(lengths.max(initial=1))
+    if most // multiple * multiple < longest:
+        rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
+        raise ConfigError(
+            "forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}"
+        )

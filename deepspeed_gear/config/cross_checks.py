@@ -6,21 +6,12 @@ data sets and topology are known.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Mapping
 
-from pydantic import BaseModel
-
+from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
-from deepspeed_gear.config.sampler_options import (
-    SHARES_TOLERANCE,
-    AnchorsConfig,
-    MixtureSampler,
-    PrioritizedSampler,
-)
-from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, TableConfig
+from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler, PrioritizedSampler
+from deepspeed_gear.config.table_checks import ON_HOST, WHOLE_TRAJECTORIES, check_table
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
@@ -33,85 +24,8 @@ BATCH_NAMES = (*SAMPLE_NAMES, "mask", "handle", "source")
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
 # Suffixes that a checkpoint adds to the name of a table's folder, and the other file beside it.
 _NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")
-_ON_HOST = 'give the table "placement": "host"'
 _WHOLE = "a pack holds every step of its trajectories"
-_WHOLE_TRAJECTORIES = f"leave num_envs out and add whole trajectories, or {_ON_HOST}"
-_NO_SPLIT_OF_GROUPS = "for a table of groups", "ingest held-out groups into another data set"
-SPLITS = 'evaluate on a data set of its own, with another Replay: "sampler": {"kind": "epoch"}'
 GOAL_EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}'
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the config and its name; each method raises ConfigError unless its rule holds.
-
-    `part.leave_out("align", "without gear.fields.x.length", "drop it")` raises
-    "gear.fields.x.align must not be given without gear.fields.x.length, got 'left'; drop it".
-    """
-
-    at: str
-    options: BaseModel
-
-    def leave_out(self, names: str, when: str, remedy: str = "leave it out") -> None:
-        """Require that options have their defaults.
-
-        Args:
-            names: The options, separated by spaces.
-            when: The condition, as the end of the rule.
-        """
-        for name in names.split():
-            value, default = self._value_and_default(name)
-            if value != default:
-                self.refuse(name, f"must not be given {when}", remedy)
-
-    def need(self, name: str, when: str, remedy: str) -> None:
-        """Require that an option is not null."""
-        if self._value_and_default(name)[0] is None:
-            self.refuse(name, f"must be given {when}", remedy)
-
-    def admit(self, name: str, values: Sequence[Any], when: str, remedy: str = "") -> None:
-        """Require that an option has one of some values, which the rule lists.
-
-        Args:
-            remedy: "" is to set the first of the values.
-        """
-        if self._value_and_default(name)[0] not in values:
-            admitted = [json.dumps(value) for value in values]
-            remedy = remedy or f"set it to {admitted[0]}"
-            self.refuse(name, f"must be {' or '.join(admitted)} {when}", remedy)
-
-    def at_most(
-        self, name: str, limit: int | None, rule: str, remedy: str = "choose a smaller number"
-    ) -> None:
-        """Require that an option is null or at most `limit`.
-
-        Args:
-            limit: The limit, which the rule shows; None is no limit.
-            rule: What the limit is, after "must be at most".
-        """
-        value = self._value_and_default(name)[0]
-        if value is not None and limit is not None and value > limit:
-            self.refuse(name, f"must be at most {rule} ({limit})", remedy)
-
-    def require(self, holds: bool, name: str, rule: str, remedy: str) -> None:
-        """Require that a condition on an option holds, which the rule states."""
-        if not holds:
-            self.refuse(name, rule, remedy)
-
-    def refuse(self, name: str, rule: str, remedy: str) -> NoReturn:
-        """Raise ConfigError for an option's value; a value that is itself a part is not shown."""
-        value = self._value_and_default(name)[0]
-        if isinstance(value, dict) and any(
-            isinstance(inner, BaseModel) for inner in value.values()
-        ):
-            value = [*value]
-        shown = None if isinstance(value, BaseModel) else value
-        raise ConfigError(f"{self.at}.{name}", rule, shown, remedy)
-
-    def _value_and_default(self, name: str) -> tuple[Any, Any]:
-        fields = type(self.options).model_fields
-        key = next(key for key, info in fields.items() if (info.alias or key) == name)
-        return getattr(self.options, key), fields[key].default
 
 
 def check_options(config: GearOptions) -> None:
@@ -129,17 +43,7 @@ def check_options(config: GearOptions) -> None:
         )
     _check_names(config)
     for name, table in config.resolved_tables.items():
-        at = dotted("gear", "tables", name)
-        _check_table(config, name, table, Part(at, table))
-        _check_placement(config, name, table, Part(at, table))
-        if table.group is not None:
-            _check_group(table.group, table, Part(f"{at}.group", table.group))
-        if table.prompts is not None:
-            _check_prompts(config, name, table, Part(at, table))
-        if table.rate_limiter is not None:
-            _check_rate(
-                config, table, table.rate_limiter, Part(f"{at}.rate_limiter", table.rate_limiter)
-            )
+        check_table(config, name, table)
     if config.shared_memory.keep and all(
         one.prompts is None for one in config.resolved_tables.values()
     ):
@@ -191,7 +95,7 @@ def check_options(config: GearOptions) -> None:
     )
     if config.on_device:
         names = "hindsight prefetch verify_every count_draws pipeline transfer"
-        part.leave_out(names, "for a table on devices", _ON_HOST)
+        part.leave_out(names, "for a table on devices", ON_HOST)
     if config.burn_in:
         _check_burn_in(config, part)
     if config.pack is None:
@@ -202,227 +106,6 @@ def check_options(config: GearOptions) -> None:
         )
     else:
         _check_pack(config, config.pack, part)
-
-
-def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    """Reject options of a table that its data, its eviction policy or its sampler excludes."""
-    sampler = config.sampler_of(name)
-    sampled = name in config.sampled_tables
-    if table.data is not None:
-        part.leave_out(
-            "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age "
-            "version rate_limiter capacity_trajectories max_length num_envs schema media",
-            f"together with {part.at}.data",
-            "drop one",
-        )
-    remedy = "a trajectory has at least one step, and must fit into the table"
-    for option in ("max_length", "capacity_trajectories"):
-        part.at_most(option, table.capacity_steps, f"{part.at}.capacity_steps", remedy)
-    part.require(
-        (table.remove == "keep_best") == (table.keep_best is not None),
-        "keep_best",
-        'must be given with remove = "keep_best", and only then',
-        "name a per-trajectory column",
-    )
-    part.require(
-        table.remove != "lowest_priority" or (sampled and sampler.has_priorities),
-        "remove",
-        'must not be "lowest_priority" without priorities',
-        "use a prioritized sampler, or keep_best",
-    )
-    if not sampled or sampler.unit == "step":
-        part.leave_out("max_times_sampled", "unless trajectories or groups are sampled")
-    if getattr(sampler, "stratified", False):
-        part.leave_out("max_times_sampled", "together with sampler.stratified", "drop one")
-    if not sampled:
-        part.leave_out("rate_limiter", "for a table that is not sampled")
-    if sampled and sampler.unit == "group":
-        part.need("group", 'where sampler.unit is "group"', '"group": {"column": ..., "size": ...}')
-        part.admit("placement", ["host"], "for a table of groups")
-    else:
-        when = 'unless the table is sampled with sampler.unit = "group"'
-        part.leave_out("group", when, 'set "unit": "group", or leave it out')
-    if table.data is not None:
-        data = Part("gear.data" if config.data is not None else f"{part.at}.data", table.data)
-        if table.group is not None:
-            data.admit("split", [{}], *_NO_SPLIT_OF_GROUPS)
-        if sampled and config.pack is not None:
-            data.leave_out("split", "with gear.pack", SPLITS)
-        if table.placement == "device" and isinstance(config.sampler, MixtureSampler):
-            data.leave_out(
-                "split",
-                "in a mixture of tables on devices",
-                "evaluate with a replay of this table alone",
-            )
-
-
-def _check_placement(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    """Reject options of host tables in a table on devices, and the reverse."""
-    if table.placement == "host":
-        part.leave_out("rows", "for a table in host memory", 'give it "placement": "device"')
-        part.leave_out(
-            "num_envs", "for a table in host memory", "use replay.vector_writer(num_envs)"
-        )
-        if config.on_device:
-            part.admit("placement", ["device"], "as that of the other tables")
-        return
-    if name not in config.sampled_tables:
-        part.admit(
-            "placement",
-            ["host"],
-            "for a table that is not sampled",
-            'leave the table out, or give it a share of a "kind": "mixture"',
-        )
-    if table.data is not None:
-        return
-    part.need("max_length", "for a table on devices", _ON_HOST)
-    when = "for a table on devices: it is a ring that evicts the oldest trajectories"
-    part.admit("remove", ["fifo"], when, 'write "remove": "fifo"')
-    part.leave_out("writers max_age version rate_limiter media", "for a table on devices", _ON_HOST)
-    n = 1 if config.n_step is None else config.n_step.n
-    part.require(
-        table.max_length != 1 or n == 1,
-        "max_length",
-        f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory",
-        f"set it to {n} or more and add pieces of that many steps, or single steps of "
-        "environments (num_envs, add_steps_); or set gear.n_step.n to 1",
-    )
-    if table.num_envs is None:
-        return
-    when = "where steps are added one by one: an open trajectory would leave the table"
-    part.leave_out("max_times_sampled", when, _WHOLE_TRAJECTORIES)
-    # A step of an environment must not evict the environment's own open trajectory.
-    longest = table.max_length or 1
-    least = 2 * table.num_envs * longest
-    part.require(
-        table.capacity_steps is None or table.capacity_steps >= least,
-        "capacity_steps",
-        f"must be at least {least}: two trajectories of {part.at}.max_length per environment",
-        "raise it, or lower max_length",
-    )
-    least = table.num_envs * (longest + 1)
-    part.require(
-        table.capacity_trajectories is None or table.capacity_trajectories >= least,
-        "capacity_trajectories",
-        f"must be at least {least}: other environments may begin as many while one trajectory is "
-        "open",
-        "leave it out",
-    )
-
-
-def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
-    """Reject sizes of groups that contradict one another, or the capacity of the table."""
-    part.require(
-        (group.member is None) == (group.max_trajectories is None),
-        "max_trajectories",
-        f"must be given together with {part.at}.member, and only then",
-        "give both, or neither",
-    )
-    part.require(
-        group.member != group.column,
-        "member",
-        "must be another column than that of the group",
-        "name the member's column",
-    )
-    part.require(
-        group.max_trajectories is None or group.max_trajectories >= group.size,
-        "max_trajectories",
-        f"must be at least {part.at}.size ({group.size})",
-        "a member has at least one trajectory",
-    )
-    part.require(
-        (group.after_s is None) == (group.min_size is None),
-        "min_size",
-        f"must be given together with {part.at}.after_s, and only then",
-        "give both, or neither",
-    )
-    part.at_most("min_size", group.size, f"{part.at}.size")
-    held = table.capacity_trajectories
-    if held is not None and table.most_trajectories > held:
-        raise ConfigError(
-            f"{part.at.removesuffix('.group')}.capacity_trajectories",
-            f"must be at least the trajectories of a group ({table.most_trajectories})",
-            held,
-            f"raise it to {table.most_trajectories} or more",
-        )
-    for option in ("needs", "after_s", "remember"):
-        is_given = bool(getattr(group, option))
-        part.require(
-            table.data is None or not is_given,
-            option,
-            "must not be given for a data set",
-            "leave it out",
-        )
-
-
-def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    """Reject prompts unless batches are a fixed number of whole groups, in the order of leases."""
-    size = config.rollout_size
-    share = config.share_of(name)
-    groups = 0.0 if size is None or share is None else share * size.size
-    if config.pack is None or table.group is None or config.sampler_of(name).kind != "fifo":
-        part.refuse(
-            "prompts",
-            'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with '
-            "gear.pack",
-            "prompts are trained in the order of their leases, in packed batches",
-        )
-    if size is not None and (round(groups) < 1 or abs(groups - round(groups)) > SHARES_TOLERANCE):
-        raise ConfigError(
-            dotted("gear", "sampler", "shares", name),
-            f"must be a number that makes whole groups of the {size.size} of a batch",
-            share,
-            "prompts are leased for batches with a fixed number of groups",
-        )
-    if table.prompts is not None and table.prompts.order == "lease":
-        Part(f"{part.at}.prompts", table.prompts).admit(
-            "late",
-            ["wait"],
-            'with the order "lease"',
-            'in the order of leases each batch waits for its groups: set order to "completion"',
-        )
-    when = f"with {part.at}.prompts"
-    part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
-    part.leave_out("data version max_age", when, "prompts.max_lag bounds the age of groups")
-    if table.rate_limiter is not None:
-        rate = Part(f"{part.at}.rate_limiter", table.rate_limiter)
-        rate.leave_out("queue samples_per_insert", when, "prompts.max_lag bounds what waits")
-    Part(f"{part.at}.group", table.group).leave_out(
-        "after_s member", when, "a lease commits whole groups, of `size` trajectories"
-    )
-    if size is not None and size.tokens is not None:
-        rule = f"must not be given {when}: batches of leases have a fixed number of groups"
-        at = "gear.batch" if config.batch is not None else "gear.rollout"
-        raise ConfigError(f"{at}.tokens", rule, size.tokens, "give the size in groups alone")
-
-
-def _check_rate(
-    config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part
-) -> None:
-    """Reject options of a rate limiter that its kind excludes, or that the table cannot hold."""
-    at_table = part.at.removesuffix(".rate_limiter")
-    sampler = config.sampler_of(at_table.removeprefix("gear.tables."))
-    if rate.queue is not None:
-        others = "error_buffer min_size samples_per_insert"
-        part.leave_out(others, f"together with {part.at}.queue", "drop one")
-        part.require(
-            sampler.kind == "fifo" and sampler.unit != "step",
-            "queue",
-            'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"',
-            "change the sampler, or leave queue out",
-        )
-        Part(at_table, table).admit("max_times_sampled", (0, 1), "in a queue")
-    if rate.samples_per_insert is None:
-        part.leave_out("error_buffer", f"without {part.at}.samples_per_insert")
-    elif sampler.unit == "step":
-        when = f"with {part.at}.samples_per_insert where items are steps"
-        Part(at_table, table).need(
-            "max_length", when, "the longest trajectory bounds the items of an addition"
-        )
-    held = table.capacity_steps if sampler.unit == "step" else table.capacity_trajectories
-    if held is not None and table.group is not None:
-        held //= table.group.size
-    part.at_most("min_size", held, "what the table holds", "lower it, or raise the capacity")
 
 
 def _check_sampler(config: GearOptions) -> None:
@@ -452,9 +135,7 @@ def _check_sampler(config: GearOptions) -> None:
     if not config.on_device:
         return
     if isinstance(config.sampler, MixtureSampler):
-        Part("gear.sampler", config.sampler).leave_out(
-            "by_table", "for tables on devices", _ON_HOST
-        )
+        Part("gear.sampler", config.sampler).leave_out("by_table", "for tables on devices", ON_HOST)
         for name, share in config.sampler.shares.items():
             if not isinstance(share, (int, float)):
                 raise ConfigError(
@@ -462,13 +143,13 @@ def _check_sampler(config: GearOptions) -> None:
                     "must be a number for tables on devices: a captured step has fixed numbers "
                     "of samples",
                     share,
-                    _ON_HOST,
+                    ON_HOST,
                 )
     part.require(
         sampler.on_device,
         "kind",
         "must be one of uniform, length, prioritized, top_k for a table on devices",
-        _ON_HOST,
+        ON_HOST,
     )
     if any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables):
         when = "where steps are added one by one: an episode's values may come later"
@@ -478,15 +159,15 @@ def _check_sampler(config: GearOptions) -> None:
                 "where steps are added one by one: rows are not in the order of ids, by which equal"
             )
             part.admit(
-                "unit", ["trajectory"], f"{when} priorities are selected", _WHOLE_TRAJECTORIES
+                "unit", ["trajectory"], f"{when} priorities are selected", WHOLE_TRAJECTORIES
             )
     if isinstance(sampler, PrioritizedSampler):
-        part.leave_out("decay", "for a table on devices", _ON_HOST)
+        part.leave_out("decay", "for a table on devices", ON_HOST)
         part.require(
             isinstance(sampler.alpha, (int, float)),
             "alpha",
             "must be a number for a table on devices: all masses follow from it",
-            _ON_HOST,
+            ON_HOST,
         )
 
 
@@ -690,12 +371,6 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
             "else a sample may have no step that learns: lower the offsets, or use "
             '"anchors": "fits"',
         )
-
-
-def refuse_split(at: str, split: object) -> None:
-    """Raise for a data set of groups with a split, which would divide groups."""
-    when, remedy = _NO_SPLIT_OF_GROUPS
-    raise ConfigError(f"{at}.data.split", f"must be {{}} {when}", split, remedy)
 
 
 def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:

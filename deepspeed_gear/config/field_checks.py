@@ -12,9 +12,9 @@ from deepspeed_gear.config.cross_checks import (
     GOAL_EXAMPLE,
     N_STEP_NAMES,
     SAMPLE_NAMES,
-    Part,
     check_field_names,
 )
+from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
 from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.types import dotted

@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset as MapDataset
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import dataset_files
+from deepspeed_gear.data.array_file import Workers
 from deepspeed_gear.data.compressed_rows import CompressedRows, files_of
 from deepspeed_gear.data.dataset_files import (
     REMAKE,
@@ -279,9 +281,10 @@ class Dataset(MapDataset[dict[str, Any]]):
             )
         # The pass is sequential, so read-ahead pays.
         self.files.advise(mmap.MADV_NORMAL)
-        statistics = compute_statistics(
-            self.schema, self.columns, self.first_rows, self.lengths, split
-        )
+        with closing(Workers()) as workers:
+            statistics = compute_statistics(
+                self.schema, self.columns, self.first_rows, self.lengths, split, workers
+            )
         if self._is_random:
             self.files.advise(mmap.MADV_RANDOM)
         return statistics

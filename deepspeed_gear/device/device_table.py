@@ -23,7 +23,7 @@ from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.plan.table_resolution import capacity_of, environment_sizes
+from deepspeed_gear.plan.table_sizes import capacity_of, environment_sizes
 from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import NativeDraw

@@ -1,18 +1,13 @@
-"""Resolution of a table: batch streams, capacity, retention, groups, store, arrival room."""
+"""Resolution of a table's store: retention, groups, prompts, media, rows for arrivals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from deepspeed_gear.config import GearConfig, ResolvedField, SamplerOptions
-from deepspeed_gear.config.cross_checks import refuse_split
-from deepspeed_gear.config.field_checks import read_fields
-from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler
+from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.table_options import (
     DEFAULTS,
     MOST_REMEMBERED,
@@ -20,348 +15,27 @@ from deepspeed_gear.config.table_options import (
     RateLimiterConfig,
     TableConfig,
 )
-from deepspeed_gear.config.types import defaults_of, dotted
+from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
-from deepspeed_gear.data.trajectory_checks import as_numbers
-from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.ops.constants import most_mass_bits
+from deepspeed_gear.plan.stream_resolution import read_columns
+from deepspeed_gear.plan.table_sizes import capacity_of
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.row_exchange.row_messages import most_rows
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.mass_rules import (
-    AnchorRule,
-    Condition,
-    MassRule,
-    check_finite,
-    random_key_of,
-)
-from deepspeed_gear.sampling.mixture import Mixture
-from deepspeed_gear.sampling.samplers.base import SamplerScope
-from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
+from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import user_policy
-from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
+from deepspeed_gear.store.group_conditions import STATISTICS, GroupCondition
+from deepspeed_gear.store.group_spec import GroupSpec
 from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 from deepspeed_gear.store.writer_options import options_of, with_schema
 
-SPARE_SELECTIONS = 4  # by which a rank may trail the fastest one of its node
-MIN_LOG_SIZE = 1 << 16  # priority updates that may wait on a rank
-# A table whose config gives no number of trajectories has one per so many steps, and at least so
-# many.
-STEPS_PER_SLOT = 16
-LEAST_SLOTS = 1024
 EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
-
-
-def mixture_of(config: GearConfig, info: BatchInfo) -> Mixture | None:
-    """Return the mixture of a config with several tables; None with one."""
-    sampler = config.sampler
-    if not isinstance(sampler, MixtureSampler):
-        return None
-    shares = [
-        schedule(share, f"gear.sampler.shares.{table}") for table, share in sampler.shares.items()
-    ]
-    return Mixture(config.sampled_tables, shares, info.global_batch)
-
-
-def split_of(config: GearConfig, table: str, dataset: Dataset | None) -> dict[str, float]:
-    """Return the split of a table: that of the config, else that of its data set."""
-    data = config.resolved_tables[table].data
-    given = dict(data.split) if data is not None else {}
-    return given or ({} if dataset is None else dict(dataset.split))
-
-
-def streams_of(
-    config: GearConfig,
-    name: str,
-    schema: Schema,
-    dataset: Dataset | None,
-    fields: Sequence[ResolvedField],
-    info: BatchInfo,
-    placement: ShardPlacement | None,
-    weight_total: float,
-) -> dict[str, StreamSpec]:
-    """Return the training stream and an evaluation stream per split of a sampled table, by name.
-
-    Args:
-        placement: Shards of the tables; None: every replica samples from a table of its own.
-        weight_total: Sum of the item weights over all nodes; 0: not known yet.
-    Raises:
-        ConfigError: The table has groups and a split.
-    """
-    options = config.sampler_of(name)
-    table = config.resolved_tables[name]
-    admitted = admission(config, name, schema, fields, dataset)
-    split = admitted.split
-    if table.group is not None and split:
-        refuse_split(f"gear.tables.{name}", split)
-    sampler = sampler_for(options)
-    waiting = 4 * info.micro * info.accumulation * (config.prefetch + 2)
-    bits = most_mass_bits(num_items_of(config, name, schema, dataset))
-    scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, weight_total)
-    sampling = sampler.spec(scope)
-    is_spread = False
-    num_holders = 1
-    if placement is not None:
-        is_spread = name in placement.spread
-        num_holders = len(placement.order)
-    num_shards = num_holders if is_spread else 1
-    is_replicated = num_holders > 1 and not is_spread
-    mixture = mixture_of(config, info)
-    index = config.sampled_tables.index(name)
-    stream = partial(StreamSpec, seed=config.seed, num_shards=num_shards)
-    train = stream(
-        name=TRAIN,
-        sampler=sampler,
-        sampling=sampling,
-        random_key=random_key_of(name, TRAIN),
-        batch=info.global_batch,
-        depth=config.prefetch + SPARE_SELECTIONS,
-        count=None if mixture is None else partial(mixture.count, index),
-        # Beside a table with prompts, whose batches do not wait for it, this one gives its share as
-        # soon as it has groups.
-        is_optional=table.prompts is None
-        and any(t.prompts for t in config.resolved_tables.values()),
-        count_draws=config.count_draws,
-        together=is_spread or (is_replicated and sampling.priorities is not None),
-        offset=None if mixture is None else partial(mixture.offset, index),
-        rate_timeout_s=config.items_timeout_s(name),
-        most_trajectories=table.most_trajectories,
-    )
-    specs = {TRAIN: train}
-    for number, part in enumerate(sorted(split)):
-        passes = EvaluationPass()
-        of_part = replace(admitted, split_index=number + 1)
-        specs[part] = stream(
-            name=part,
-            sampler=passes,
-            sampling=passes.spec(replace(scope, admitted=of_part)),
-            random_key=random_key_of(name, part),
-            batch=info.micro * info.data_world,
-            depth=SPARE_SELECTIONS,
-            together=is_spread,
-        )
-    return specs
-
-
-def admission(
-    config: GearConfig,
-    table: str,
-    schema: Schema,
-    fields: Sequence[ResolvedField],
-    dataset: Dataset | None,
-) -> MassRule:
-    """Return the rule for the trajectories and anchors that a table's config admits."""
-    options = config.sampler_of(table)
-    conditions = []
-    for name, bounds in options.where.items():
-        nearest = schema[name].nearest
-        low = None if bounds.min is None else nearest(bounds.min)
-        high = None if bounds.max is None else nearest(bounds.max)
-        among = None if bounds.in_ is None else tuple(map(nearest, bounds.in_))
-        conditions.append(Condition(name, low, high, among))
-    return MassRule(
-        unit=options.unit,
-        by_length=False,
-        anchors=anchor_rule(config, fields),
-        where=tuple(conditions),
-        split=split_of(config, table, dataset),
-        late=read_columns(options, fields, config.resolved_tables[table].group),
-    )
-
-
-def read_columns(
-    options: SamplerOptions, fields: Sequence[ResolvedField], group: GroupConfig | None
-) -> tuple[str, ...]:
-    """Return the columns that batches read or groups need: late ones must be filled first."""
-    columns = (
-        column for field in read_fields(fields) for column in (field.column, field.hindsight)
-    )
-    read = {column.name for column in columns if column is not None}
-    read.update((*options.where, *options.columns.values()))
-    if group is not None:
-        read.update((*group.needs, *group.where))
-    return tuple(sorted(read))
-
-
-def weight_total(
-    config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset
-) -> float:
-    """Return the sum of a data set's item weights; 0 if the sampler has no weights.
-
-    Raises:
-        DataError: A weight is negative or not finite.
-    """
-    column = config.sampler_of(table).columns.get("weight")
-    if column is None:
-        return 0.0
-    admitted = admission(config, table, dataset.schema, fields, dataset)
-    weights = as_numbers(dataset.columns[column], dataset.schema[column])
-    check_finite(f"table {dataset.path}: column {column}: weight", weights)
-    anchors = admitted.anchors.num_anchors(dataset.lengths)
-    counts = anchors if admitted.unit == "step" else (anchors > 0).astype(np.int64)
-    return float(weights.astype(np.float64) @ counts)
-
-
-def check_compressed(
-    config: GearConfig, datasets: Mapping[str, Dataset], spread: Iterable[str]
-) -> None:
-    """Raise ConfigError unless compressed columns are read only by windows on a host."""
-    remedy = (
-        "make the data set without --compress; on several nodes replicate it, or divide it by "
-        "gear split"
-    )
-    for name, dataset in datasets.items():
-        if not dataset.compressed:
-            continue
-        at = dotted("gear", "tables", name)
-        on_device = config.resolved_tables[name].placement == "device"
-        checks = [
-            (f"{at}.placement", 'must be "host"', on_device),
-            (f"{at}.data.replicate", "must be true on several nodes", name in spread),
-            ("gear.pack", "must not be given", config.pack is not None),
-            ("gear.hindsight", "must not be given", config.hindsight is not None),
-        ]
-        for option, must, is_wrong in checks:
-            if is_wrong:
-                columns = list(dataset.compressed)
-                raise ConfigError(option, f"{must} for compressed columns", columns, remedy)
-
-
-def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRule:
-    """Return the rule for the steps that may be anchors."""
-    anchors = config.item_sampler.anchors
-    if anchors == "fits":
-        anchors = AnchorsConfig(pad_before=0, pad_after=0)
-    if isinstance(anchors, AnchorsConfig):
-        n = config.n_step.n if config.n_step is not None else 0
-        windows = []
-        for field in fields:
-            if field.column is not None and field.column.rows == "1":
-                continue
-            # Windows [0, 4) of a column with T+1 rows fit at every anchor up to step T - 3.
-            extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
-            offset = field.first + (n if field.follows else 0)
-            windows.append((offset, field.length or 1, extra))
-        return AnchorRule.bounded(windows, anchors.pad_before, anchors.pad_after, anchors.every)
-    rules = {
-        "all": AnchorRule(),
-        "start": AnchorRule(most=1),
-        "end": AnchorRule(most=1, from_end=1),
-    }
-    return rules[anchors]
-
-
-def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
-    """Return the steps and trajectories that fit into one of `count` equal shards of a table.
-
-    The table has a capacity.
-
-    Raises:
-        ConfigError: The longest trajectory or a group does not fit, or the bytes hold no step.
-    """
-    whole = table.num_steps(schema)
-    if whole < 1:
-        rule = f"must hold a step ({schema.row_bytes} bytes)"
-        raise ConfigError(
-            f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes, "raise it"
-        )
-    slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
-    steps = -(-whole // count)
-    if table.max_length is not None and table.max_length > steps:
-        holds = f"what each of {count} shards holds of capacity_steps ({whole})"
-        rule = f"must be at most {steps}, {holds}"
-        remedy = "raise capacity_steps, or use fewer shards"
-        raise ConfigError(f"gear.tables.{name}.max_length", rule, table.max_length, remedy)
-    slots_each = -(-slots // count)
-    most = table.most_trajectories
-    if most > slots_each:
-        rule = f"must hold the {most} trajectories of a group in each of {count} shards"
-        at = f"gear.tables.{name}.capacity_trajectories"
-        given = table.capacity_trajectories
-        raise ConfigError(at, rule, given, f"at least {most * count}")
-    return steps, slots_each
-
-
-def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[int, int]:
-    """Return rows and slots per environment of a table to which steps are added one by one.
-
-    They do not depend on the replicas. One slot is spare, so that no call frees a slot and uses it.
-
-    Raises:
-        ConfigError: The bytes do not hold two longest trajectories of each environment.
-    """
-    assert table.num_envs is not None
-    assert table.max_length is not None
-    steps, slots = capacity_of(name, table, schema, 1)
-    envs = table.num_envs
-    longest = table.max_length
-    final = int(schema.has_final_row)
-    if steps < 2 * envs * longest:
-        rule = f"must hold {2 * envs * longest} steps, two longest trajectories per environment"
-        raise ConfigError(
-            f"gear.tables.{name}.capacity_bytes",
-            rule,
-            table.capacity_bytes,
-            "raise it, or lower max_length or num_envs",
-        )
-    own_slots = max(-(-slots // envs), longest + 1)
-    # A wrap around the environment's rows may skip as many as a longest trajectory has.
-    rows = -(-steps // envs) + own_slots * final + longest + final
-    # While a trajectory is open, its environment moves on by fewer rows than these, so that the
-    # open trajectory is never evicted.
-    least = longest + final + (1 + final) * (longest + 1)
-    return max(rows, least), own_slots + 1
-
-
-def check_holds_batch(
-    config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int
-) -> None:
-    """Raise ConfigError if a table in `count` stores can never hold a global batch's items."""
-    table = config.resolved_tables[name]
-    sampler = stream.sampler
-    samples = stream.num_samples(0)
-    queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
-    if not (sampler.each_once or sampler.drops_tail):
-        # The same item may be drawn again: without a limit, one item is enough for a batch.
-        times = 0 if queue else table.max_times_sampled
-        samples = -(-samples // times) if times else 0
-    steps, slots = capacity_of(name, table, schema, count)
-    held = {"capacity_steps": steps * count}  # by option; a trajectory has at least one step
-    what = "steps"
-    needed = samples
-    if stream.rule.unit != "step":
-        least = 1 if table.group is None else table.group.min_size or table.group.size
-        held["capacity_trajectories"] = slots // least * least * count
-        what = "trajectories"
-        needed = samples * least
-    for option, most in held.items():
-        if most < needed:
-            rule = f"must be at least the {what} of a batch ({needed})"
-            remedy = "raise it, or lower the size of the batch: no batch would ever be complete"
-            raise ConfigError(f"gear.tables.{name}.{option}", rule, most, remedy)
-
-
-def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset | None) -> int:
-    """Return a bound of the items that a table ever holds, for any number of nodes."""
-    by_step = config.item_sampler.unit == "step"
-    if dataset is not None:
-        whole = dataset.num_steps if dataset.part is None else dataset.part.steps
-        return whole if by_step else dataset.num_trajectories_of_whole
-    table = config.resolved_tables[name]
-    if table.num_envs is not None and table.max_length is not None:
-        return table.num_envs * environment_sizes(name, table, schema)[0 if by_step else 1]
-    steps = table.num_steps(schema)
-    slots = max(capacity_of(name, table, schema, 1)[1], -(-steps // (table.max_length or steps)))
-    # A ring on a device has rows for one more trajectory; steps may lie in rows kept for final
-    # ones.
-    return steps + slots + (table.max_length or 0) if by_step else slots
 
 
 def group_spec_of(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_gear.batching.batch import Batch, LentTensors
+from deepspeed_gear.batching.batch import Batch, BatchLifetime
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
-from deepspeed_gear.config.cross_checks import SPLITS
-from deepspeed_gear.context import LOG
+from deepspeed_gear.config.table_checks import SPLITS
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST
 from deepspeed_gear.errors import (
     CheckpointError,
@@ -23,6 +23,7 @@ from deepspeed_gear.errors import (
     NotReadyError,
     StoreError,
 )
+from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
@@ -45,6 +46,27 @@ class PreparedBatch(NamedTuple):
     batch: Batch
     heads: list[list[int]]
     digest: int | None = None
+
+
+class LentTensors:
+    """Latest `keep` batches of one stream, which their user may still use.
+
+    Older ones end by their number and not when their memory is overwritten, since that time depends
+    on the progress of prefetching and of the device.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._lifetimes: deque[BatchLifetime | None] = deque()  # the oldest first
+
+    def make_room(self) -> None:
+        while len(self._lifetimes) >= self._keep:
+            lifetime = self._lifetimes.popleft()
+            if lifetime is not None:
+                lifetime.end()
+
+    def add(self, batch: Batch) -> None:
+        self._lifetimes.append(batch.lifetime)
 
 
 class BatchLoader:

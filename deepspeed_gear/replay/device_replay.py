@@ -44,7 +44,8 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.plan.resolved_plan import Resolved, resolve_plan
-from deepspeed_gear.replay.metrics import ClampWarning, Progress
+from deepspeed_gear.replay.log_warnings import ClampWarning
+from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema

@@ -26,7 +26,7 @@ from deepspeed_gear.distributed.shard_placement import shards_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.plan.table_resolution import capacity_of
+from deepspeed_gear.plan.table_sizes import capacity_of
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.row_exchange import exchange_plan
 from deepspeed_gear.row_exchange.exchange_plan import ReadNeeds

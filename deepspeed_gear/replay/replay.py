@@ -28,7 +28,8 @@ from deepspeed_gear.replay import metrics, table_access, table_forward
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
-from deepspeed_gear.replay.metrics import Metrics, Progress, warnings_of
+from deepspeed_gear.replay.log_warnings import warnings_of
+from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.normalizer import OnlineStatistics
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports

@@ -7,6 +7,7 @@ plan and read.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -19,20 +20,11 @@ from deepspeed_gear.batching.field_rows import read_opaque
 from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weights
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
 from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
-from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
-from deepspeed_gear.batching.tensor_views import tensor_table
-from deepspeed_gear.config.options import PackConfig
-from deepspeed_gear.errors import (
-    ConfigError,
-    DataError,
-    FieldError,
-    PeerError,
-    ShapeError,
-    StoreError,
-)
-from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
-from deepspeed_gear.ops.constants import MOST_PACK_TOKENS
-from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
+from deepspeed_gear.batching.packing_plan import PlannedPacks, check_tokens, plan_step
+from deepspeed_gear.batching.policy_correction import correction_bounds
+from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
+from deepspeed_gear.notebook_views import safe_view
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.rollout_advantages import set_advantages, whiten_column
 from deepspeed_gear.replay.rollout_columns import (
@@ -43,9 +35,9 @@ from deepspeed_gear.replay.rollout_columns import (
     RolloutColumns,
     TableRows,
 )
+from deepspeed_gear.replay.rollout_correction import correct
+from deepspeed_gear.replay.rollout_views import rollout_view, step_view
 from deepspeed_gear.row_exchange.trajectory_places import Moves
-
-_STEPS = lower([GatherSpec(Source.STEPS)])
 
 
 class Rollout(PublicNames):
@@ -102,39 +94,8 @@ class Rollout(PublicNames):
         return safe_view(self, self._view)
 
     def _view(self) -> str:
-        trajectories = self._trajectories
-        facts = {
-            "items": f"{self.num_items:,}",
-            "trajectories": f"{self.num_trajectories:,}",
-            "tokens": f"{self.num_tokens:,}",
-            "optimizer steps done": f"{self.steps_done} of {len(self)}",
-        }
-        if self._is_closed:
-            facts["state"] = "ended"
-        pictures = [histogram_svg("steps of a trajectory", trajectories.lengths)]
-        if self.num_trajectories > self.num_items:
-            sizes = np.bincount(trajectories.item)
-            pictures.append(histogram_svg("trajectories of a group", sizes))
-        rewards = self._shown_rewards()
-        if rewards is not None:
-            pictures.append(histogram_svg("reward of a trajectory", rewards))
-        filled = [(name, values, None) for name, values in self.batch_columns.filled.items()]
-        table = tensor_table("filled column", filled) if filled else ""
-        return view_html(f"Rollout {self.number}", facts, pictures, table)
-
-    def _shown_rewards(self) -> np.ndarray | None:
-        """Return the rewards of trajectories; None if this rank cannot read them all by itself."""
-        if self._is_closed or self._context.is_spread or not self.num_trajectories:
-            return None
-        schemas = [rows.table.schema for rows in self.batch_columns.tables]
-        if not all("reward" in schema and schema["reward"].rows == "1" for schema in schemas):
-            return None
-        if any(schema["reward"].is_opaque for schema in schemas):
-            return None
-        try:
-            return self.batch_columns.values("reward")
-        except DataError:  # late, and not all are filled
-            return None
+        steps_done = f"{self.steps_done} of {len(self)}"
+        return rollout_view(self.number, self.batch_columns, steps_done, self._is_closed)
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -234,15 +195,25 @@ class Rollout(PublicNames):
         self.batch_columns.set_column(name, array)
 
     def column(self, name: str) -> torch.Tensor:
-        """Copy a column of this rollout batch. [num_tokens], float32, trajectory by trajectory.
+        """Copy a column of this rollout batch, at predicting places. [num_tokens]. Collective.
 
+        Args:
+            name: A column that was filled or set, float32; or a stored one with a number per step,
+                float64.
         Raises:
-            FieldError: The column was not filled or set.
+            ConfigError: There is no such column.
+            DataError: The column is late, and a trajectory does not have it yet.
         """
-        if name not in self.batch_columns.filled:
-            has = f"there are: {', '.join(self.batch_columns.filled) or 'none'}"
-            raise FieldError(f"column {name!r}", "must be filled or set before", None, has)
-        return self.batch_columns.filled[name].clone()
+        columns = self.batch_columns
+        if name in columns.filled:
+            return columns.filled[name].clone()
+        self.check_open()
+
+        def check() -> None:
+            columns.step_column(name)
+
+        self._context.check_same(READ, (name,), check)
+        return torch.from_numpy(columns.places(name))
 
     def advantages(
         self,
@@ -293,6 +264,80 @@ class Rollout(PublicNames):
         )
         return torch.from_numpy(advantages)
 
+    def mask(self, keep: torch.Tensor | np.ndarray) -> None:
+        """Narrow the loss mask: what is not kept leaves the loss, and its mean. Collective.
+
+        Following train steps have weights of what is left, in every normalisation of `gear.loss`;
+        a step that was made before keeps its own. Advantages that are computed later count members
+        by what is left, too. A checkpoint has the narrowed mask.
+
+        Args:
+            keep: Whether each trajectory stays, [n]; or each place, [num_tokens], trajectory by
+                trajectory, at predicting places. Bool, the same on all ranks.
+        Raises:
+            ShapeError: `keep` has another shape or dtype.
+            PeerError: Another rank failed, or a node has other values.
+        """
+        self.check_open()
+
+        def check() -> np.ndarray:
+            array = arguments.array("keep", keep)
+            counts = (self.num_trajectories,), (self.num_tokens,)
+            if array.dtype != bool or array.shape not in counts:
+                shapes = f"[{self.num_trajectories}] or [{self.num_tokens}]"
+                rule = f"must be bool and have shape {shapes}"
+                value = f"{array.dtype} {list(array.shape)}"
+                remedy = "give one flag for each trajectory, or for each token"
+                raise ShapeError("keep", rule, value, remedy)
+            return array
+
+        array = self._context.agree(check)
+        self._context.check_same("rollout.mask: keep", zlib.crc32(array.tobytes()))
+        if len(array) != self.num_tokens:
+            array = array.repeat(self._trajectories.lengths)
+        self._context.agree(partial(self.batch_columns.narrow, array))
+
+    def correct(
+        self,
+        kind: str,
+        cap: float | None = None,
+        low: float | None = None,
+        level: str = "token",
+        current: str = "old_logp",
+        behaviour: str = "logp",
+        name: str = "correction",
+        count_rejected: bool = False,
+    ) -> dict[str, float]:
+        """Set weights that correct for the policy that generated the tokens. Collective.
+
+        `micro["correction"]` multiplies the loss of a token; it has no gradient. A token with
+        another generator, such as one after an update of the weights within a response, has the
+        ratio to that generator, as its log-probability is stored with it. What is rejected leaves
+        the loss mask, as by `mask`.
+
+        Args:
+            kind: "tis", "mis" or "icepop": how ratios are bounded (see
+                `batching/policy_correction.py`).
+            cap: Most ratio; None: 2, with "icepop" 5.
+            low: Least ratio of "icepop"; None: 0.5.
+            level: "token": the ratio of each token; "sequence": the product over a sequence's loss
+                tokens; "geometric": its root of their number.
+            current: Log-probabilities by the trainer: a column that was filled or set.
+            behaviour: Those by the generator: such a column, or a stored one.
+            name: Name of the column in micro batches.
+            count_rejected: Whether rejected tokens stay in the mean, with a loss of 0.
+        Returns:
+            Over the loss tokens: "ratio_mean", "ratio_min" and "ratio_max"; "capped" and
+            "rejected", parts of them; and "ess", the effective sample size as a part of them.
+        Raises:
+            ConfigError: There is no such column, kind or level, or a bound is out of range.
+            DataError: A log-probability at a loss token is not finite.
+            PeerError: Another rank failed.
+        """
+        self.check_open()
+        bounds = self._context.agree(partial(correction_bounds, kind, level, cap, low))
+        return correct(self.batch_columns, bounds, current, behaviour, name, count_rejected)
+
     def whiten(self, name: str, over: str = "token") -> None:
         """Normalise a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
 
@@ -309,7 +354,11 @@ class Rollout(PublicNames):
             raise ConfigError(
                 "over", "must be token or sequence", over, 'write over="token" or over="sequence"'
             )
-        whiten_column(self.batch_columns, name, self.column(name).double().numpy(), over)
+        filled = self.batch_columns.filled
+        if name not in filled:
+            has = f"there are: {', '.join(filled) or 'none'}"
+            raise FieldError(f"column {name!r}", "must be filled or set before", None, has)
+        whiten_column(self.batch_columns, name, filled[name].double().numpy(), over)
 
     def __len__(self) -> int:
         """Return the number of optimizer steps of the whole batch, the same on every rank."""
@@ -425,16 +474,9 @@ class TrainStep(PublicNames):
         return safe_view(self, self._view)
 
     def _view(self) -> str:
-        facts = {
-            "trajectories": f"{self.num_trajectories:,}",
-            "tokens": f"{self.num_tokens:,}",
-            "loss tokens": f"{self.loss_tokens:,}",
-            "micro batches of this rank": f"{len(self):,}",
-        }
-        lengths = self._rollout.lengths[self.index]
-        pictures = [histogram_svg("steps of a trajectory", lengths)]
         title = f"TrainStep {self.number} of rollout batch {self._rollout.number}"
-        return view_html(title, facts, pictures)
+        lengths = self._rollout.batch_columns.trajectories.lengths[self.index]
+        return step_view(title, lengths, self.loss_tokens, len(self))
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Iterate over this rank's micro batches.
@@ -539,6 +581,7 @@ class Packs:
         planned: PlannedPacks | None = None,
     ) -> None:
         self._columns = columns
+        self._narrowed = columns.narrowed  # the mask that these packs are weighed with
         self._context = columns.context
         self._index = index
         place = columns.context.settings.place
@@ -650,8 +693,11 @@ class Packs:
         shape = self.shapes[number]
         with columns.reading(at) as has_rows:
             tensors, per_trajectory, opaque = self._gather(index, at, shape)
-        if columns.filled or MASK not in tensors:
-            tensors.update(self._own_columns(at, shape, MASK not in tensors))
+        loss_mask = self._narrowed
+        if MASK not in tensors and loss_mask is None:
+            loss_mask = columns.stored_mask
+        if columns.filled or loss_mask is not None:
+            tensors.update(columns.packed(at, shape, loss_mask))
         mask = tensors.pop(MASK)
         targets = tensors.pop(TARGETS, None)
         if has_rows is not None and not has_rows.all():
@@ -708,66 +754,17 @@ class Packs:
             resolutions = torch.from_numpy(rows.rows.numpy()[rows_at])
             shared = None if rows.shared is None else rows.shared.of(rows_at)
             rows.gatherer.gather(steps, *shape.runs(resolutions, own, shared), shape.first)
-            for name, values in rows.gatherer.trajectory_values(resolutions).items():
-                if name not in per_trajectory:
-                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
-                per_trajectory[name][own] = values
+            own_values = rows.gatherer.trajectory_values(resolutions)
+            if len(tables) == 1:
+                per_trajectory = own_values
+            else:
+                for name, values in own_values.items():
+                    if name not in per_trajectory:
+                        per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
+                    per_trajectory[name][own] = values
             for field in fields:
                 assert field.column is not None
                 read = read_opaque(rows.table, field.column, resolutions)
                 for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
                     opaque[field.name][i] = value
         return steps, per_trajectory, opaque
-
-    def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
-        """Gather the filled columns of this rollout batch, and with `with_mask` the loss mask.
-
-        Returns:
-            Column (MASK for the loss mask) -> [1, rows].
-        """
-        columns = self._columns
-        rows = shape.end - shape.first
-        buffers = dict(columns.filled)
-        if with_mask:
-            buffers[MASK] = torch.from_numpy(columns.mask)
-        outs = {name: torch.zeros(1, rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
-        if not len(shape.lengths):
-            return outs
-        # A column is one buffer, trajectory by trajectory: the first row of each is its start.
-        resolutions = columns.trajectories.resolutions[at].clone()
-        resolutions[:, Resolution.FIRST_ROW] = torch.from_numpy(columns.trajectories.starts[at])
-        none = [torch.empty(0)] * len(outs)
-        columns.tables[0].table.ops.pack_(
-            list(outs.values()),
-            list(buffers.values()),
-            none,
-            none,
-            *shape.runs(resolutions),
-            _STEPS * len(outs),
-            [0.0] * len(outs),
-            shape.first,
-            rows,
-        )
-        return outs
-
-
-def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
-    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory.
-
-    Args:
-        pack: The section `gear.pack`.
-        lengths: Steps of each trajectory. [n], int64.
-        tokens: Most steps of a micro batch; None: `gear.pack.tokens`.
-    """
-    most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
-    if most > MOST_PACK_TOKENS:
-        raise ConfigError(
-            "forward: tokens", f"must be at most {MOST_PACK_TOKENS}", most, "lower it"
-        )
-    multiple = pack.pad.multiple
-    longest = int(lengths.max(initial=1))
-    if most // multiple * multiple < longest:
-        rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
-        raise ConfigError(
-            "forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}"
-        )

@@ -24,14 +24,7 @@ from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
 from deepspeed_gear.store.prompt_books import PromptBooks
 from deepspeed_gear.store.prompt_spec import PromptSpec
-from deepspeed_gear.store.records import (
-    PROGRESS,
-    Control,
-    Head,
-    Peer,
-    RankProgress,
-    SlotRetention,
-)
+from deepspeed_gear.store.records import PROGRESS, Control, Head, Peer, RankProgress, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 
 _AT = f"stream/{TRAIN}/"
@@ -254,17 +247,16 @@ def living_runs() -> list[LiveRun]:
     return sorted((run for run in runs if run.lives), key=lambda run: (run.run.name, run.run.id))
 
 
-def find_run(name: str | None, runs: Sequence[LiveRun] | None = None) -> LiveRun:
+def find_run(name: str | None) -> LiveRun:
     """Return the running job of a name.
 
     Args:
         name: Name or id of the run, at least the first four digits of its id, or the id of one of
             its processes; None: the only run.
-        runs: The runs to look in; None: `living_runs()`.
     Raises:
         ConfigError: There is none, or there are several.
     """
-    known = living_runs() if runs is None else runs
+    known = living_runs()
     listed = "; ".join(run.describe() for run in known) or "no job of this user runs here"
     if name is None:
         if len(known) == 1:

@@ -13,11 +13,11 @@ import torch
 
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
 from deepspeed_gear.batching.pack_rows import TableTrajectories
-from deepspeed_gear.batching.packing_plan import PlannedPacks
+from deepspeed_gear.batching.packing_plan import PlannedPacks, check_tokens
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay.rollout import Packs, check_tokens
+from deepspeed_gear.replay.rollout import Packs
 from deepspeed_gear.replay.rollout_columns import (
     MASK,
     PackSettings,

@@ -10,9 +10,9 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.context import LOG
 from deepspeed_gear.data.trajectory_checks import as_stored
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
+from deepspeed_gear.log import LOG
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.schema import Column, Schema

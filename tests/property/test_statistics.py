@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.batching.field_rows import affine
 from deepspeed_gear.config.field_checks import ResolvedField
-from deepspeed_gear.data import dataset_statistics
+from deepspeed_gear.data import column_scan, dataset_statistics
+from deepspeed_gear.data.array_file import Workers
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import (
     QUANTILES,
@@ -26,6 +27,7 @@ from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.running_moments import Moment, add_rows
 from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.data.trajectory_checks import as_float64
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema
@@ -67,9 +69,10 @@ def test_statistics_are_those_of_the_kept_rows(
     values, kept = make(np.random.default_rng(seed), column, lengths, keep, final)
     block = data.draw(st.sampled_from([1, 7, 33, 1 << 16]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset_statistics, "_BLOCK_ROWS", block)
+        patch.setattr(column_scan, "_BLOCK_ROWS", (1, block))
+        patch.setattr(dataset_statistics, "_BLOCK_BYTES", 1)
         found = column_statistics(values, column, kept)
-    wanted = dataset_statistics._as_float64(real_rows(column, values, kept), column)
+    wanted = as_float64(real_rows(column, values, kept), column)
     assert found.count == found.quantile_rows == len(wanted)
     assert found.non_finite == 0
     np.testing.assert_allclose(found.mean, wanted.mean(0), rtol=1e-12, atol=1e-12)
@@ -218,7 +221,7 @@ def test_images_have_statistics_per_channel(
     share = np.linspace(0.1, 0.9, math.prod(kept)).reshape(kept)
     values = random.binomial(255, share, (9, *shape)).astype(np.uint8)
     rows = KeptRows(np.array([0, 4]), np.array([4, 4]), np.array([True, False]), True)
-    monkeypatch.setattr(dataset_statistics, "_BLOCK_ROWS", 3)
+    monkeypatch.setattr(dataset_statistics, "_BLOCK_BYTES", 3 * column.row_bytes)
     found = column_statistics(values, column, rows)
     axes = (0, *(1 + i for i, n in enumerate(kept) if n == 1))
     wanted = values[:4].astype(np.float64)
@@ -280,7 +283,8 @@ UNITS = {"float32": [1.0, 1e-40, 1e-3, 1e30], "float64": [1.0, 1e-320, 1e-140, 1
 def statistics(column: Column, values: np.ndarray) -> ColumnStatistics:
     first = np.zeros(1, np.int64)
     lengths = np.array([len(values)])
-    return compute_statistics(Schema([column]), {"x": values}, first, lengths, {})["x"]
+    schema = Schema([column])
+    return compute_statistics(schema, {"x": values}, first, lengths, {}, Workers(1))["x"]
 
 
 @given(

@@ -25,7 +25,7 @@ from deepspeed_gear.data.dataset_writer import write_parts
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.errors import ConfigError, DataError, GearError, SchemaError
 from deepspeed_gear.plan.resolved_plan import resolve_plan
-from deepspeed_gear.plan.table_resolution import check_compressed
+from deepspeed_gear.plan.stream_resolution import check_compressed
 
 zstandard = pytest.importorskip("zstandard")
 IMAGE = Column("image", "uint8", (6, 5), "observation", "T+1")
