@@ -2,6 +2,7 @@
 // classes, and functions that are called seldom, are defined in store.h, and the ops as plain
 // functions in library.cpp.
 #include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include "bindings/direct.h"
 #include "bindings/gather_call.h"
@@ -9,12 +10,18 @@
 #include "bindings/store.h"
 #include "bindings/stream.h"
 #include "bindings/vector_steps.h"
+#include "bindings/whole_rows.h"
 #include "store/bell.h"
 #include "store/mutex.h"
 
 namespace gear::direct {
 
 extern PyMethodDef kOps[];  // of library.cpp
+
+at::Tensor& AsTensor(PyObject* object) {
+  if (!THPVariable_Check(object)) RaiseType("a tensor", object);
+  return const_cast<at::Tensor&>(THPVariable_Unpack(object));
+}
 
 }  // namespace gear::direct
 
@@ -28,7 +35,13 @@ PyMethodDef kMethods[] = {
                                          "after its owner died, 2 timed out, 3 broken"),
     Function<gear::cpu::MutexUnlock>("mutex_unlock", "mutex_unlock(address) -> None"),
     Function<gear::python::AddTrajectory>(
-        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot) or None"),
+        "store_add", "store_add(reader, trajectory, timeout_s) -> (id, slot, late) or None"),
+    Function<gear::python::WriteGroup>(
+        "group_write",
+        "group_write(reader, trajectories, number, slots, timeout_s) -> 0, refusal or "
+        "None"),
+    Function<gear::python::CommitGroup>(
+        "group_commit", "group_commit(store, slots, present, version, born) -> ids"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Function<gear::python::WriteLateRows>(
@@ -81,6 +94,7 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
     gear::python::BindGatherCall(classes);
     gear::python::BindStream(classes);
     gear::python::BindVectorSteps(classes);
+    gear::python::BindTrajectories(classes);
   } catch (pybind11::error_already_set& error) {
     error.restore();
     Py_CLEAR(made);
