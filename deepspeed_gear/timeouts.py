@@ -1,4 +1,4 @@
-"""Bounds of timeouts, and the polling wait.
+"""Waits for other processes: bounds of timeouts, polling, failure check, the log of long waits.
 
 Every wait of the package ends, and no arithmetic on clocks overflows.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.log import LOG
 
 #: Longest timeout in seconds, 7 days: far below what `timespec`, gloo's milliseconds, Python's
 #: locks and nanoseconds in 64 bits can hold.
 MOST_TIMEOUT_S = 604_800
 DEFAULT_TIMEOUT_S = 600.0
+LOG_EVERY_S = 30.0  # of a wait
 
 T = TypeVar("T")
 
@@ -54,3 +57,43 @@ def check_timeout(name: str, value: Any) -> float:
             "604800 s are 7 days",
         )
     return float(value)
+
+
+class WaitLog:
+    """Clock of one wait for other ranks, which logs every 30 s which ranks are missing."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._begin = time.monotonic()
+        self._next = LOG_EVERY_S
+
+    def note(self, who: Callable[[], str]) -> float:
+        """Return the seconds waited so far, and log the wait when the next 30 s are over.
+
+        Args:
+            who: Names the missing ranks. It returns "" where another rank of the node logs them.
+        """
+        waited = time.monotonic() - self._begin
+        if waited >= self._next:
+            self._next += LOG_EVERY_S
+            if named := who():
+                LOG.warning("gear: %s has waited %.0f s for %s", self._what, waited, named)
+        return waited
+
+
+def no_check() -> None:
+    """Return at once: the failure check of a process that waits for no other."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """How the parts of a replay wait: passed to them at construction.
+
+    Args:
+        timeout_s: Longest wait for another process, in seconds.
+        check: Called while this rank waits, from any thread. Raises if the wait cannot end: another
+            rank or node is lost, or has failed.
+    """
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    check: Callable[[], None] = no_check

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_files import read_json
 from deepspeed_gear.data.ingest.reader import (
     FLAGS,
     LEAVE_OUT,
@@ -22,7 +21,7 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, optional
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, optional, read_source_json
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Rows
 
@@ -49,13 +48,13 @@ class RldsReader(Reader):
     def recognises(cls, path: Path) -> bool:
         if not (path / _FEATURES).is_file() or not (path / _INFO).is_file():
             return False
-        known = read_json(path / _FEATURES).get("featuresDict")
+        known = read_source_json(path / _FEATURES).get("featuresDict")
         return isinstance(known, dict) and "steps" in known.get("features", ())
 
     def open(self) -> None:
         """Check the features, and describe the columns by the first episode."""
         for name in re.findall(
-            r'"pythonClassName": "([^"]*)"', json.dumps(read_json(self.path / _FEATURES))
+            r'"pythonClassName": "([^"]*)"', json.dumps(read_source_json(self.path / _FEATURES))
         ):
             if not name.startswith("tensorflow_datasets."):  # which would be imported
                 where = f"{self.path / _FEATURES}: pythonClassName"

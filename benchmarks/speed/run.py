@@ -3,7 +3,7 @@ tables.
 
     bash benchmarks/peers.sh [--quick] [--only TEXT] [SYSTEM...]
 
-It writes nothing unless all systems are measured.
+It prints the tables of the page, and writes nothing unless all systems are measured.
 
 A user's calls are timed in a tight loop, and again with a model's forward pass between them.
 
@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from support.report import Disturbance, Row, document, print_rows, write_json
+from support.report import Disturbance, Row, document, write_json
 from peers.environments import OWN, PEERS, ROOT, interpreters
 from peers.orders import Child
+from support.terminal import fitted
 
 from speed.memory_group import MemoryGroups
 from speed.rollouts import PARTS
-from speed.table import write
+from speed.table import tables, write
 from speed.work import EPISODE
 
 READERS = (
@@ -63,6 +64,7 @@ WAYS = {  # module in `trainers`: system, and what its user calls
     "torchrl_ray": ("torchrl", "RayReplayBuffer"),
     "reverb": ("reverb", "one server, a client each"),
 }
+QUICK_ITEMS = 100_000
 QUICK_WAYS = ("gear", "cpprb")  # the others take longer to start
 TRAINERS = "trainers on one buffer"
 CALL = "a step as gymnasium returns it"
@@ -97,7 +99,7 @@ def plan(quick: bool) -> list[Work]:
     lengths = (20, 100, EPISODE)
     vectors = (1, 8, 64)
     if quick:
-        items = 100_000
+        items = QUICK_ITEMS
         windows = 200_000
         num_frames = 4_000
         batches = (256,)
@@ -417,14 +419,15 @@ def main() -> None:
             take(alone(systems, "never drawn", title, asked))
     finally:
         everything.close()
+    sizes = {"items": QUICK_ITEMS} if options.quick else {}
+    content = document(
+        disturbance, rows, command="bash benchmarks/peers.sh", systems=versions, **sizes
+    )
     if not (options.quick or options.only or options.systems):
         out = ROOT / "benchmarks" / "results" / "peers.json"
-        write_json(
-            out, document(disturbance, rows, command="bash benchmarks/peers.sh", systems=versions)
-        )
+        write_json(out, content)
         write(out)
-    columns = {key for row in rows for key in row} - {"work", "system"}
-    print_rows(rows, ["work", "system", *sorted(columns)])
+    print(fitted(tables(content)))
 
 
 if __name__ == "__main__":

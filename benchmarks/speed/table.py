@@ -119,27 +119,50 @@ def tables(content: Row) -> str:
     versions = ", ".join(
         f"{NAMES[one]} {content['systems'][one]}" for one in systems if one not in ("gear", "limit")
     )
+    timed = [r for r in rows if not {"parts_ms", "batches_s"} & r.keys()]
+    count = content.get("items", 1_000_000)
+
+    def section(heading: str, rows: list[Row], key: str, text: str) -> Iterator[str]:
+        if any(key in row for row in rows):
+            yield f"{heading}\n\n"
+            yield from _matrix(rows, systems, key, text)
+
     texts = [
-        "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
-        *_matrix(
-            [r for r in rows if not {"parts_ms", "batches_s"} & r.keys()],
-            systems,
+        *section(
+            "Microseconds of one batch, or of one step that is added: median of the turns.",
+            timed,
             "us",
             "{us:,.0f}",
         ),
         *_notes(rows),
         *_trainers(rows),
-        "\nMemory that a process uses after 1,000,000 transitions of 105 bytes were added: "
-        "additional bytes per transition.\n\n",
-        *_matrix(filled, systems, "bytes_per_transition", "{bytes_per_transition:.0f}"),
-        "\nSeconds from the start of a process until its first batch of 100,000 transitions.\n\n",
-        *_matrix(rows, systems, "s", "{s:.1f}"),
+        *section(
+            f"\nMemory that a process uses after {count:,} transitions of 105 bytes were added: "
+            "additional bytes per transition.",
+            filled,
+            "bytes_per_transition",
+            "{bytes_per_transition:.0f}",
+        ),
+        *section(
+            "\nSeconds from the start of a process until its first batch of 100,000 transitions.",
+            rows,
+            "s",
+            "{s:.1f}",
+        ),
         *_rollouts(rows, systems),
         *_on_disk(rows, systems),
-        "\nSeconds to save and to restore, and the bytes that were written.\n\n",
-        *_matrix(rows, systems, "save_s", "{save_s:.2f}, {load_s:.2f}, {bytes:,}"),
-        "\nThe share of equal items that was never drawn in as many draws; 0.3679 is right.\n\n",
-        *_matrix(rows, systems, "never", "{never:.4f}"),
+        *section(
+            "\nSeconds to save and to restore, and the bytes that were written.",
+            rows,
+            "save_s",
+            "{save_s:.2f}, {load_s:.2f}, {bytes:,}",
+        ),
+        *section(
+            "\nThe share of equal items that was never drawn in as many draws; 0.3679 is right.",
+            rows,
+            "never",
+            "{never:.4f}",
+        ),
     ]
     out = [
         f"- {NAMES[row['system']]}, {row['work']}: {row['left out']}\n"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.data.media import MediaItem
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Schema

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.context import LOG
 from deepspeed_gear.data.dataset_files import payload_digest
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, undo_on_error
 from deepspeed_gear.file_system import swap_names, sync
 from deepspeed_gear.liveness import hold, release
+from deepspeed_gear.log import LOG
 from deepspeed_gear.store import writer_options
 from deepspeed_gear.store.shared_memory import try_lock
 

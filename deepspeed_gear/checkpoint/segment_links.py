@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_gear.context import LOG
+from deepspeed_gear.log import LOG
 
 # A save reads 1 / _PARTS of the bytes of a table's segments again, but at least this many bytes.
 _PARTS = 64

@@ -24,7 +24,6 @@ from deepspeed_gear.checkpoint.table_files import (
     open_rows,
     read_table,
 )
-from deepspeed_gear.context import Context
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
@@ -37,6 +36,7 @@ from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import Control, Head
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import Context
 
 T = TypeVar("T")
 

@@ -63,8 +63,17 @@ OPTIONS: Options = {
         "steps",
         {"type": int},
     ),
+    "--last-step MEANING": (
+        "what the last row of an episode holds, by is_last or another end flag: transition (a step "
+        "as any other), observation (only the one after the last step), or reward (as observation, "
+        "and each row has the reward of the step before it)"
+    ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
     "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
+    "--threads N": (
+        "threads that write and compute statistics (default: all cores)",
+        {"type": int},
+    ),
     "--overwrite": "replace a data set at DEST",
     "--append": "add to the data set at DEST",
     "--quiet": "no progress bar and no notes",
@@ -89,11 +98,13 @@ def run(args: argparse.Namespace) -> int:
         "--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"
     ):
         split = {name: float(share) for name, share in pairs.pop("split").items()}
-    names = "reward", "group_scope", "allow_nan", "overwrite", "append", "split_by_flags"
+    names = "reward", "group_scope", "allow_nan", "overwrite", "append", "split_by_flags", "threads"
     options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
     options["compress"] = listed(args.compress)
+    naming = {name: pairs[name] or None for name in ("rename", "role")}
     sources = [
-        open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source
+        open_source(path, args.format, columns, args.max_expansion, **naming, **own)
+        for path in args.source
     ]
     dataset = ingest(sources, args.dest, split=split or None, progress=not args.quiet, **options)
     size = show_bytes(dataset.num_bytes)

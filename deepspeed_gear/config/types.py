@@ -79,7 +79,7 @@ def conflict(rule: str, remedy: str, option: str = "", value: Any = None) -> Pyd
     """Return the error of a model whose options contradict one another.
 
     Args:
-        rule: The rule; `describe_options.translate` puts the model's name in place of "{at}".
+        rule: The rule; `option_errors.translate` puts the model's name in place of "{at}".
         option: The option that breaks the rule; "" for the model as a whole.
     """
     context = {"rule": rule, "remedy": remedy, "option": option, "value": value}

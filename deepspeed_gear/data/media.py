@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from deepspeed_gear.data.media_digests import (
+    WORD_BYTES,
+    MediaItem,
+    encoded_item,
+    item_of_content,
+    padded_bytes,
+)
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
 # Key of the items that a remote writer sends beside the columns, whose names begin with no dot.
 SENT = ".media"
-_WORD = 8  # the rows of a column begin at a multiple of so many bytes
-
-
-class MediaItem(NamedTuple):
-    """An encoded item: its number, digest and bytes."""
-
-    number: int  # 63 bits of the digest, never 0; the steps of a trajectory hold it
-    digest: np.ndarray  # SHA-256 of the content. [4], int64
-    #: Number of rows of each column, int64, then each column's rows in C order, padded to words.
-    #: [bytes], uint8.
-    content: np.ndarray
 
 
 class Media:
@@ -77,7 +72,7 @@ class Media:
                     "must have at least one row",
                     remedy="leave the item out where a step has no media",
                 )
-            self._encoded[columns] = _item([rows.get(column.name, ()) for column in columns])
+            self._encoded[columns] = encoded_item([rows.get(column.name, ()) for column in columns])
         return self._encoded[columns]
 
 
@@ -167,16 +162,24 @@ class MediaSpec:
         DataError if a length does not fit.
         """
         at = 0
-        words = _WORD * len(self.columns)  # bytes of the numbers of rows
+        words = WORD_BYTES * len(self.columns)  # bytes of the numbers of rows
         while at < len(sent):
-            length = int(sent[at : at + _WORD].view(np.int64)[0]) if at + _WORD <= len(sent) else -1
-            content = sent[at + _WORD : at + _WORD + length]
-            at += _WORD + length
+            length = (
+                int(sent[at : at + WORD_BYTES].view(np.int64)[0])
+                if at + WORD_BYTES <= len(sent)
+                else -1
+            )
+            content = sent[at + WORD_BYTES : at + WORD_BYTES + length]
+            at += WORD_BYTES + length
             # -1, which the test below refuses, if the content is cut off.
             is_whole = words <= length == len(content)
             counts = content[:words].view(np.int64) if is_whole else np.array([-1])
             sizes = [int(n) * c.row_bytes for n, c in zip(counts, self.columns, strict=False)]
-            if counts.min() < 0 or counts.max() == 0 or words + sum(map(_padded, sizes)) != length:
+            if (
+                counts.min() < 0
+                or counts.max() == 0
+                or words + sum(map(padded_bytes, sizes)) != length
+            ):
                 raise DataError(
                     f"{name}: media",
                     "must be the rows of its columns",
@@ -184,37 +187,20 @@ class MediaSpec:
                     "send the media again with the schema of this table",
                 )
             check_finite(f"{name}: media", self.columns, self.rows(content), "row {}".format)
-            yield _of_content(content)
+            yield item_of_content(content)
 
     def rows(self, content: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows of each column of an item's content, as views. [rows, *shape]."""
-        at = _WORD * len(self.columns)
+        at = WORD_BYTES * len(self.columns)
         rows = {}
         for column, count in zip(self.columns, content[:at].view(np.int64).tolist(), strict=True):
             size = count * column.row_bytes
             flat = content[at : at + size].view(column.numpy_dtype)
             rows[column.name] = flat.reshape(count, *column.shape)
-            at += _padded(size)
+            at += padded_bytes(size)
         return rows
 
 
 def _numbers(rows: Any) -> torch.Tensor:
     given = torch.as_tensor(rows)
     return given.double() if given.is_floating_point() else given.long()
-
-
-def _padded(size: int) -> int:
-    return -(-size // _WORD) * _WORD  # rounded up: 9 becomes 16
-
-
-def _item(rows: list[Any]) -> MediaItem:
-    """Encode the stored rows of each column as an item."""
-    flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in rows]
-    padded = (np.pad(part, (0, _padded(len(part)) - len(part))) for part in flat)
-    counts = np.array([len(part) for part in rows], np.int64)
-    return _of_content(np.concatenate([counts.view(np.uint8), *padded]))
-
-
-def _of_content(content: np.ndarray) -> MediaItem:
-    digest = np.frombuffer(hashlib.sha256(content.data).digest(), np.int64)
-    return MediaItem(int(digest[0]) & ((1 << 63) - 1) or 1, digest, content)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.checkpoint import position, save_folders
-from deepspeed_gear.context import LOG
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.store.row_allocator import rows_of

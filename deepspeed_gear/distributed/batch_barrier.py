@@ -18,7 +18,6 @@ from typing import Final, NoReturn, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.context import WaitLog
 from deepspeed_gear.distributed.failure_detector import MOST_BEAT_S, SPREAD_BEATS, FailureDetector
 from deepspeed_gear.distributed.node_channel import MUST_TAKE_ALL, OUTCOME_WORDS, NodeChannel
 from deepspeed_gear.distributed.topology import Topology
@@ -26,6 +25,7 @@ from deepspeed_gear.errors import LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import WaitLog
 
 T = TypeVar("T")
 MOST_DRAIN_S = 3.0  # longest wait of a rank that ends for other nodes

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from deepspeed_gear.context import WaitLog
 from deepspeed_gear.errors import GearError, PeerError
 from deepspeed_gear.outcome import Outcome
-from deepspeed_gear.timeouts import wait_until
+from deepspeed_gear.timeouts import WaitLog, wait_until
 
 T = TypeVar("T")
 SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set

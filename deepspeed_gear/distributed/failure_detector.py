@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
+from deepspeed_gear.log import LOG
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.timeouts import wait_until

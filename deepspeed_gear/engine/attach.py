@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, gear_config, parse, refuse_batch_sizes
-from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section
 from deepspeed_gear.errors import ConfigError, undo_on_error
-from deepspeed_gear.frameworks import deepspeed_compat
+from deepspeed_gear.frameworks import deepspeed_compat, engine_place
+from deepspeed_gear.log import LOG
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.builder import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
@@ -243,7 +243,7 @@ def _replay_for(
     engine_checkpoint.check_start(engine, checkpoint)
     if section.pack is not None:
         packed_steps.check_engine(engine, section.pack)
-    if deepspeed_compat.is_pipeline(engine):
+    if engine_place.is_pipeline(engine):
         check_section(section)
     place, info = _sizes_of(engine)
     of_engine: dict[str, Any] = {
@@ -265,7 +265,7 @@ def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     _keep_sizes(engine)
-    if deepspeed_compat.is_pipeline(engine) and isinstance(replay, Replay):
+    if engine_place.is_pipeline(engine) and isinstance(replay, Replay):
         attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
     if isinstance(replay, Replay) and replay.config.pack is not None:
         packed_steps.attach_packed(engine, replay, owns)
@@ -298,7 +298,7 @@ def _own(engine: Any, replay: ReplayBase) -> None:
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
     """Return this rank's place in an engine's grid, and the sizes of the engine's batches."""
-    place = deepspeed_compat.place_of(engine)
+    place = engine_place.place_of(engine)
     micro = int(engine.train_micro_batch_size_per_gpu())
     return place, BatchInfo.at(place, micro, deepspeed_compat.accumulation_of(engine))
 
@@ -396,5 +396,5 @@ def _report_steps(engine: Any, replay: ReplayBase) -> None:
     writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
     every = engine.steps_per_print() if replay.topology.rank == 0 else None
     if writes or every:
-        name = "train_batch" if deepspeed_compat.is_pipeline(engine) else "step"
+        name = "train_batch" if engine_place.is_pipeline(engine) else "step"
         deepspeed_compat.wrap(engine, name, _StepReports(engine, replay, writes, every).step)

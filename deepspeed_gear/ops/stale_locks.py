@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from deepspeed_gear.context import LOG
 from deepspeed_gear.file_system import is_open
+from deepspeed_gear.log import LOG
 
 from ..errors import BuildError
 from .jit import build_folder, build_lock

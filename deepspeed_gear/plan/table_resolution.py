@@ -27,7 +27,8 @@ from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import user_policy
-from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
+from deepspeed_gear.store.group_conditions import STATISTICS, GroupCondition
+from deepspeed_gear.store.group_spec import GroupSpec
 from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.retention import UNLIMITED, Retention

@@ -19,14 +19,8 @@ import grpc
 import pyarrow as pa
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.context import LOG
-from deepspeed_gear.errors import (
-    ConfigError,
-    GearError,
-    LostNodeError,
-    StoreError,
-    error_from_json,
-)
+from deepspeed_gear.errors import ConfigError, GearError, LostNodeError, StoreError, error_from_json
+from deepspeed_gear.log import LOG
 from deepspeed_gear.remote import gateway_messages
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks

@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.context import LOG
 from deepspeed_gear.data.trajectory_checks import as_stored
 from deepspeed_gear.errors import (
     ConfigError,
@@ -36,6 +35,7 @@ from deepspeed_gear.errors import (
     StoreFullError,
     error_to_json,
 )
+from deepspeed_gear.log import LOG
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import check_plain, longest_call_s
 from deepspeed_gear.remote.gateway_limits import (

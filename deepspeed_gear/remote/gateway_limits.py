@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from deepspeed_gear.context import LOG
+from deepspeed_gear.log import LOG
 
 MOST_CONNECTIONS = 4096
 TOKEN_S = 10.0  # within which a connection must show the token, after its handshake

@@ -15,7 +15,6 @@ from deepspeed_gear.batching.batch import Batch, BatchLifetime
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
 from deepspeed_gear.config.table_checks import SPLITS
-from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST
 from deepspeed_gear.errors import (
     CheckpointError,
@@ -24,6 +23,7 @@ from deepspeed_gear.errors import (
     NotReadyError,
     StoreError,
 )
+from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics

@@ -17,7 +17,6 @@ import torch
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.context import Context
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
@@ -45,6 +44,7 @@ from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import Context
 
 
 @dataclass(frozen=True)
@@ -371,9 +371,9 @@ def _lost_rank(plan: Resolved, table: Table, detector: FailureDetector | None) -
     dead = [peer for peer in range(len(ranks)) if not table.memory.is_alive(peer)]
     if not dead:
         return None
-    # The rank that is marked as lost was the first: others may have ended because of it.
+    # The rank that is marked as lost was the first.
     first = max(dead, key=lambda peer: int(peers[peer, Peer.LOST]))
-    peers[first, Peer.LOST] = 1
+    table.note_lost(first)
     process = f"process {int(peers[first, Peer.PID])} died, or closed its replay"
     return PeerError(f"rank {ranks[first]}", "must run while the others train", None, process)
 

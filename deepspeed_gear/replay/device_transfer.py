@@ -28,8 +28,8 @@ from deepspeed_gear.batching.transfer.device_gather import (
 )
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
-from deepspeed_gear.context import LOG
 from deepspeed_gear.errors import BuildError, ConfigError, undo_on_error
+from deepspeed_gear.log import LOG
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.row_exchange.exchange_plan import ReadNeeds

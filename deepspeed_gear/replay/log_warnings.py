@@ -1,4 +1,4 @@
-"""Warnings in the log: clamped priorities, groups left out, train steps without loss tokens."""
+"""Warnings in the log: clamped priorities, groups left out, batches that nothing is learnt from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.context import LOG
+from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import WINDOW
@@ -182,6 +182,50 @@ class LossWarning:
             "but momentum and weight decay still move the weights. Mark the tokens that were "
             "sampled where trajectories are written; a loop that skips a step whose "
             "step.loss_tokens is 0 leaves the weights alone"
+        )
+
+
+class EqualRewardsWarning:
+    """Warning in the log of rollout batches all of whose groups have equal rewards.
+
+    Their group-relative advantages are all 0. At most once in `PAUSE_S` seconds.
+    """
+
+    def __init__(self) -> None:
+        self._batches = 0  # rollout batches, those without a difference, and their groups
+        self._equal = 0
+        self._groups = 0
+        self._equal_groups = 0
+        self._next = 0.0
+
+    def count(self, advantages: np.ndarray, groups: np.ndarray, reward: str) -> None:
+        """Count a rollout batch, and log a warning if one is due.
+
+        Args:
+            advantages: Advantage of each trajectory. [n], float64.
+            groups: Group of each trajectory. [n], int64.
+            reward: Column of the rewards.
+        """
+        if not len(groups):
+            return
+        number = np.unique(groups, return_inverse=True)[1].reshape(-1)
+        differs = np.bincount(number, advantages != 0) > 0
+        self._batches += 1
+        self._groups += len(differs)
+        self._equal_groups += int((~differs).sum())
+        if differs.any():
+            return
+        self._equal += 1
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + PAUSE_S
+        LOG.warning(
+            f"gear: rollout batch: none of its {len(differs)} groups has members whose column "
+            f"{reward} differs, so all advantages are 0 and the policy loss moves nothing, as in "
+            f"{self._equal} of {self._batches} rollout batches and {self._equal_groups} of "
+            f"{self._groups} groups so far. Check the reward, take harder or easier prompts, or "
+            "keep such groups out of batches with group.where: "
+            f'{{"{reward}": {{"std": {{"min": 1e-6}}}}}}'
         )
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.errors import StoreError, show_bytes, undo_on_error
+from deepspeed_gear.log import LOG
 from deepspeed_gear.plan.resolved_plan import Resolved, ResolvedTable
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec

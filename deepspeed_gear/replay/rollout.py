@@ -7,6 +7,7 @@ plan and read.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -20,6 +21,7 @@ from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weight
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
 from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
 from deepspeed_gear.batching.packing_plan import PlannedPacks, check_tokens, plan_step
+from deepspeed_gear.batching.policy_correction import correction_bounds
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.notebook_views import safe_view
 from deepspeed_gear.ops.records import Resolution
@@ -33,6 +35,7 @@ from deepspeed_gear.replay.rollout_columns import (
     RolloutColumns,
     TableRows,
 )
+from deepspeed_gear.replay.rollout_correction import correct
 from deepspeed_gear.replay.rollout_views import rollout_view, step_view
 from deepspeed_gear.row_exchange.trajectory_places import Moves
 
@@ -192,15 +195,25 @@ class Rollout(PublicNames):
         self.batch_columns.set_column(name, array)
 
     def column(self, name: str) -> torch.Tensor:
-        """Copy a column of this rollout batch. [num_tokens], float32, trajectory by trajectory.
+        """Copy a column of this rollout batch, at predicting places. [num_tokens]. Collective.
 
+        Args:
+            name: A column that was filled or set, float32; or a stored one with a number per step,
+                float64.
         Raises:
-            FieldError: The column was not filled or set.
+            ConfigError: There is no such column.
+            DataError: The column is late, and a trajectory does not have it yet.
         """
-        if name not in self.batch_columns.filled:
-            has = f"there are: {', '.join(self.batch_columns.filled) or 'none'}"
-            raise FieldError(f"column {name!r}", "must be filled or set before", None, has)
-        return self.batch_columns.filled[name].clone()
+        columns = self.batch_columns
+        if name in columns.filled:
+            return columns.filled[name].clone()
+        self.check_open()
+
+        def check() -> None:
+            columns.step_column(name)
+
+        self._context.check_same(READ, (name,), check)
+        return torch.from_numpy(columns.places(name))
 
     def advantages(
         self,
@@ -251,6 +264,80 @@ class Rollout(PublicNames):
         )
         return torch.from_numpy(advantages)
 
+    def mask(self, keep: torch.Tensor | np.ndarray) -> None:
+        """Narrow the loss mask: what is not kept leaves the loss, and its mean. Collective.
+
+        Following train steps have weights of what is left, in every normalisation of `gear.loss`;
+        a step that was made before keeps its own. Advantages that are computed later count members
+        by what is left, too. A checkpoint has the narrowed mask.
+
+        Args:
+            keep: Whether each trajectory stays, [n]; or each place, [num_tokens], trajectory by
+                trajectory, at predicting places. Bool, the same on all ranks.
+        Raises:
+            ShapeError: `keep` has another shape or dtype.
+            PeerError: Another rank failed, or a node has other values.
+        """
+        self.check_open()
+
+        def check() -> np.ndarray:
+            array = arguments.array("keep", keep)
+            counts = (self.num_trajectories,), (self.num_tokens,)
+            if array.dtype != bool or array.shape not in counts:
+                shapes = f"[{self.num_trajectories}] or [{self.num_tokens}]"
+                rule = f"must be bool and have shape {shapes}"
+                value = f"{array.dtype} {list(array.shape)}"
+                remedy = "give one flag for each trajectory, or for each token"
+                raise ShapeError("keep", rule, value, remedy)
+            return array
+
+        array = self._context.agree(check)
+        self._context.check_same("rollout.mask: keep", zlib.crc32(array.tobytes()))
+        if len(array) != self.num_tokens:
+            array = array.repeat(self._trajectories.lengths)
+        self._context.agree(partial(self.batch_columns.narrow, array))
+
+    def correct(
+        self,
+        kind: str,
+        cap: float | None = None,
+        low: float | None = None,
+        level: str = "token",
+        current: str = "old_logp",
+        behaviour: str = "logp",
+        name: str = "correction",
+        count_rejected: bool = False,
+    ) -> dict[str, float]:
+        """Set weights that correct for the policy that generated the tokens. Collective.
+
+        `micro["correction"]` multiplies the loss of a token; it has no gradient. A token with
+        another generator, such as one after an update of the weights within a response, has the
+        ratio to that generator, as its log-probability is stored with it. What is rejected leaves
+        the loss mask, as by `mask`.
+
+        Args:
+            kind: "tis", "mis" or "icepop": how ratios are bounded (see
+                `batching/policy_correction.py`).
+            cap: Most ratio; None: 2, with "icepop" 5.
+            low: Least ratio of "icepop"; None: 0.5.
+            level: "token": the ratio of each token; "sequence": the product over a sequence's loss
+                tokens; "geometric": its root of their number.
+            current: Log-probabilities by the trainer: a column that was filled or set.
+            behaviour: Those by the generator: such a column, or a stored one.
+            name: Name of the column in micro batches.
+            count_rejected: Whether rejected tokens stay in the mean, with a loss of 0.
+        Returns:
+            Over the loss tokens: "ratio_mean", "ratio_min" and "ratio_max"; "capped" and
+            "rejected", parts of them; and "ess", the effective sample size as a part of them.
+        Raises:
+            ConfigError: There is no such column, kind or level, or a bound is out of range.
+            DataError: A log-probability at a loss token is not finite.
+            PeerError: Another rank failed.
+        """
+        self.check_open()
+        bounds = self._context.agree(partial(correction_bounds, kind, level, cap, low))
+        return correct(self.batch_columns, bounds, current, behaviour, name, count_rejected)
+
     def whiten(self, name: str, over: str = "token") -> None:
         """Normalise a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
 
@@ -267,7 +354,11 @@ class Rollout(PublicNames):
             raise ConfigError(
                 "over", "must be token or sequence", over, 'write over="token" or over="sequence"'
             )
-        whiten_column(self.batch_columns, name, self.column(name).double().numpy(), over)
+        filled = self.batch_columns.filled
+        if name not in filled:
+            has = f"there are: {', '.join(filled) or 'none'}"
+            raise FieldError(f"column {name!r}", "must be filled or set before", None, has)
+        whiten_column(self.batch_columns, name, filled[name].double().numpy(), over)
 
     def __len__(self) -> int:
         """Return the number of optimizer steps of the whole batch, the same on every rank."""
@@ -490,6 +581,7 @@ class Packs:
         planned: PlannedPacks | None = None,
     ) -> None:
         self._columns = columns
+        self._narrowed = columns.narrowed  # the mask that these packs are weighed with
         self._context = columns.context
         self._index = index
         place = columns.context.settings.place
@@ -601,8 +693,11 @@ class Packs:
         shape = self.shapes[number]
         with columns.reading(at) as has_rows:
             tensors, per_trajectory, opaque = self._gather(index, at, shape)
-        if columns.filled or MASK not in tensors:
-            tensors.update(columns.packed(at, shape, MASK not in tensors))
+        loss_mask = self._narrowed
+        if MASK not in tensors and loss_mask is None:
+            loss_mask = columns.stored_mask
+        if columns.filled or loss_mask is not None:
+            tensors.update(columns.packed(at, shape, loss_mask))
         mask = tensors.pop(MASK)
         targets = tensors.pop(TARGETS, None)
         if has_rows is not None and not has_rows.all():
@@ -659,10 +754,14 @@ class Packs:
             resolutions = torch.from_numpy(rows.rows.numpy()[rows_at])
             shared = None if rows.shared is None else rows.shared.of(rows_at)
             rows.gatherer.gather(steps, *shape.runs(resolutions, own, shared), shape.first)
-            for name, values in rows.gatherer.trajectory_values(resolutions).items():
-                if name not in per_trajectory:
-                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
-                per_trajectory[name][own] = values
+            own_values = rows.gatherer.trajectory_values(resolutions)
+            if len(tables) == 1:
+                per_trajectory = own_values
+            else:
+                for name, values in own_values.items():
+                    if name not in per_trajectory:
+                        per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
+                    per_trajectory[name][own] = values
             for field in fields:
                 assert field.column is not None
                 read = read_opaque(rows.table, field.column, resolutions)

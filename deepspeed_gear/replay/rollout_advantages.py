@@ -12,11 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from deepspeed_gear.batching.group_advantages import group_advantages
-from deepspeed_gear.config.describe_options import translate
+from deepspeed_gear.config.option_errors import translate
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay.rollout_columns import READ, RolloutColumns
-from deepspeed_gear.schema import Column
 
 EPSILON = 1e-8  # added to the variance of a column that is whitened
 
@@ -67,6 +66,8 @@ def set_advantages(
         members = np.arange(len(items)) if member is None else values[member].astype(np.int64)
         advantages = group_advantages(kind, values[reward], groups, members, counted)
         columns.set_column(name, advantages)
+        if context.rewards_warning is not None:
+            context.rewards_warning.count(advantages, groups, reward)
         return advantages
 
     # Reading is collective over nodes, so a wrong name must be raised on all ranks first.
@@ -122,12 +123,12 @@ def _estimated(columns: RolloutColumns, options: AdvantageConfig, reward: str) -
     trajectories = columns.trajectories
     estimates = np.zeros((2, trajectories.num_tokens), np.float32)
     rewards = _rewards(columns, reward)
-    value = _places(columns, options.value)
+    value = columns.places(options.value)
     ends = _ends(columns)
     after = _values_after(columns, options, value, ends)
     actions = columns.mask.nonzero()[0]
     names = options.log_prob, options.behaviour_log_prob
-    logs = [None if name is None else _places(columns, name)[actions] for name in names]
+    logs = [None if name is None else columns.places(name)[actions] for name in names]
     if not len(actions):
         return estimates
     # For lengths [2, 2] and the mask [0, 1, 0, 1], the actions are the places [1, 3].
@@ -147,44 +148,12 @@ def _estimated(columns: RolloutColumns, options: AdvantageConfig, reward: str) -
     return estimates
 
 
-def _column(columns: RolloutColumns, name: str) -> tuple[Column, int]:
-    """Return the column of numbers per step that micro batches have by a name; its offset."""
-    settings = columns.context.settings
-    field = next((field for field in settings.fields if field.name == name), None)
-    column = None if field is None else field.column
-    if column is None and all(name in rows.table.schema for rows in columns.tables):
-        column = settings.schema[name]
-    if column is None or column.rows == "1" or column.shape:
-        rule = "must be filled or set before, or be a column with one number per step"
-        filled = f"filled: {', '.join(columns.filled) or 'none'}"
-        raise ConfigError(f"column {name!r}", rule, None, filled)
-    if field is not None:
-        return column, int(field.offset)
-    return column, int(settings.predicts and column.rows == "T")
-
-
-def _places(columns: RolloutColumns, name: str, later: int = 0) -> np.ndarray:
-    """Return a column's values at the places of micro batches. [num_tokens], float64.
-
-    Collective over nodes.
-
-    Args:
-        columns: Columns of the rollout batch.
-        name: One of them that was filled or set, or a field or column with a number per step.
-        later: Number of steps after the place.
-    """
-    if name in columns.filled:
-        return columns.filled[name].double().numpy()
-    column, offset = _column(columns, name)
-    return np.concatenate([rows.steps(column.name, offset + later) for rows in columns.tables])
-
-
 def _rewards(columns: RolloutColumns, name: str) -> np.ndarray:
     """Return the reward of each place; a trajectory's reward is at its last. [num_tokens]."""
     schema = columns.context.settings.schema
     trajectories = columns.trajectories
     if name in columns.filled or name not in schema or schema[name].rows != "1":
-        return _places(columns, name)
+        return columns.places(name)
     rewards: np.ndarray = np.zeros(trajectories.num_tokens)
     rewards[trajectories.starts + trajectories.lengths - 1] = columns.values(name)
     return rewards
@@ -217,11 +186,11 @@ def _values_after(
     column = None
     offset = 0
     if options.value not in columns.filled:
-        column, offset = _column(columns, options.value)
+        column, offset = columns.step_column(options.value)
     if options.next_value is not None:
-        return _places(columns, options.next_value)
+        return columns.places(options.next_value)
     if column is not None and column.rows == "T+1":
-        return _places(columns, options.value, 1)
+        return columns.places(options.value, 1)
     if columns.context.settings.predicts and offset == 0:
         return value  # the last place is that of the last token: its value follows all actions
     if ends.all():

@@ -6,7 +6,7 @@ The loader makes one `RolloutContext` for a rank and passes it down. A rollout b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,10 +38,10 @@ from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.builder import SpreadTrajectories
-from deepspeed_gear.replay.log_warnings import LossWarning
+from deepspeed_gear.replay.log_warnings import EqualRewardsWarning, LossWarning
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
@@ -49,6 +49,8 @@ from deepspeed_gear.store.table import Table
 TARGETS = "\0targets"
 MASK = "\0mask"
 READ = "the columns of a rollout batch that are read"  # what ranks compare, in errors
+# The narrowed loss mask among the saved columns of a rollout batch.
+NARROWED = "gear.loss_mask"
 StepObserver = Callable[[Any], None]  # takes a TrainStep
 T = TypeVar("T")
 _STEPS = lower([GatherSpec(Source.STEPS)])
@@ -108,6 +110,7 @@ class RolloutContext:
     divisor: GradientDivisor
     metrics: Metrics = field(default_factory=Metrics)
     loss_warning: LossWarning | None = None  # of rank 0
+    rewards_warning: EqualRewardsWarning | None = None  # of rank 0
     #: Functions of an engine, called with each train step before its first micro batch. An error
     #: is raised on all ranks.
     observers: list[StepObserver] = field(default_factory=list)
@@ -374,6 +377,9 @@ class RolloutColumns:
         )
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.filled: dict[str, torch.Tensor] = {}
+        #: The loss mask after `narrow`; None: the stored one. [num_tokens], bool. It is replaced,
+        #: never written to, so that packs keep the one that they are weighed with.
+        self.narrowed: np.ndarray | None = None
 
     def reading(self, at: Any) -> AbstractContextManager[np.ndarray | None]:
         """Return a context in which rows of trajectories stay in place.
@@ -385,9 +391,38 @@ class RolloutColumns:
         """
         return nullcontext()
 
-    @cached_property
+    @property
     def mask(self) -> np.ndarray:
-        """Mask of the steps that count in the loss, at predicting places. [num_tokens], bool."""
+        """Mask of the steps that count in the loss, at predicting places. [num_tokens], bool.
+
+        Collective over nodes.
+        """
+        return self.stored_mask if self.narrowed is None else self.narrowed
+
+    def narrow(self, keep: np.ndarray) -> None:
+        """Take places out of the loss mask; packs stay as they are planned. Collective over nodes.
+
+        Args:
+            keep: The places that stay. [num_tokens], bool.
+        """
+        self.narrowed = self.mask & keep
+        self.__dict__.pop("counts", None)  # cached, of the mask before
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint has of these columns, by name. [num_tokens] each."""
+        if self.narrowed is None:
+            return dict(self.filled)
+        return {**self.filled, NARROWED: torch.from_numpy(self.narrowed)}
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Set the columns that a checkpoint has. Collective over nodes."""
+        self.filled.update({name: column for name, column in saved.items() if name != NARROWED})
+        if NARROWED in saved:
+            self.narrow(saved[NARROWED].numpy())
+
+    @cached_property
+    def stored_mask(self) -> np.ndarray:
+        """The loss mask of the tables, at predicting places. [num_tokens], bool."""
         with self.reading(slice(None)) as has_rows:
             mask = self._read_mask()
         if has_rows is not None:  # what was evicted does not count
@@ -423,7 +458,7 @@ class RolloutColumns:
         """Prompt of each trajectory: its steps before the first loss place, and their leader.
 
         The leader is the first trajectory of its item with an equal prompt. None: prompts are not
-        shared. Collective over nodes.
+        shared. A narrowed loss mask changes nothing. Collective over nodes.
         """
         token = self.context.settings.schema.role("token")
         if (
@@ -433,7 +468,7 @@ class RolloutColumns:
         ):
             return None
         trajectories = self.trajectories
-        actions = np.append(self.mask.nonzero()[0], trajectories.num_tokens)
+        actions = np.append(self.stored_mask.nonzero()[0], trajectories.num_tokens)
         first_action = actions[np.searchsorted(actions, trajectories.starts)]
         shared = np.minimum(first_action - trajectories.starts, trajectories.lengths - 1)
         leaders = []
@@ -468,6 +503,39 @@ class RolloutColumns:
         self.check_values(name)
         return np.concatenate([rows.values(name) for rows in self.tables])
 
+    def step_column(self, name: str) -> tuple[Column, int]:
+        """Return the column of numbers per step that micro batches have by a name; its offset.
+
+        Raises:
+            ConfigError: There is no such column.
+        """
+        settings = self.context.settings
+        field = next((field for field in settings.fields if field.name == name), None)
+        column = None if field is None else field.column
+        if column is None and all(name in rows.table.schema for rows in self.tables):
+            column = settings.schema[name]
+        if column is None or column.rows == "1" or column.shape:
+            rule = "must be filled or set before, or be a column with one number per step"
+            filled = f"filled: {', '.join(self.filled) or 'none'}"
+            raise ConfigError(f"column {name!r}", rule, None, filled)
+        if field is not None:
+            return column, int(field.offset)
+        return column, int(settings.predicts and column.rows == "T")
+
+    def places(self, name: str, later: int = 0) -> np.ndarray:
+        """Return a column's values at the places of micro batches. [num_tokens], float64.
+
+        Collective over nodes.
+
+        Args:
+            name: A column that was filled or set, or a field or column with a number per step.
+            later: Number of steps after the place.
+        """
+        if name in self.filled:
+            return self.filled[name].double().numpy()
+        column, offset = self.step_column(name)
+        return np.concatenate([rows.steps(column.name, offset + later) for rows in self.tables])
+
     def set_column(self, name: str, values: np.ndarray) -> None:
         """Set a column of this rollout batch.
 
@@ -488,26 +556,34 @@ class RolloutColumns:
                 f"column {name!r}", rule, None, "choose another name, or leave the field out"
             )
 
-    def packed(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
-        """Gather the filled columns into a pack, and with `with_mask` the loss mask.
+    def packed(
+        self, at: Any, shape: PackShape, loss_mask: np.ndarray | None
+    ) -> dict[str, torch.Tensor]:
+        """Gather the filled columns into a pack, and the loss mask if it is given.
 
         Args:
             at: The trajectories of the pack: indices or a slice.
             shape: Places of the trajectories in the pack.
-            with_mask: Whether to add the loss mask, which is no field of the pack then.
+            loss_mask: The loss mask of the whole rollout batch, where it is no field of the pack
+                or is narrowed. [num_tokens], bool.
         Returns:
             Column (MASK for the loss mask) -> [1, rows].
         """
         rows = shape.end - shape.first
         buffers = dict(self.filled)
-        if with_mask:
-            buffers[MASK] = torch.from_numpy(self.mask)
-        outs = {name: torch.zeros(1, rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
+        if loss_mask is not None:
+            buffers[MASK] = torch.from_numpy(loss_mask)
+        outs = dict[str, torch.Tensor]()
+        for name, buffer in buffers.items():
+            array = np.empty((1, rows), buffer.numpy().dtype)
+            array[:, shape.own_tokens :] = 0  # the padding: all other places are written below
+            outs[name] = torch.from_numpy(array)
         if not len(shape.lengths):
             return outs
         # A column is one buffer, trajectory by trajectory: the first row of each is its start.
-        resolutions = self.trajectories.resolutions[at].clone()
-        resolutions[:, Resolution.FIRST_ROW] = torch.from_numpy(self.trajectories.starts[at])
+        first_rows = self.trajectories.resolutions.numpy()[at].copy()
+        first_rows[:, Resolution.FIRST_ROW] = self.trajectories.starts[at]
+        resolutions = torch.from_numpy(first_rows)
         none = [torch.empty(0)] * len(outs)
         self.tables[0].table.ops.pack_(
             list(outs.values()),
@@ -533,8 +609,8 @@ class FilledColumns(ForwardPass):
         self._own = {name: torch.zeros(columns.trajectories.num_tokens) for name in names}
 
     def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
-        column = self._own[name]
-        given = micro.flat(name, values).detach().to("cpu", torch.float32)
+        column = self._own[name].numpy()  # NumPy copies a slice in a tenth of torch's time
+        given = micro.flat(name, values).detach().to("cpu", torch.float32).numpy()
         shape = micro.pack_shape
         # This rank's first place within each trajectory: of a slice that begins at row 5, a
         # trajectory that starts at row 3 has place 2 first.

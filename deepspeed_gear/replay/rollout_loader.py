@@ -25,7 +25,7 @@ from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.log_warnings import LossWarning
+from deepspeed_gear.replay.log_warnings import EqualRewardsWarning, LossWarning
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_columns import (
@@ -131,7 +131,9 @@ class RolloutLoader:
             ),
         )
         warning = None
+        rewards_warning = None
         if plan.control_plane.rank == 0:
+            rewards_warning = EqualRewardsWarning()
             mask = settings.schema.role("loss_mask")
             warning = LossWarning(None if mask is None else mask.name, settings.predicts)
         self.context = RolloutContext(
@@ -142,6 +144,7 @@ class RolloutLoader:
             divisor=divisor,
             metrics=metrics,
             loss_warning=warning,
+            rewards_warning=rewards_warning,
         )
         statistics = plan.statistics(plan.needs.fields)
         self._gatherer = partial(PackGatherer, statistics=statistics, engine_dtype=engine_dtype)
@@ -211,7 +214,7 @@ class RolloutLoader:
 
         if saved_tokens is not None:
             self.context.agree(check_tokens)
-        columns.filled.update(resumed.columns)
+        columns.restore(resumed.columns)
         made = Rollout(self._number, columns, self._consume, known.get("steps_done", 0))
         self._resumed = LoaderPosition(resumed.at)
         self._current = made
@@ -352,7 +355,8 @@ class RolloutLoader:
             "num_tokens": None if current is None else current.num_tokens,
             "size": self._size.model_dump(),
         }
-        return LoaderPosition(at, rollout, {} if current is None else current.columns)
+        saved = {} if current is None else current.batch_columns.saved()
+        return LoaderPosition(at, rollout, saved)
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise a CheckpointError if a saved rollout batch under way has another size."""

@@ -13,7 +13,6 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.context import Context
 from deepspeed_gear.data.media import Media
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import (
@@ -34,10 +33,10 @@ from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.native_rows import as_tensor
-from deepspeed_gear.store.records import Control, Peer, SlotRetention
+from deepspeed_gear.store.records import Peer, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.timeouts import wait_until
+from deepspeed_gear.timeouts import Context, wait_until
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 
 _POLL_S = 500e-6
@@ -173,8 +172,7 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
         with table.lock:
             lagging[:] = staleness.open_lagging(version) if retention.waits else []
             if not lagging:
-                known = int(table.control[Control.POLICY_VERSION])
-                table.control[Control.POLICY_VERSION] = max(known, version)
+                table.raise_policy_version(version)
         if table.memory.peer in lagging:
             raise NotReadyError(name, rule, None, "end this process's own trajectories first")
         return not lagging

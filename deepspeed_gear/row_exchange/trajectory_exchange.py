@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from deepspeed_gear.context import Context
 from deepspeed_gear.distributed.node_channel import NO_WORDS, message_of
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.ops.records import Resolution, RowSample
@@ -18,6 +17,7 @@ from deepspeed_gear.row_exchange.row_messages import RowExchange
 from deepspeed_gear.row_exchange.trajectory_places import Moves
 from deepspeed_gear.sampling.selection_rounds import StatusMessage
 from deepspeed_gear.store.eviction import Evictor
+from deepspeed_gear.timeouts import Context
 
 NO_BATCH = -1  # minus the number of an exchange, in place of the number of a global batch
 

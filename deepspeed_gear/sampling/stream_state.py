@@ -21,7 +21,6 @@ from deepspeed_gear.sampling.selection import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.sampling.stream_spec import FAILURE_WORDS, StreamSpec
 from deepspeed_gear.sampling.sum_tree import AgeMasses, ItemMasses
-from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import NOTHING, Control, Head, Position, SharedPrompt
@@ -219,7 +218,7 @@ class StreamState:
         if self.last_drawn is not None:
             slots = resolutions[:, Resolution.SLOT].numpy()
             if self.spec.by_group:
-                self.groups.words[slots, SlotGroup.DRAWN] = 1
+                self.groups.note_drawn(slots)
                 slots, _ = self.groups.trajectories(slots)
             self.last_drawn[slots] = number
 

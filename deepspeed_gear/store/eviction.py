@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from deepspeed_gear.config.schedules import imported
-from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
@@ -23,6 +22,7 @@ from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Refusal, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import Context
 
 _POLL_S = 200e-6
 _ROUND_S = 0.25

@@ -185,6 +185,10 @@ class TableGroups:
         """
         self.words[slot, SlotGroup.TIME] = time.monotonic_ns()
 
+    def note_drawn(self, leaders: np.ndarray) -> None:
+        """Mark the groups of leaders as drawn by a selection. [n], int64."""
+        self.words[leaders, SlotGroup.DRAWN] = 1
+
     @property
     def waiting(self) -> bool:
         """Whether `update` may change something, now or as time goes on."""

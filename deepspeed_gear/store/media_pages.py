@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.media import Media, MediaItem, MediaSpec
+from deepspeed_gear.data.media import Media, MediaSpec
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.errors import DataError, StoreFullError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column

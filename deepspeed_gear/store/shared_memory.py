@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.context import LOG
 from deepspeed_gear.errors import (
     ConfigError,
     StoreError,
@@ -32,6 +31,7 @@ from deepspeed_gear.errors import (
     show_bytes,
 )
 from deepspeed_gear.liveness import hold, release
+from deepspeed_gear.log import LOG
 from deepspeed_gear.store.memory_layout import KEPT_OFFSET, MAGIC
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
 from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -219,6 +219,17 @@ class Table:
             with self.lock:
                 self.media.abandon()
 
+    def note_oldest_open(self, version: int) -> None:
+        """Record the oldest policy version of this process's open trajectories; -1: none is open.
+
+        The word is the version + 1: 0, of new shared memory, is no open trajectory.
+        """
+        self.peers[self.memory.peer, Peer.OLDEST_OPEN] = version + 1
+
+    def note_lost(self, peer: int) -> None:
+        """Mark a process that died first: others may have ended because of it."""
+        self.peers[peer, Peer.LOST] = 1
+
     @property
     def has_living_rank(self) -> bool:
         """Whether a rank is attached; a store without one belongs to a run that has ended."""
@@ -310,7 +321,7 @@ class Table:
             holders = holders_of(self.groups.numbers(slots), steps)
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
-    def share_prompt(self, slots: Sequence[int], steps: int) -> None:
+    def share_prompt(self, slots: np.ndarray, steps: int) -> None:
         """Let the first of a group's reserved slots hold the first steps of the others, their
         prompt.
         """
@@ -435,15 +446,13 @@ class Table:
             slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born
         )
 
-    def commit_group(
-        self, lease: LeaseRecord, slots: Sequence[int], present: Sequence[int]
-    ) -> list[int]:
+    def commit_group(self, lease: LeaseRecord, slots: np.ndarray, present: np.ndarray) -> list[int]:
         """Publish the reserved slots of a lease's group for the next batch, and end the lease.
 
         Args:
             lease: What the group was generated for; its version is the policy version of the group.
-            slots: Of the trajectories, in their order.
-            present: Bits of the late columns that each one has.
+            slots: Of the trajectories, in their order. [n], int64.
+            present: Bits of the late columns that each one has. [n], int64.
         Returns:
             Their ids.
         Raises:
@@ -451,13 +460,10 @@ class Table:
         Requires the lock.
         """
         assert self.ledger is not None
-        ids = list[int]()
+        store = self.extents.handle.address
+        born = self.ledger.num_selected
         with self.ledger.committing(lease, len(slots)):
-            for slot, late in zip(slots, present, strict=True):
-                ids.append(self.commit(slot, self.ledger.num_selected))
-                self.note_late(slot, late)
-                self.views["retention"][slot, SlotRetention.POLICY_VERSION] = lease.version
-        return ids
+            return self.ops.native.group_commit(store, slots, present, lease.version, born)
 
     def late_present(self, slot: int) -> int:
         """Return the bits of the late columns that a trajectory has. Requires the lock."""
@@ -466,6 +472,11 @@ class Table:
     def note_late(self, slot: int, present: int) -> None:
         """Set the bits of the late columns that came with a trajectory that was just committed."""
         self.views["retention"][slot, SlotRetention.PRESENT] = present
+
+    def raise_policy_version(self, version: int) -> None:
+        """Set the version of the learner's policy, which never decreases. Requires the lock."""
+        known = int(self.control[Control.POLICY_VERSION])
+        self.control[Control.POLICY_VERSION] = max(known, version)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
         """Evict distinct committed trajectories, and with them their groups; return all slots, [n]

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.context import LOG
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.log import LOG
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
 MODES = get_args(Autoreset)

@@ -14,7 +14,6 @@ from typing import Any, Literal, overload
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import expand, gear_config
-from deepspeed_gear.context import Context
 from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
 from deepspeed_gear.ops.backends import load_library
@@ -31,7 +30,7 @@ from deepspeed_gear.store.memory_layout import read_header
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory, is_kept
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
-from deepspeed_gear.timeouts import check_timeout, wait_until
+from deepspeed_gear.timeouts import Context, check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Check, Inserter
 from deepspeed_gear.writer.partial_publish import OpenTrajectory, OpenWriter, Publisher

@@ -20,7 +20,7 @@ from packed_engines import COUNT as RESPONSES
 from packed_engines import save
 
 from deepspeed_gear import DatasetWriter, FillWorker, Media, MicroBatch, Replay, Schema
-from deepspeed_gear.data.media import MediaItem
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 from deepspeed_gear.replay.rollout import TrainStep

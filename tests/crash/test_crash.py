@@ -29,7 +29,6 @@ from store_support import (
     stream_spec,
 )
 
-from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import tree_levels
 from deepspeed_gear.ops.records import LogEntry, Slot, SlotState
@@ -37,6 +36,7 @@ from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.priority_log import LogEnds
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.timeouts import Context
 from deepspeed_gear.writer.inserter import Inserter
 
 LENGTHS = [3, 1, 4, 2, 5]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from group_support import GROUP, add_groups, section
 from process_support import exit_status, in_child
 
-from deepspeed_gear import Replay, context
+from deepspeed_gear import Replay, timeouts
 from deepspeed_gear.config import parse
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import PeerError
@@ -110,7 +110,7 @@ def test_a_rank_that_generates_for_longer_is_waited_for_and_logged(tmp_path: Pat
     config = section(GROUP, max_times_sampled=1, timeout_s=1.0)
 
     def run(rank: int) -> None:
-        context.LOG_EVERY_S = 0.5
+        timeouts.LOG_EVERY_S = 0.5
         logging.basicConfig(filename=tmp_path / f"log-{rank}", force=True)
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=rank, world_size=2)
         generate(Replay(config, info=BatchInfo(1, 1, 2)), is_slow=rank == 1)

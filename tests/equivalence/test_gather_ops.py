@@ -214,6 +214,20 @@ def test_many_fields_at_once(native: Ops, count: int, threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_batches_larger_than_the_caches(cpu: Ops, threads: int) -> None:
+    """Their long runs are stored past the caches, also beside padding and short fields."""
+    torch.manual_seed(threads)
+    wide = random_bits(torch.uint8, NUM_ROWS, 200_001)  # no multiple of a line
+    fields = [
+        Field(wide, offset=-1, length=3, mask=0, pad=7.0),
+        Field(wide, Source.STEPS_PLUS_ONE, length=2, pad="edge"),
+        Field(random_bits(torch.float32, NUM_ROWS, 2), offset=-1, length=3, mask=1),
+    ]
+    # 66 MB: more than an eighth of any third level
+    check(cpu, fields, resolutions_of(66), None, threads)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
 def test_goals_are_written_where_there_are_any(cpu: Ops, share: float) -> None:
     """Short and long rows, converted and not; a sample without a goal, or that is none, stays as it

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "common/convert.h"
 #include "common/permutation.h"
@@ -13,6 +14,8 @@
 #include "common/slot.h"
 #include "common/tree.h"
 #include "common/window.h"
+#include "gather/caches.h"
+#include "gather/rows_cpu.h"
 
 namespace {
 
@@ -63,7 +66,8 @@ bool Answer() {
     const uint64_t alpha = next(), step = next();
     uint64_t falls = 0, before = 0;
     for (uint64_t bits = 0; bits < 0x7F800000u; bits += step) {
-      const uint64_t mass = MassOfPriority(static_cast<uint32_t>(bits), {alpha, kMostMassBits}).value;
+      const uint64_t mass =
+          MassOfPriority(static_cast<uint32_t>(bits), {alpha, kMostMassBits}).value;
       falls += mass < before;
       before = mass;
     }
@@ -78,6 +82,30 @@ bool Answer() {
     std::printf("%" PRId64 "\n", Log2(next()));
   } else if (is("exp2")) {  // fraction, Q64
     std::printf("%" PRIu64 "\n", Exp2Fraction(next()));
+  } else if (is("streamed")) {  // bytes of the second and the third level
+    const int64_t second = static_cast<int64_t>(next()), third = static_cast<int64_t>(next());
+    std::printf("%" PRId64 "\n", cpu::LeastStreamed({second, third}));
+  } else if (is("caches")) {  // a folder
+    char folder[256];
+    if (std::scanf("%255s", folder) != 1) return false;
+    const cpu::Caches caches = cpu::CachesIn(folder);
+    std::printf("%" PRId64 " %" PRId64 "\n", caches.second, caches.third);
+  } else if (is("machine")) {  // as /sys has it, and as the processor answers
+    const cpu::Caches caches = cpu::CachesOfMachine(), asked = cpu::CachesOfProcessor();
+    std::printf("%" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 "\n", caches.second, caches.third,
+                asked.second, asked.third);
+  } else if (is("copied")) {  // offsets of source and target, bytes; how many bytes are right
+    const uint64_t from = next(), to = next(), bytes = next();
+    std::vector<char> source(from + bytes + 1), target(to + bytes + 129, 'x');
+    for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<char>(i * 7 % 251);
+    cpu::CopyStreaming(source.data() + from, target.data() + to, static_cast<int64_t>(bytes));
+    cpu::EndStreaming();
+    uint64_t right = 0;
+    for (size_t i = 0; i < target.size(); ++i) {
+      const bool is_inside = i >= to && i < to + bytes;
+      right += target[i] == (is_inside ? source[from + i - to] : 'x');
+    }
+    std::printf("%" PRIu64 " %zu\n", right, target.size());
   } else if (is("priority")) {
     std::printf("%d\n", IsPriority(static_cast<uint32_t>(next())));
   } else {

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
-from deepspeed_gear.context import Context
 from deepspeed_gear.errors import NotReadyError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.records import Control, Refusal, SlotRetention
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, spare_rows_for
+from deepspeed_gear.timeouts import Context
 from deepspeed_gear.writer.inserter import Inserter
 
 RULES = ("fifo", "lifo", "uniform", "lowest_priority", "keep_best")

@@ -18,22 +18,24 @@ from torch import Tensor, nn
 from trainers import EngineTrainer, ModuleTrainer, Weights
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
-from deepspeed_gear import MicroBatch, Replay
-from deepspeed_gear.frameworks.deepspeed_compat import place_of
+from deepspeed_gear import MicroBatch, Replay, Rollout
+from deepspeed_gear.frameworks.engine_place import place_of
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
+from deepspeed_gear.replay.rollout import TrainStep
 
 VOCABULARY = 50
 WIDTH = 16
 MOST = 40
 GROUPS = 10
 SIZE = 4
+#: Options of `gear.loss`. With "narrowed" the program takes tokens out of the loss mask.
 LOSSES: dict[str, dict[str, Any]] = {
     "token": {"normalize": "token"},
-    "sequence": {"normalize": "sequence"},
+    "sequence": {"normalize": "sequence", "narrowed": True},
     "sequence, masked ones count": {"normalize": "sequence", "count_masked": True},
-    "sequence of a member": {"normalize": "sequence", "by": "member"},
+    "sequence of a member": {"normalize": "sequence", "by": "member", "narrowed": True},
     "group": {"normalize": "group"},
-    "group, masked ones count": {"normalize": "group", "count_masked": True},
+    "group, masked ones count": {"normalize": "group", "count_masked": True, "narrowed": True},
     "constant": {"normalize": {"constant": 50.0}},
     "constant, masked ones count": {"normalize": {"constant": 50.0}, "count_masked": True},
 }
@@ -68,6 +70,11 @@ def responses() -> list[dict[str, Any]]:
         own = {"prompt": np.int64(group), "member": np.int64(member)}
         found.append({"tokens": tokens, "loss_mask": np.arange(length) >= prompt, **own})
     return found
+
+
+def kept(number: int, length: int) -> np.ndarray:
+    """Return which tokens of a response stay when a loss is narrowed: none of some. [length]."""
+    return (np.arange(length) + number) % 3 < number % 4
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -131,10 +138,13 @@ def unpacked(model: nn.Module, stored: list[dict[str, Any]], loss: dict[str, Any
     """Return the gradient of the intended mean, from one sequence at a time."""
     sums = []
     counts = []
-    for response in stored:
+    for number, response in enumerate(stored):
         tokens = torch.from_numpy(response["tokens"]).long()[None]
         logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
-        mask = torch.from_numpy(response["loss_mask"][1:])
+        counted = response["loss_mask"]
+        if loss.get("narrowed"):
+            counted = counted & kept(number, len(counted))
+        mask = torch.from_numpy(counted[1:])
         values = F.cross_entropy(logits, tokens[0, 1:], reduction="none")
         sums.append((values * mask).sum())
         counts.append(int(mask.sum()))
@@ -198,7 +208,7 @@ def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]
         "schema": {"columns": COLUMNS},
     }
     sampler = {"kind": "fifo"}
-    batch = {"trajectories": GROUPS * SIZE}
+    size = {"trajectories": GROUPS * SIZE}
     if loss["normalize"] == "group" or loss.get("by") == "member":
         table["group"] = {
             "column": "prompt",
@@ -206,7 +216,7 @@ def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]
             "member": "member",
             "max_trajectories": SIZE,
         }
-        sampler, batch = {**sampler, "unit": "group"}, {"groups": GROUPS}
+        sampler, size = {**sampler, "unit": "group"}, {"groups": GROUPS}
     pack = {"tokens": tokens, "pad": {"multiple": 8}}
     if "group" in table and not is_slice:
         pack["prefix"] = "share"
@@ -215,8 +225,8 @@ def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]
         "sampler": sampler,
         "fields": {"tokens": {}},
         "pack": pack,
-        "batch": batch,
-        "loss": loss,
+        "rollout" if loss.get("narrowed") else "batch": size,
+        "loss": {option: value for option, value in loss.items() if option != "narrowed"},
         "shared_memory": {"prefix": prefix()},
     }
 
@@ -228,6 +238,17 @@ def trainer_of(kind: str) -> EngineTrainer | ModuleTrainer:
     sequence = 2 if kind.endswith("sequence 2") else 1
     config = {"data_types": {"grad_accum_dtype": "fp32"}}
     return EngineTrainer(model_of, {"zero": int(kind[4]), "sequence": sequence, "config": config})
+
+
+def narrowed_step(rollout: Rollout) -> TrainStep:
+    """Take tokens out of the loss mask of a rollout batch; return its step."""
+    places = []
+    for number, length in zip(
+        rollout.trajectory_id.tolist(), rollout.lengths.tolist(), strict=True
+    ):
+        places.append(np.append(kept(number, length)[1:], False))  # at predicting places
+    rollout.mask(np.concatenate(places))
+    return rollout.step(0)
 
 
 def train(
@@ -244,7 +265,7 @@ def train(
                 replay.add(response)
         dist.barrier()
         replay.gradient_divisor = divisor
-        step = replay.step()
+        step = narrowed_step(replay.rollout()) if loss.get("narrowed") else replay.step()
         assert step.num_trajectories == len(stored)
         assert (step.shared_tokens > 0) == ("prefix" in config["pack"])
         for number, micro in enumerate(step):

@@ -14,7 +14,6 @@ from gear_support import ROOT, SCHEMA, SHM, prefix, trajectory
 from process_support import exit_status, in_child
 
 from deepspeed_gear.config import sampler_options
-from deepspeed_gear.context import Context
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
 from deepspeed_gear.ops.reference.priorities import mass_, minima_build_
@@ -32,6 +31,7 @@ from deepspeed_gear.store.records import NOTHING, Control, Head
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
+from deepspeed_gear.timeouts import Context
 
 
 class StoreScene:

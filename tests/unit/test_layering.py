@@ -13,7 +13,7 @@ from deepspeed_gear.ops import load_backend
 
 PACKAGE = "deepspeed_gear"
 LAYERS = (
-    "errors outcome timeouts public_names notebook_views arguments liveness file_system schema context config "
+    "errors outcome log timeouts public_names notebook_views arguments liveness file_system schema config "
     "ops data store distributed sampling batching row_exchange plan frameworks checkpoint writer "
     "device replay actors remote engine cli __main__"
 ).split()

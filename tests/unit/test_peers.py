@@ -3,6 +3,8 @@
 import importlib
 import json
 import os
+import re
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,9 +29,17 @@ def test_this_project_is_timed(run_python: Any, checkout: Path) -> None:
     ]
     environment = {"PYTHONPATH": os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])}
     done = run_python(*command, "gear", "limit", "numpy_ring", env=environment)
-    rows = [line for line in done.stdout.splitlines() if "windows of 20" in line]
-    assert len(rows) == 6, done.stderr  # in a tight loop, and with a model between
-    assert "left out" not in done.stderr
+    rows = [
+        json.loads(line[7:]) for line in done.stderr.splitlines() if line.startswith("peers: {")
+    ]
+    tight = "windows of 20, B = 128"
+    kinds = {tight, f"{tight}, a model between"}
+    systems = ("gear", "limit", "numpy_ring")
+    assert {(row["work"], row["system"]) for row in rows} == {*product(kinds, systems)}, done.stderr
+    assert all(row["us"] > 0 for row in rows)
+    printed = done.stdout.splitlines()
+    assert any(re.fullmatch(rf"{tight}( +[\d,]+){{3}}", line) for line in printed), done.stdout
+    assert max(map(len, printed)) <= 100
 
 
 def test_trainers_of_this_project_share_one_distribution(run_python: Any, checkout: Path) -> None:
@@ -157,6 +167,36 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
     assert "(the device reads 1 B ahead)" in text
     assert "| disk | 2.5, 1,234.5 |" in text
     assert "- Reverb, windows: took over 240 s" in text
+
+
+def test_tables_fit_into_a_terminal(work: ModuleType, checkout: Path) -> None:
+    terminal, table = (
+        importlib.import_module(name) for name in ("support.terminal", "speed.table")
+    )
+    content = json.loads((checkout / "benchmarks" / "results" / "peers.json").read_text())
+    lines = terminal.fitted(table.tables(content)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert not any(line.startswith("|") for line in lines)
+    # Every number of the page is there, beside the name of its row.
+    shown = re.findall(r"[\d,.]+", " ".join(lines))
+    for row in content["rows"]:
+        if "us" in row and "parts_ms" not in row and "batches_s" not in row:
+            assert f"{row['us']:,.0f}" in shown, row
+    text = (
+        "|  | one-two | b of c | d |\n|---|---|---|---|\n"
+        "| a name that is longer than a line | 1 | 1,234,567 | - |\n| other | - | - | 5 |\n"
+    )
+    assert terminal.fitted(text, 46).splitlines() == [
+        "                               one-",
+        "                                two     b of c",
+        "----------------------------------------------",
+        "a name that is longer than a      1  1,234,567",
+        "line",
+        "",
+        "                                   d",
+        "------------------------------------",
+        "other                              5",
+    ]
 
 
 def test_the_page_its_summary_and_the_figures_are_those_of_the_results(

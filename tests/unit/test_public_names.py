@@ -32,8 +32,8 @@ MICRO_BATCH = f"""{MAPPING}
     media model_inputs num_tokens num_trajectories opaque per_sequence position_ids sequence sum targets
     trajectory_id weight"""
 ROLLOUT = """
-    advantages close column columns forward group lengths num_items num_tokens num_trajectories number set
-    steps_done table trajectory_id values whiten"""
+    advantages close column columns correct forward group lengths mask num_items num_tokens num_trajectories number
+    set steps_done table trajectory_id values whiten"""
 TRAIN_STEP = "index loss_tokens mean num_tokens num_trajectories number shared_tokens"
 TABLE = {
     "capacity_steps": 90,

@@ -20,10 +20,11 @@ from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic n
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_files import SCHEMA_FILE
+from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.exported import ExportedReader
+from deepspeed_gear.data.ingest.group_scope import GroupNumbers
 from deepspeed_gear.data.ingest.hdf5 import D4rlReader, RobomimicReader
 from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
@@ -33,13 +34,13 @@ from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import (
     MAX_EXPANSION,
     Expansion,
-    check_no_pointer,
     check_source,
     files_in,
+    first_bytes,
 )
-from deepspeed_gear.data.ingest.source_numbers import TEXTS, GroupNumbers, TextNumbers
 from deepspeed_gear.data.ingest.tables import TableReader
-from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
+from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
+from deepspeed_gear.errors import ConfigError, DataError, near_name, undo_on_error
 from deepspeed_gear.schema import SOURCE, Column, Schema
 
 # In the order in which "auto" tries them: a layout that others would recognise too comes first.
@@ -57,6 +58,7 @@ _CLASSES: tuple[type[Reader], ...] = (
 )
 _MOST_FILES = 64  # of a folder that are looked at where its layout is unknown
 READERS = {reader.format: reader for reader in _CLASSES}
+_NAMING = ("rename", "role")  # options of columns that a reader may apply before
 
 
 def open_source(
@@ -73,7 +75,8 @@ def open_source(
         format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
-        **options: Options of the format, `Reader.takes`; None means not given.
+        **options: Options of the format, `Reader.takes`; None means not given. `rename` and `role`,
+            as in `Options`, count for every format, before names are judged.
     """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
@@ -84,6 +87,7 @@ def open_source(
         if not path.exists():
             raise DataError(str(path), "must exist", None, "check the path of the source")
         if (path / SCHEMA_FILE).is_file():
+            check_no_pointer(path / SCHEMA_FILE)
             raise DataError(
                 str(path), "must not be a data set already", None, "train from it as it is"
             )
@@ -114,7 +118,7 @@ def open_rows(
 def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are not None; raise for an option that the format lacks."""
     given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - set(kind.takes):
+    for name in given.keys() - {*kind.takes, *_NAMING}:
         having = [reader.format for reader in READERS.values() if name in reader.takes]
         if not having:
             raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
@@ -146,7 +150,7 @@ def _recognised(path: Path) -> type[Reader]:
     files = list(islice(files_in(path), _MOST_FILES)) if path.is_dir() else []
     for file in files:
         check_no_pointer(file)
-    known = [file for file in files if any(reader.recognises(file) for reader in READERS.values())]
+    known = [file for file in files if _is_source(file)]
     if known:
         remedy = f"give {'the file in it:' if len(known) == 1 else 'its files, such as'} {known[0]}"
     else:
@@ -155,6 +159,16 @@ def _recognised(path: Path) -> type[Reader]:
             "docs/how-to/formats.md has what each looks like"
         )
     raise DataError(str(path), "must have a known layout", _content(path), remedy)
+
+
+def _is_source(file: Path) -> bool:
+    """Return whether a file of a folder is a source by itself.
+
+    A file named .json describes the data beside it, unless it holds an array.
+    """
+    kind = next((reader for reader in READERS.values() if reader.recognises(file)), None)
+    is_json = kind is TableReader and file.suffix == ".json"
+    return kind is not None and (not is_json or first_bytes(file, 64).lstrip()[:1] == b"[")
 
 
 def _reader_class(format: str) -> type[Reader]:
@@ -198,8 +212,8 @@ class Options(TypedDict, total=False):
 
     Args:
         dtype: Stored dtype by column or shell pattern: {"observation": "float32"}. Values must fit.
-        rename: New name by the reader's. `dtype` and `role` use the new names, `columns` the
-            reader's.
+        rename: New name by the reader's, or by the source's own where the new one has a meaning:
+            {"state": "observation"}. `dtype` and `role` use the new names, `columns` the reader's.
         role: Role by column or shell pattern: {"score": "reward"}.
         reward: Rule for sources without a column of role reward: "none" (no such column, no
             returns), "last=1.0" (that value at the last step, 0 before) or "each=-1" (at every
@@ -212,6 +226,7 @@ class Options(TypedDict, total=False):
         group_scope: What equal group numbers (`prompt_id`) in several files mean: "file", different
             groups, which get different numbers; "all", the same group. It must be given where
             numbers repeat over files.
+        threads: Threads that write, as in `DatasetWriter`.
     """
 
     dtype: Mapping[str, str]
@@ -222,6 +237,7 @@ class Options(TypedDict, total=False):
     split_by_flags: bool
     compress: Sequence[str] | None
     group_scope: str | None
+    threads: int | None
 
 
 def ingest(
@@ -253,7 +269,7 @@ def ingest(
         append: Add to the data set at `dest`, as if these sources had been ingested after its own:
             the result has the same columns, statistics and fingerprint. It takes the place of the
             old one in one rename.
-        progress: Show a bar and notes on stderr.
+        progress: Show bytes, rate, time left and notes on stderr.
         **options: Changes of columns, and permissions: see `Options`.
     Raises:
         DataError: A source is malformed or differs from the first, or `dest` cannot be written;
@@ -282,7 +298,11 @@ def ingest(
     check_destination(dest, overwrite or append)
     known = Dataset.open(dest) if append else None
     with ExitStack() as stack:
-        opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
+        naming: dict[str, Any] = {name: options.get(name) for name in _NAMING}
+        opened = (
+            s if isinstance(s, Reader) else open_source(s, format, columns, **naming)
+            for s in sources
+        )
         readers = [stack.enter_context(reader) for reader in opened]
         outputs = [OutputColumns(reader, options) for reader in readers]
         schema = _common_schema(outputs, known)
@@ -311,12 +331,8 @@ def ingest(
             source["options"] = changed
         if texts.texts:
             source[TEXTS] = texts.texts
-        total = sum(reader.num_steps for reader in readers) or None  # None: not known by all
-        bar = stack.enter_context(
-            tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
-        )
-        num_bytes = 0
-        episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
+        bar = stack.enter_context(_progress_bar(readers, schema, progress))
+        num_steps = 0
         divides: Any = bool(options.get("split_by_flags"))
         with DatasetWriter(
             dest,
@@ -326,6 +342,7 @@ def ingest(
             append=append,
             source=source,
             compress=options.get("compress"),
+            threads=options.get("threads"),
         ) as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():
@@ -334,9 +351,9 @@ def ingest(
                     groups.set_in(output, name, arrays)
                     texts.set_in(output, arrays)
                     writer.add(arrays, name, split_by_flags=divides)
-                    num_bytes += length * schema.row_bytes + episode_bytes
-                    bar.set_postfix_str(show_bytes(num_bytes), refresh=False)
-                    bar.update(length)
+                    num_steps += length
+                    bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
+                    bar.update(length * schema.row_bytes)
             for note in groups.notes():
                 readers[-1].notes.append(note)
                 if progress:
@@ -344,12 +361,26 @@ def ingest(
             return writer.close()
 
 
+def _progress_bar(readers: Sequence[Reader], schema: Schema, is_shown: bool) -> tqdm[Any]:
+    """Return a bar of the bytes of steps, with the time left where all readers know their steps."""
+    is_known = all(reader.num_steps for reader in readers)
+    total = sum(reader.num_steps for reader in readers) * schema.row_bytes if is_known else None
+    return tqdm(
+        total=total,
+        desc="ingest",
+        unit="B",
+        unit_scale=True,
+        disable=not is_shown,
+        dynamic_ncols=True,
+    )
+
+
 def ingest_rows(
     rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
 ) -> Dataset:
     """Convert the rows of a program into a data set; see `Dataset.from_iterable`."""
     of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
-    of_reader = {name: value for name, value in options.items() if name not in of_ingest}
+    of_reader = {name: v for name, v in options.items() if name not in of_ingest - {*_NAMING}}
     written: dict[str, Any] = {name: value for name, value in options.items() if name in of_ingest}
     if schema is not None:
         arguments.one_of("schema", schema, Schema, "a Schema")

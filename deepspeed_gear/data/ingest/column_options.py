@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.reader import Reader, column_name
 from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
 from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.schema import Column, Schema
@@ -38,10 +38,17 @@ class OutputColumns:
     def __init__(self, reader: Reader, options: Mapping[str, Any]) -> None:
         """Apply the options dtype, rename, role and reward to the columns of an open source."""
         self.reader = reader
-        self.names = dict(options.get("rename") or {})
-        self._check_names("--rename", self.names, [column.name for column in reader.columns])
+        given = {**(reader.options.get("rename") or {}), **(options.get("rename") or {})}
+        late = {old: new for old, new in given.items() if old not in reader.names.used}
+        self._check_names("--rename", late, [column.name for column in reader.columns])
+        judged = {
+            column_name(*old.split(".")): column_name(*new.split("."))
+            for old, new in reader.names.columns.items()
+        }
+        self.names = {**judged, **late}
         columns = [replace(c, name=self.names.get(c.name, c.name)) for c in reader.columns]
-        columns = self._changed(columns, "role", options.get("role"))
+        roles = {**(reader.options.get("role") or {}), **(options.get("role") or {})}
+        columns = self._changed(columns, "role", roles)
         self._at, self._value = self._rule(columns, options.get("reward"))
         if self._at in ("last", "each"):
             columns = [*Schema(columns), _REWARD]  # which has columns of steps

@@ -18,7 +18,8 @@ from deepspeed_gear.data.ingest.reader import (
     single_attributes,
 )
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, check_description
-from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader, Streams
+from deepspeed_gear.data.ingest.source_names import KINDS
+from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.errors import DataError, known_names
 
 
@@ -124,12 +125,13 @@ class RobomimicReader(ArrayReader):
         self.description.update(env_args=environment, masks=sorted(masks), mask=mask)
 
     def _streams(self) -> Streams:
+        self._num_inner = 0
         for name in self._names:
             arrays: dict[str, Any] = {
                 key: RowReader(f"{self.path}: {name}/{key}", node)
                 for key, node in hdf5_arrays(self._data[name]).items()
             }
-            flags = [key for key in arrays if KINDS.get(key) == "done" and arrays[key].ndim]
+            flags = [key for key in arrays if self.kind(key) == "done" and arrays[key].ndim]
             for key in (key for key in flags if arrays[key].dtype.kind != "O"):
                 dones = arrays[key][()]
                 self._num_inner += bool(np.any(dones[:-1]))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.lerobot_metadata import (
     IMAGES,
     INFO,
@@ -35,9 +36,9 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
-from deepspeed_gear.data.ingest.step_arrays import KINDS
-from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
+from deepspeed_gear.data.ingest.source_names import KINDS
+from deepspeed_gear.data.ingest.table_rows import arrow_block, null_place, read_table
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
 
@@ -48,6 +49,7 @@ _COUNTERS = ("episode_index", "frame_index", "index")
 _TOLERANCE_S = 1e-4  # between a frame of a video and its row, as in LeRobot
 CODECS = ("av1", "h264", "hevc", "vp9", "mpeg4")  # LeRobot writes the first three
 _LOSSY = 20  # factor by which video may compress more than other files
+_FILL = "fill it in, or leave the column out with --columns"
 _AGAIN = "the data set is incomplete; download it again"
 _AHEAD_BYTES = 256 << 20  # of results that are computed or wait
 _MOST_THREADS = 8
@@ -279,10 +281,13 @@ class LerobotReader(Reader):
             where = f"{episode.file}: {key}, {name}"
             rows = block[key]
             shape = (episode.length, *column.shape)
+            if (place := null_place(rows)) is not None:
+                at = f"{episode.file}: {key}{place}, {name}"
+                raise DataError(at, "must not be null", None, _FILL)
             if not isinstance(rows, np.ndarray) or rows.shape not in (shape, (math.prod(shape),)):
                 raise DataError(
                     where,
-                    f"must have rows of shape {list(column.shape)}, without empty values",
+                    f"must have rows of shape {list(column.shape)}, in every row",
                     str(table.column(key).type),
                     LEAVE_OUT,
                 )

@@ -373,7 +373,8 @@ class TableStore:
         if key[0] not in ("observations", "infos"):
             array = array.slice(0, len(array) - 1)
         if array.null_count:
-            raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
+            step = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+            raise DataError(f"{where}, step {step}", "must not be null", None, LEAVE_OUT)
         if self._arrow.types.is_binary(array.type):
             files = (self._folder / str(number)).glob(f"*.{self._form}")
             size = sum(file.stat().st_size for file in files)

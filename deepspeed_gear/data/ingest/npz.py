@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
 from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
-from deepspeed_gear.data.ingest.step_arrays import FLAG_KINDS, KINDS, ArrayReader, Streams
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS
+from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.errors import DataError
 
 
@@ -64,7 +66,7 @@ class NpzReader(ArrayReader):
         if self.options.get("allow_pickle"):
             file_bytes = self.path.stat().st_size
             return self._objects(where, load_pickle(where, content, self.expansion, file_bytes))
-        if self.kind(name.split("/")[0]) in KINDS.values():
+        if self.kind(name) in KEYS:
             raise DataError(where, "must not be Python objects", "object", PICKLED)
         return np.empty(0, object)  # left out with a note
 
@@ -83,14 +85,14 @@ class NpzReader(ArrayReader):
 
     def _streams(self) -> Streams:
         arrays: dict[str, Any] = self._arrays
-        kinds = {self.kind(key.split("/")[0]): array for key, array in reversed(arrays.items())}
+        kinds = {self.kind(key): array for key, array in reversed(arrays.items())}
         action = kinds.get("action")
         state = kinds.get("observation")
         if action is None or state is None or not action.ndim or not state.ndim:
             yield "", arrays, False  # which names what is missing
             return
         if "indices" in arrays:
-            yield from _trajectories(str(self.path), arrays, len(action))
+            yield from self._of_indices(arrays, len(action))
             return
         if action.dtype.kind == "O":
             for i in range(len(action)):
@@ -112,6 +114,40 @@ class NpzReader(ArrayReader):
             return
         yield "", arrays, False
 
+    def _of_indices(self, arrays: dict[str, Any], num_steps: int) -> Streams:
+        """Yield imitation's trajectories; `terminal` has one value for each."""
+        indices = arrays["indices"]
+        if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+            raise DataError(
+                f"{self.path}: indices",
+                "must be the first actions of trajectories",
+                list(indices.shape),
+                "store the index of the first step of each trajectory but the first",
+            )
+        bounds = [0, *indices.tolist(), num_steps]
+        if any(low >= high for low, high in pairwise(bounds)):
+            raise DataError(
+                f"{self.path}: indices",
+                f"must rise, from 1 to {num_steps - 1}",
+                bounds[1:-1][:8],
+                "sort them, without repeats",
+            )
+        count = len(bounds) - 1
+        for i, (low, high) in enumerate(pairwise(bounds)):
+            parts = {}
+            for key, array in arrays.items():
+                if self.kind(key) == "done" and array.shape == (count,):
+                    parts[key] = array[i]
+                elif key != "indices":
+                    # Observations may have one row more per trajectory: with actions [0, 2) and
+                    # [2, 5), their rows are [0, 3) and [3, 7).
+                    is_longer = self.kind(key) == "observation" and array.ndim > 0
+                    more = int(is_longer and len(array) == num_steps + count)
+                    parts[key] = (
+                        array[low + i * more : high + (i + 1) * more] if array.ndim else array
+                    )
+            yield f"trajectory {i}", parts, True
+
 
 class OgbenchReader(NpzReader):
     """Reads OGBench's npz files, whose `terminals` mark the last row of a trajectory.
@@ -122,7 +158,7 @@ class OgbenchReader(NpzReader):
 
     format = "ogbench"
     takes = ("allow_pickle",)
-    last_step = "observation"
+    last_step = last_steps.OBSERVATION
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -147,8 +183,8 @@ class OgbenchReader(NpzReader):
         lengths = np.diff(np.flatnonzero(flags), prepend=-1)
         return len(lengths) > 1 and lengths[0] > 1 and bool((lengths == lengths[0]).all())
 
-    def kind(self, key: str) -> str:
-        return "truncated" if key == "terminals" else super().kind(key)
+    def judged(self, key: str) -> tuple[str, ...]:
+        return ("truncated",) if key == "terminals" else super().judged(key)
 
 
 class PickleReader(NpzReader):
@@ -196,36 +232,3 @@ class PickleReader(NpzReader):
             return
         for i, arrays in enumerate(self._arrays):
             yield f"trajectory {i}", arrays, True
-
-
-def _trajectories(where: str, arrays: dict[str, Any], num_steps: int) -> Streams:
-    """Yield imitation's trajectories; `terminal` has one value for each."""
-    indices = arrays["indices"]
-    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-        raise DataError(
-            f"{where}: indices",
-            "must be the first actions of trajectories",
-            list(indices.shape),
-            "store the index of the first step of each trajectory but the first",
-        )
-    bounds = [0, *indices.tolist(), num_steps]
-    if any(low >= high for low, high in pairwise(bounds)):
-        raise DataError(
-            f"{where}: indices",
-            f"must rise, from 1 to {num_steps - 1}",
-            bounds[1:-1][:8],
-            "sort them, without repeats",
-        )
-    count = len(bounds) - 1
-    for i, (low, high) in enumerate(pairwise(bounds)):
-        parts = {}
-        for key, array in arrays.items():
-            if KINDS.get(key) == "done" and array.shape == (count,):
-                parts[key] = array[i]
-            elif key != "indices":
-                # Observations may have one row more per trajectory: with actions [0, 2) and [2, 5),
-                # their rows are [0, 3) and [3, 7).
-                is_longer = KINDS.get(key) == "observation" and array.ndim > 0
-                more = int(is_longer and len(array) == num_steps + count)
-                parts[key] = array[low + i * more : high + (i + 1) * more] if array.ndim else array
-        yield f"trajectory {i}", parts, True

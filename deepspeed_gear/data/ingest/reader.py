@@ -15,7 +15,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
+from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
+from deepspeed_gear.data.ingest.source_names import SourceNames
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
@@ -40,6 +42,8 @@ class Reader(ABC):
     Attributes:
         format: Name of the format, for `--format`.
         takes: Names of the options that only this format has, keywords of `open_source`.
+        early_roles: Roles whose option `role` counts before the reader judges names.
+        names: The names that the options `rename` and `role` give to keys of the source.
         options: The given options by name.
         path: The source.
         select: Decides whether an optional column is kept, by its name.
@@ -53,6 +57,7 @@ class Reader(ABC):
         whole: For an export, the columns of its data set in their order, including derived ones;
             None where it does not state them.
         texts: The text of each number, by column of numbers that stand for texts.
+        numbers_groups: Whether the reader numbers the groups itself, from 0.
         counted: Columns of a number per trajectory that every source counts anew, such as
             `episode_index`.
         notes: Notes for the user on how the source was read.
@@ -61,6 +66,7 @@ class Reader(ABC):
 
     format: ClassVar[str]
     takes: ClassVar[tuple[str, ...]] = ()
+    early_roles: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class Reader(ABC):
         self.select = select
         self.expansion = expansion
         self.options = dict(options or {})
+        self.names = SourceNames(self.options, self.early_roles)
         self.files = ExitStack()
         self.columns: tuple[Column, ...] = ()
         self.num_steps = 0
@@ -80,6 +87,7 @@ class Reader(ABC):
         self.has_schema = False
         self.whole: Schema | None = None
         self.texts: dict[str, dict[int, str]] = {}
+        self.numbers_groups = False
         self.counted: tuple[str, ...] = ()
         self.notes: list[str] = []
         self.description: dict[str, Any] = {"format": self.format, "name": path.resolve().name}

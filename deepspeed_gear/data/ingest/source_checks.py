@@ -19,14 +19,13 @@ from typing import Any
 
 import h5py
 
-from deepspeed_gear.data.dataset_files import read_object
+from deepspeed_gear.data.dataset_files import check_no_pointer, read_object
 from deepspeed_gear.errors import ConfigError, DataError
 
 MAX_EXPANSION = 100.0  # default for the bytes of arrays per byte of their files
 FLOOR_BYTES = 256 << 20  # any source may take as much, as constant columns compress by more
 DAMAGED = "the file is damaged or incomplete; copy it again"
 _OWN = "use a source that holds its data itself"
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _ZIP_ERRORS = OSError, ValueError, NotImplementedError, zipfile.BadZipFile
 
 
@@ -104,17 +103,6 @@ def check_source(path: Path, expansion: Expansion) -> None:
             check_archive(file, expansion)
 
 
-def check_no_pointer(path: Path) -> None:
-    """Raise if a file is a Git LFS pointer, as a clone without git-lfs has in place of data."""
-    if first_bytes(path, len(_POINTER)) == _POINTER:
-        raise DataError(
-            str(path),
-            "must contain the data",
-            "a Git LFS pointer",
-            "run git lfs pull in the clone that it is from",
-        )
-
-
 def check_archive(path: Path, expansion: Expansion) -> None:
     """Raise if a zip file declares more than the bound.
 
@@ -128,7 +116,6 @@ def check_archive(path: Path, expansion: Expansion) -> None:
 
 def read_source_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a source."""
-    check_no_pointer(path)
     return read_object(path, DAMAGED)
 
 

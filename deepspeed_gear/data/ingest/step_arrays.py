@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
+import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.array_values import as_array
 from deepspeed_gear.data.ingest.reader import (
     FLAGS,
@@ -26,36 +27,11 @@ from deepspeed_gear.data.ingest.reader import (
     make_column,
     stored_dtype,
 )
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS, ROW_FLAGS
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
 
-# The usual names of each kind of array in the sources.
-_KEYS = {
-    "observation": ("observations", "observation", "obs"),
-    "action": ("actions", "action", "acts"),
-    "reward": ("rewards", "reward", "rews"),
-    "next_observation": ("next_observations", "next_observation", "next_obs", "new_obs"),
-    "final_observation": ("final_observations", "final_observation", "final_obs"),
-    "terminated": ("terminals", "terminations", "termination", "terminated", "terminateds"),
-    "truncated": (
-        "timeouts",
-        "timeout",
-        "time_outs",
-        "truncations",
-        "truncation",
-        "truncated",
-        "truncateds",
-    ),
-    "done": ("dones", "done", "terminal"),  # of either cause
-    "start": ("episode_starts", "episode_start"),
-}
-KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys}
-FLAG_KINDS = ("terminated", "truncated", "done", "start")
 _STATES = ("next_observation", "final_observation")
-# What the last row of an episode holds (`--last-step`).
-_TRANSITION = "transition"  # a step, as every other row
-_OBSERVATION = "observation"  # only the observation after the last step: RLDS, OGBench
-LAST_STEPS = (_TRANSITION, _OBSERVATION)
 # For each environment or trajectory: its name for errors ("" if there is only one), its arrays by
 # key, and whether they are one whole episode.
 Streams = Iterator[tuple[str, dict[str, Any], bool]]
@@ -94,20 +70,20 @@ class Steps:
         """
         where = self.where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
         self._is_whole = is_whole
-        self._has_last_row = reader.last_step != _TRANSITION
+        self._has_last_row = reader.last_step != last_steps.TRANSITION
         # By kind, or kind and part, such as "observation.position". Those of observations may have
         # a row more than steps.
         self.arrays: dict[str, Any] = {}
         self.keys: dict[str, str] = {}  # key in the source of each array
         self.left_out: list[str] = []  # keys of single values and of Python objects
         for key, array in arrays.items():
-            first, *rest = key.split("/")
-            kind = reader.kind(first)
-            name = column_name(kind, *rest)
+            judged = reader.judged(key)
+            kind, *rest = judged
+            name = column_name(*judged)
             column = column_name("observation", *rest) if kind in _STATES else name
-            if key == "episode_returns" or (name not in _KEYS and not reader.keep(column)):
+            if key == "episode_returns" or (name not in KEYS and not reader.keep(column)):
                 continue
-            if kind not in _KEYS and (not array.ndim or array.dtype.kind == "O"):
+            if kind not in KEYS and (not array.ndim or array.dtype.kind == "O"):
                 self.left_out.append(key)
                 continue
             if array.dtype.kind == "O":  # refused before its rows, which may be huge, are read
@@ -123,6 +99,9 @@ class Steps:
         self._find_ends(reader.options.get("episode_length"), arrays.get("episode_returns"))
         if self._has_last_row:
             self._move_flags()
+        if reader.last_step == last_steps.REWARD and "reward" in self.arrays:
+            rewards = np.asarray(self.arrays["reward"][()])
+            self.arrays["reward"] = np.concatenate([rewards[1:], rewards[-1:]])
         self._compare_next()
 
     def _check_rows(self, found: list[str]) -> None:
@@ -135,8 +114,8 @@ class Steps:
                 source,
                 "must have observations and actions",
                 found,
-                "docs/how-to/formats.md has the known names; --rename is of columns: give arrays "
-                "of other names to Dataset.from_iterable",
+                "docs/how-to/formats.md has the known names; name arrays of other names with "
+                "--rename KEY=observation and --rename KEY=action",
             )
         for name, array in rows.items():
             if not array.ndim:
@@ -151,7 +130,7 @@ class Steps:
             where = f"{self.where}{self.keys[name]}"
             more = len(array) - self.length
             if more != 0 and not (more == 1 and name in self.states):
-                remedy = LEAVE_OUT if _kind(name) not in _KEYS else "the source is incomplete"
+                remedy = LEAVE_OUT if _kind(name) not in KEYS else "the source is incomplete"
                 raise DataError(
                     where,
                     f"must have {self.length} rows as {self.keys[steps]} has",
@@ -195,8 +174,9 @@ class Steps:
             start = given.pop("start")
             is_complete = returns is not None and returns.shape == (np.count_nonzero(start),)
             given["done"] = given.get("done", False) | np.append(start[1:], is_complete)
-        if limit is not None and "truncated" in given:
-            where = f"{self.where}{self.keys['truncated']}"
+        causes = [n for n in self.arrays if n == "truncated" or self.keys[n] == "is_terminal"]
+        if limit is not None and causes:
+            where = f"{self.where}{self.keys[causes[0]]}"
             raise DataError(
                 where, "must not be in the source with --episode-length", None, "leave it out"
             )
@@ -205,10 +185,20 @@ class Steps:
                 f"{self.where}timeouts",
                 "must be in the source",
                 sorted(given),
-                "--episode-length N ends an episode after N steps; add an array of zeros if no "
-                "episode ends by a time limit; --format ogbench reads an npz file whose terminals "
-                "mark the last row of a trajectory, which holds only an observation",
+                "--episode-length N ends an episode after N steps; --rename KEY=dones names a flag "
+                "of any end; add an array of zeros if no episode ends by a time limit; --format "
+                "ogbench reads an npz file whose terminals mark the last row of a trajectory, "
+                "which holds only an observation",
             )
+        if self.keys.get("terminated") == "is_terminal" and "done" in given:
+            inside = given["terminated"] & ~given["done"]
+            if inside[:-1].any():
+                raise DataError(
+                    f"{self.where}is_terminal",
+                    "must be set at the last row of an episode only",
+                    f"row {int(np.argmax(inside))}",
+                    "correct is_terminal, or is_last and is_first of this row",
+                )
         no_flag = np.zeros(self.length, np.bool_)
         ends = np.logical_or.reduce([no_flag, *given.values()])
         done = given.get("done", no_flag)
@@ -250,6 +240,14 @@ class Steps:
                 "store one flag for each step",
             )
         return convert(where, rows, FLAGS[0])
+
+    def end_rewards(self) -> tuple[bool, bool]:
+        """Return whether first, and last, rows of episodes have rewards other than 0."""
+        if "reward" not in self.arrays:
+            return False, False
+        rewards = np.asarray(self.arrays["reward"][()]).reshape(-1)
+        starts = np.append(0, self.ends[:-1])
+        return bool(rewards[starts].any()), bool(rewards[self.ends - 1].any())
 
     def _compare_next(self) -> None:
         """Set `is_shifted` and `resets` in one pass over observations and next observations."""
@@ -330,13 +328,19 @@ class Steps:
 class ArrayReader(Reader):
     """Base of formats whose arrays have rows for the steps of one or more environments."""
 
-    takes: ClassVar[tuple[str, ...]] = ("episode_length",)
-    last_step = _TRANSITION  # what the last row of an episode holds
+    takes: ClassVar[tuple[str, ...]] = ("episode_length", "last_step")
+    early_roles = ("observation", "action", "reward", "terminated", "truncated")
+    last_step = last_steps.TRANSITION  # what the last row of an episode holds
     _num_bytes = 0  # of the arrays that were made so far
 
+    def judged(self, key: str) -> tuple[str, ...]:
+        """Return the kind of a key's array (`KINDS`) or its name, and the parts of a dict below."""
+        head, *rest = self.names.name(key.replace("/", ".")).split(".")
+        return (KINDS.get(head, head), *rest)
+
     def kind(self, key: str) -> str:
-        """Return the kind of the array of a key (`KINDS`), or the key itself."""
-        return KINDS.get(key, key)
+        """Return the kind of a key's array, or its name where it has none."""
+        return self.judged(key)[0]
 
     @abstractmethod
     def _streams(self) -> Streams:
@@ -374,6 +378,18 @@ class ArrayReader(Reader):
         self.keep = cache(self.select)
         if (limit := self.options.get("episode_length")) is not None:
             arguments.count("episode_length", limit)
+        keys = {key.replace("/", "."): None for _, arrays, _ in self._streams() for key in arrays}
+        self.names.compare(keys)
+        has_row_flags = not {self.names.name(key) for key in keys}.isdisjoint(ROW_FLAGS)
+        if (given := self.options.get("last_step")) is not None:
+            self.last_step = last_steps.check_last_step(given)
+        elif has_row_flags:
+            rewarded = [steps.end_rewards() for steps in self._steps()]
+            at_first = any(first for first, _ in rewarded)
+            at_last = any(last for _, last in rewarded)
+            self.last_step = last_steps.last_step(self.path, at_first, at_last)
+        if has_row_flags or self.last_step != last_steps.TRANSITION:
+            self.notes.append(last_steps.note(self.last_step))
         first: Steps | None = None
         pairs = []
         is_shifted = True
@@ -412,12 +428,11 @@ class ArrayReader(Reader):
                 f"{self.path}: {key}",
                 f"must not mark all ends after {limit} steps and no others: these are time limits",
                 f"{num_terminal} such ends",
-                f"if {key} marks any end, leave --episode-length out and name it truncated in the "
-                "source; --format ogbench reads an npz file where the last row of a trajectory "
-                "holds only an observation",
+                f"--rename {key}=dones names flags of any end; --last-step observation (or "
+                "--format ogbench) is for trajectories whose last row holds only an observation",
             )
         self._has_own_next = first.has_next and not is_shifted
-        has_last_row = self.last_step != _TRANSITION
+        has_last_row = self.last_step != last_steps.TRANSITION
         lengths, kept = np.array(pairs).T
         kept = lengths if self._has_own_next and not has_last_row else kept
         self.num_steps = int(kept.sum())
@@ -436,7 +451,6 @@ class ArrayReader(Reader):
                 self._has_own_next
             ),
             f"{short} is left out, as the observation after it is missing": num_short,
-            "the last row of each episode is the observation after its last step": has_last_row,
             f"{num_empty} episodes of one row have no step: left out": num_empty,
             "end flags are taken as terminated, as they do not distinguish a "
             "terminal state from a time limit: --episode-length N takes an end after N "

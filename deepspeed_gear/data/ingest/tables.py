@@ -1,6 +1,6 @@
 """Reader of tables of episodes, steps or conversations.
 
-They are Parquet, Arrow and JSON files, or tables of a program.
+They are Parquet, Arrow, CSV and JSON files, or tables of a program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.message_masks import check_no_pairs, is_messages
+import deepspeed_gear.data.ingest.last_steps as last_steps
+from deepspeed_gear.data.ingest.message_masks import is_messages
+from deepspeed_gear.data.ingest.preferences import divide
 from deepspeed_gear.data.ingest.reader import (
     LEAVE_OUT,
     SCALARS,
@@ -21,7 +23,7 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.step_arrays import KINDS
+from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
@@ -32,7 +34,7 @@ from deepspeed_gear.data.ingest.table_rows import (
     plain_bytes,
     table_files,
 )
-from deepspeed_gear.data.ingest.token_rows import COLUMNS, TokenRows, has_tokens
+from deepspeed_gear.data.ingest.token_rows import COLUMNS, NAMES, TokenRows, has_tokens
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.opaque_rows import byte_string, json_text
 from deepspeed_gear.errors import DataError, known_names
@@ -63,7 +65,8 @@ class TableReader(Reader):
     """
 
     format = "table"
-    takes = ("episode_id", "tokenize", "schema")  # and "rows", of `open_rows` alone
+    takes = ("episode_id", "tokenize", "schema", "last_step")  # and "rows", of `open_rows` alone
+    early_roles = ("reward", "terminated", "truncated")
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -78,6 +81,7 @@ class TableReader(Reader):
         self._tokenize = dict(self.options.get("tokenize") or {})
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
+        self._label: str | None = None  # column of KTO's labels
         if (schema := self.options.get("schema")) is not None:
             self.has_schema = True
             names = ("length",) if schema.role("reward") is None else ("length", "return")
@@ -86,15 +90,20 @@ class TableReader(Reader):
         if "rows" not in self.options and not table_files(self.path):
             raise DataError(
                 str(self.path),
-                "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of "
-                "such files",
+                "must be named .parquet, .arrow, .feather, .csv, .jsonl or .json, or be a folder "
+                "of such files",
                 remedy="rename the file, or name its format with --format",
             )
         self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
-        first = next((block for block in self._blocks(True) if any(map(len, block.values()))), None)
-        if first is None:
+        blocks = self._given_blocks(True)
+        given = next((block for block in blocks if any(map(len, block.values()))), None)
+        if given is None:
             raise DataError(str(self.path), "must hold at least one row", 0, "the table is empty")
+        self.names.compare(given, (*_EPISODE_IDS, *NAMES))
+        first = self._named(given)
         self._row = self._what_a_row_is(first)
+        self._row_flags = {*ROW_FLAGS} & first.keys() if self._row != "conversation" else set()
+        self._find_last_step()
         by_id = f", an episode is the rows of one {self._id}" if self._id else ""
         self.notes.append(f"read as a table with one {self._row} per row{by_id}")
         uneven: set[str] = set()  # columns whose values have no common shape
@@ -105,6 +114,12 @@ class TableReader(Reader):
             ):
                 break
             uneven |= more
+        if self.numbers_groups:
+            self.notes.append("each pair of answers is a group, with the rewards 1 and 0")
+        if self._label:
+            self.notes.append(f"{self._label} of an answer (KTO) is its reward, 1 or 0")
+        if self._num_empty:
+            self.notes.append(f"{self._num_empty} episodes of one row have no step: left out")
         if self._nulls:
             self.notes.append(f"null in every row, left out: {', '.join(sorted(self._nulls))}")
         if uneven:
@@ -124,6 +139,48 @@ class TableReader(Reader):
             c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
         )
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
+
+    def _find_last_step(self) -> None:
+        """Set what the last row of an episode holds, where flags mark rows.
+
+        Cost: one pass over the source where there are such flags.
+        """
+        self._per_row: set[str] = set()
+        self._num_empty = 0
+        if (given := self.options.get("last_step")) is not None:
+            self._last_step = last_steps.check_last_step(given)
+            if not self._row_flags:
+                raise DataError(
+                    f"{self.path}: --last-step",
+                    f"must be for a source with one of {', '.join(ROW_FLAGS)}",
+                    given,
+                    "leave it out, or give a column one of these names with --rename",
+                )
+        if not self._row_flags:
+            return
+        at_first = at_last = False
+        others = set[str]()
+        for label, row in self._episodes_of_rows():
+            rows = last_steps.num_rows(f"{self.path}: {label}", row)
+            rewarded = last_steps.end_rewards(row)
+            at_first |= rewarded[0]
+            at_last |= rewarded[1]
+            per_row = {name for name, value in row.items() if last_steps.is_per_row(value, rows)}
+            self._per_row |= per_row
+            others |= row.keys() - per_row
+        self._per_row -= others
+        if given is None:
+            self._last_step = last_steps.last_step(self.path, at_first, at_last)
+        self.notes.append(last_steps.note(self._last_step))
+
+    def _episodes_of_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label and the columns, by the usual names, of each episode with row flags."""
+        for label, given in self._of_steps() if self._row == "step" else self._rows(False):
+            names = ((name, self._judged(name)) for name in given)
+            yield label, {judged: given[name] for name, judged in names}
+
+    def _judged(self, name: str) -> str:
+        return name if name in self._row_flags else _usual(name, self._names)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
         """Return the facts of each kept column over all trajectories, and the number of these."""
@@ -153,7 +210,13 @@ class TableReader(Reader):
                     facts.lack(f"{self.path}: {label}")
         return [facts for facts in known.values() if facts is not None], number
 
+    def _named(self, block: Block) -> Block:
+        return {self.names.name(name): rows for name, rows in block.items()}
+
     def _blocks(self, is_nested: bool) -> Iterator[Block]:
+        return map(self._named, self._given_blocks(is_nested))
+
+    def _given_blocks(self, is_nested: bool) -> Iterator[Block]:
         if "rows" in self.options:
             yield from object_blocks(self.options["rows"], str(self.path), is_nested)
             return
@@ -170,7 +233,7 @@ class TableReader(Reader):
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
         if not has_steps:
             row = {name: rows[0] for name, rows in first.items() if len(rows)}
-            check_no_pairs(f"{self.path}: row 0", row, self._tokenize)
+            divide(f"{self.path}: row 0", row, [*self._tokenize])
         has_chats = any(is_messages(rows[0]) for rows in first.values() if len(rows))
         if has_tokens(first) or ((self._tokenize or has_chats) and not has_steps):
             return "conversation"
@@ -186,9 +249,12 @@ class TableReader(Reader):
             return "step"
         self._id = next((name for name in _EPISODE_IDS if name in first), None)
         ids = [] if self._id is None else [str(one) for one in first[self._id]]
-        measured = usual.get("reward", usual.get("action", [()]))[0]
+        flags = [first[name] for name in ROW_FLAGS if name in first]
+        measures = [*flags, *(usual[name] for name in ("reward", "action") if name in usual)]
+        measured = next((one for rows in measures[:1] for one in rows if one is not None), ())
         is_single = isinstance(measured, (bool, int, float, np.generic))
-        if len({*ids}) < len(ids) or (is_single and len(ids) < 2):
+        has_null = self._id is not None and any(one is None for one in first[self._id])
+        if len({*ids}) < len(ids) or (is_single and (len(ids) < 2 or has_null)):
             return "step"
         self._id = None
         return "episode"
@@ -214,11 +280,21 @@ class TableReader(Reader):
 
     def _trajectories(self) -> Iterator[tuple[str, dict[str, Any], int]]:
         """Yield each trajectory: its label, its columns under their usual names, and its steps."""
-        make = TokenRows(self._tokenize)
         is_chat = self._row == "conversation"
-        for label, given in self._of_steps() if self._row == "step" else self._rows(is_chat):
+        self._num_empty = 0
+        rows = self._conversations() if is_chat else None
+        for label, given in rows or (
+            self._of_steps() if self._row == "step" else self._rows(False)
+        ):
             where = f"{self.path}: {label}"
-            row = make(where, given) if is_chat else given
+            row = given
+            if self._row_flags:
+                usual = {self._judged(name): value for name, value in given.items()}
+                steps = last_steps.steps_of_rows(where, usual, self._last_step, self._per_row)
+                if steps is None:
+                    self._num_empty += 1
+                    continue
+                row = steps
             arrays: dict[str, Any] = {}
             for name, value in row.items():
                 column = column_name(*name.split(".")) if is_chat else _usual(name, self._names)
@@ -233,11 +309,21 @@ class TableReader(Reader):
                 _set_flags(arrays, length, self._done_is_any_end)
             yield label, arrays, length
 
+    def _conversations(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label and the columns of each conversation; a pair of answers has two."""
+        make = TokenRows(self._tokenize)
+        for label, given in self._rows(True):
+            for side, row in make(f"{self.path}: {label}", given):
+                yield f"{label}: {side}" if side else label, row
+        self.numbers_groups = make.num_pairs > 0
+        self._label = make.label
+
     def _of_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
         parts: list[Block] = []
         last = None
         seen = set()
         ended = 0
+        is_after_end = False
         num_rows = 0
         for block in self._blocks(False):
             if self._id is not None:
@@ -265,19 +351,26 @@ class TableReader(Reader):
                         for name, b in block.items()
                         if _usual(name, ()) in _FLAGS
                     ]
-                if not flags:
+                    num_rows = len(next(iter(block.values())))
+                    starts = np.asarray(block.get("is_first", np.zeros(num_rows)), bool)
+                if not flags and "is_first" not in block:
                     raise DataError(
                         str(self.path),
                         "must have a column of episode ids, or of end flags, with one step per row",
                         ", ".join(block),
                         "name it with --episode-id",
                     )
-                # The id of a row is the number of episodes that ended before it: with flags
-                # [0, 1, 0] after 4 episodes, `ends` is [4, 5, 5] and the ids are [4, 4, 5].
-                is_end = np.any([f.any(tuple(range(1, f.ndim))) for f in flags], axis=0)
-                ends = ended + np.cumsum(is_end)
-                ids = [ended, *ends.tolist()][: len(ends)]
-                ended = int(np.max(ends, initial=ended))
+                # The id of a row is the number of episodes before it. With end flags [0, 1, 0] and
+                # starts [0, 0, 1], after 4 episodes whose last row has no end flag, `begins` is
+                # [0, 0, 1] and the ids are [4, 4, 5].
+                is_end = np.zeros(num_rows, bool)
+                for rows in flags:
+                    is_end |= rows.any(tuple(range(1, rows.ndim)))
+                begins = np.append(is_after_end, is_end[:-1]) | starts
+                begins[:1] &= last is not None  # the first row of all begins episode 0
+                ids = [*(ended + np.cumsum(begins)).tolist()]
+                is_after_end = bool(is_end[-1]) if num_rows else is_after_end
+                ended = ids[-1] if ids else ended
             # Runs of equal ids; an episode may continue in the next block.
             bounds = sorted({0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)})
             for low, high in pairwise(bounds):

@@ -199,7 +199,7 @@ inline void GatherInThreads(const FieldList& fields, const Resolution* records,
   std::atomic<int64_t> real{0};
   const auto work = [&](int64_t begin, int64_t end) {
     const int64_t mine = cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
-                                     n_steps, begin, end);
+                                     n_steps, begin, end, count);
     real.fetch_add(mine, std::memory_order_relaxed);
   };
   const int64_t part = threads <= 1 ? count : (count + threads - 1) / threads;

@@ -44,9 +44,10 @@ struct Field {
   bool* mask;      // [count, part.count], or null
 };
 
-// Gathers the samples [begin, end) of all fields. Returns the number of real rows.
+// Gathers the samples [begin, end) of all fields. `batch`: samples that all threads together
+// gather; 0: these. Returns the number of real rows.
 int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
-               const int64_t* n_steps, int64_t begin, int64_t end);
+               const int64_t* n_steps, int64_t begin, int64_t end, int64_t batch = 0);
 
 // Writes the rows [first, first + rows) of a pack: rows of whole trajectories without padding
 // between them. Trajectory i lies at [places[i], places[i] + num_steps). A place holds the

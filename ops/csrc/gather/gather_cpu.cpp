@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/prefetch.h"
+#include "gather/caches.h"
 #include "gather/gather.h"
 #include "gather/rows_cpu.h"
 
@@ -256,17 +257,22 @@ bool IsShort(const Field& field) {
          field.window.length * field.elements * field.to_bytes <= kMostBytes;
 }
 
-// Whether a field's runs are long and its batch larger than a core's own caches.
-bool IsStreamed(const Field& field, int64_t count) {
-  constexpr int64_t kLeastRun = 4096, kLeastBatch = 1 << 20;
-  const int64_t bytes = field.part.count * field.elements * field.to_bytes;
-  return IsCopy(field) && bytes >= kLeastRun && count * bytes >= kLeastBatch;
+int64_t RunBytes(const Field& field) { return field.part.count * field.elements * field.to_bytes; }
+
+// Whether the long runs of a batch are stored past the caches: the caches do not hold its fields,
+// which share them, until its buffers are written again.
+bool IsStreamed(const Field* fields, int64_t num_fields, int64_t batch) {
+  static const int64_t least = LeastStreamed(CachesOfMachine());
+  int64_t bytes = 0;
+  for (const Field* field = fields; field < fields + num_fields; ++field) bytes += RunBytes(*field);
+  return batch * bytes >= least;
 }
 
 int64_t GatherField(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
-                    int64_t begin, int64_t end) {
+                    int64_t begin, int64_t end, bool streams) {
   if (IsComputed(field.source)) return GatherComputed(field, resolutions, n_steps, begin, end);
-  const bool is_streamed = IsStreamed(field, end - begin), is_one_step = IsOneStep(field);
+  const bool is_streamed = streams && RunBytes(field) >= kLeastStreamedRun;
+  const bool is_one_step = IsOneStep(field);
   return WithRows(field, [&](auto to, auto rows) {
     using To = decltype(to);
     using Rows = decltype(rows);
@@ -283,7 +289,7 @@ int64_t GatherField(const Field& field, const Resolution* resolutions, const int
 int64_t GatherShort(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
                     int64_t begin, int64_t end, FirstRows* first_rows) {
   const int64_t* rows = first_rows->Of(field);
-  if (rows == nullptr) return GatherField(field, resolutions, n_steps, begin, end);
+  if (rows == nullptr) return GatherField(field, resolutions, n_steps, begin, end, false);
   const int64_t length = field.window.length, row_bytes = field.elements * field.to_bytes;
   const int64_t count = end - begin;
   const auto copy = CopyOf(field, row_bytes, std::make_index_sequence<17>());
@@ -297,11 +303,12 @@ int64_t GatherShort(const Field& field, const Resolution* resolutions, const int
 }  // namespace
 
 int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
-               const int64_t* n_steps, int64_t begin, int64_t end) {
+               const int64_t* n_steps, int64_t begin, int64_t end, int64_t batch) {
+  const bool streams = IsStreamed(fields, num_fields, batch == 0 ? end - begin : batch);
   int64_t real = 0;
   for (const Field* field = fields; field < fields + num_fields; ++field)
-    if (!IsShort(*field)) real += GatherField(*field, resolutions, n_steps, begin, end);
-  EndStreaming();
+    if (!IsShort(*field)) real += GatherField(*field, resolutions, n_steps, begin, end, streams);
+  if (streams) EndStreaming();
   for (int64_t first = begin; first < end; first += FirstRows::kMost) {
     const int64_t last = Min(first + FirstRows::kMost, end);
     FirstRows first_rows(resolutions, n_steps, first, last);

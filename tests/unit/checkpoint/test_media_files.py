@@ -10,10 +10,10 @@ from media_tables import group, image, media_section, pages_of
 from rollout_support import micros
 
 from deepspeed_gear import CheckpointError, Replay, StoreFullError
-from deepspeed_gear.context import Context
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.media_pages import chain
 from deepspeed_gear.store.records import MediaPage, PageState
+from deepspeed_gear.timeouts import Context
 
 BIG = {"capacity_bytes": 64 << 20, "page_bytes": 1 << 16}
 

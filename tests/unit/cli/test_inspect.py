@@ -160,6 +160,6 @@ def test_a_folder_without_files_of_gear_is_neither(tmp_path: Path) -> None:
     ):
         run(str(tmp_path))
     with pytest.raises(
-        DataError, match="must be the folder of a data set; make one with gear ingest"
+        DataError, match="must be the folder of a data set, got 'nothing at this path'; check the"
     ):
         run(str(tmp_path / "none"))

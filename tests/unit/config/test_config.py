@@ -10,8 +10,8 @@ import pytest
 from refusal_table import refusals
 
 from deepspeed_gear.config import GearConfig, batch_sizes, gear_config, parse, refuse_batch_sizes
-from deepspeed_gear.config.gear_config import difference, shared_options
 from deepspeed_gear.config.options import FieldConfig
+from deepspeed_gear.config.resume_options import difference, shared_options
 from deepspeed_gear.config.sampler_options import AnchorsConfig
 from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.errors import ConfigError, GearError

@@ -68,9 +68,13 @@ EXTENTS = "extents.npy"
 MANIFEST = "schema.json"
 STATS = "stats.json"
 WRITTEN = f" must hold the bytes that were written; {REMAKE}"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+IS_POINTER = " must contain the data, got 'a Git LFS pointer'; run git lfs pull in the clone"
+POINTED = (MANIFEST, STATS, EXTENTS, ACTION)
 OTHER = {"columns": [{"name": "x", "dtype": "f4"}]}
 ROWS = np.zeros((40, 4), np.int32)
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+    *((name, lambda p: p.write_text(POINTER), IS_POINTER) for name in POINTED),
     (
         MANIFEST,
         Path.unlink,

@@ -179,7 +179,8 @@ def test_terminals_that_are_time_limits_are_refused(tmp_path: Path) -> None:
         run_command(command, str(source), str(tmp_path / "out"), "--episode-length", "5")
     assert str(caught.value).startswith(
         f"{source}: terminals must not mark all ends after 5 steps and no others: these are time "
-        "limits, got '3 such ends'; if terminals marks any end"
+        "limits, got '3 such ends'; --rename terminals=dones names flags of any end; --last-step "
+        "observation (or --format ogbench) is for trajectories whose last row holds only"
     )
     for lengths, ends in (((5, 3, 5), [1, 1, 1]), ((5, 5, 4), [1, 1, 1])):
         one = ogbench(tmp_path / "b.npz", lengths, rewards=np.zeros(sum(lengths)))

@@ -38,12 +38,12 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         {"actions": None},
         " must have observations and actions, got ['next_observations', 'observations', "
         "'rewards', 'terminals', 'timeouts']; docs/how-to/formats.md has the known names; "
-        "--rename is of columns: give arrays of other names to Dataset.from_iterable",
+        "name arrays of other names with --rename KEY=observation and --rename KEY=action",
     ),
     (
         {"timeouts": None, "next_observations": None},
         ": timeouts must be in the source, got ['terminated']; --episode-length N ends an episode "
-        "after N steps; add an array of zeros if no episode ends by a time limit; --format ogbench "
+        "after N steps; --rename KEY=dones names a flag of any end; add an array of zeros if no episode ends by a time limit; --format ogbench "
         "reads an npz file whose terminals mark the last row of a trajectory, which holds only an "
         "observation",
     ),

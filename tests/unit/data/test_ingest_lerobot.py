@@ -305,7 +305,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (_rows("task_index", lambda rows: [3] * 7), "task_index, episode 1 must be a task of the"),
     (
         _rows("action", lambda rows: [None, *rows[1:]]),
-        "action, episode 1 must have rows of shape [4], without",
+        "action[0], episode 1 must not be null; fill it in, or leave the column",
     ),
     (
         _rows("action", lambda rows: [[], rows[1] * 2, *rows[2:]]),

@@ -528,3 +528,88 @@ def test_hostile_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(DataError, match=r"rllib.json: trajectory 0 must have observations"):
         open_source(rllib)
+
+
+def test_nulls_are_named_where_a_row_is_found_out(tmp_path: Path) -> None:
+    """Also in the first rows, by which it is found out whether a row is a step or an episode."""
+    row = {"episode_id": 0, "observation": [1.0, 2.0], "action": 1, "reward": 1.0, "done": False}
+    places = {"episode_id": "row 1: episode_id must be a number or a text, got 'null'"}
+    for number in (0, 1):
+        for name in row if number else [*row][1:]:
+            rows = [dict(row), dict(row)]
+            rows[number][name] = None
+            usual = "terminated" if name == "done" else name
+            text = places.get(name, f"episode 0: {usual}[{number}] must not be null; fill it in")
+            source = write_lines(tmp_path / "a.jsonl", rows)
+            with pytest.raises(DataError) as caught:
+                run_command(command, str(source), str(tmp_path / "out"))
+            assert text in str(caught.value), name
+
+    class NAType:
+        """As pandas' missing value."""
+
+    class Frame:
+        iloc = None
+        columns = tuple(row)
+
+        def __getitem__(self, name: str) -> Any:
+            values = np.array([row[name], row[name], None], object)
+            values[2] = NAType() if name == "action" else row[name]
+            return SimpleNamespace(to_numpy=lambda: values)
+
+    with pytest.raises(DataError, match=r"episode 0: action\[2\] must not be null"):
+        Dataset.from_iterable(Frame(), tmp_path / "out")
+
+
+def test_files_that_describe_a_source_are_none(tmp_path: Path) -> None:
+    """A folder's JSON file is not named as the source, and a missing path is called missing."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "info.json").write_text('{"features": {}}')
+    with pytest.raises(
+        DataError, match=r"must have a known layout, got 'a folder with info[.]json'; kn"
+    ):
+        open_source(tmp_path / "set")
+    for name in ("none", "none.hdf5"):
+        with pytest.raises(DataError, match="got 'nothing at this path'; check the path, or make"):
+            Dataset.open(tmp_path / name)
+    (tmp_path / "a.npz").touch()
+    with pytest.raises(DataError, match=r"got 'no folder'; make one with gear ingest .*a.npz DEST"):
+        Dataset.open(tmp_path / "a.npz")
+    (tmp_path / "set" / "schema.json").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(DataError, match=r"schema.json must contain the data, got 'a Git LFS"):
+        open_source(tmp_path / "set")
+
+
+def test_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of episodes, in blocks of any size, compressed or not; nulls and names are checked."""
+    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows._BLOCK_BYTES", 256)
+    rows = list(step_rows())
+    lines = ["episode_index,observation.x,observation.y,reward,dones,timeouts,task"]
+    for row in rows:
+        x, y = row["state"]
+        flags = f"{row['dones']},{row['timeouts']}".lower()
+        lines.append(
+            f'{row["episode_index"]},{x!r},{y!r},{row["reward"]!r},{flags},"a, {len(lines)}"'
+        )
+    text = "\n".join(lines)
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(text.encode()))
+    assert run_command(command, str(tmp_path / "a.csv"), str(tmp_path / "out")) == 0
+    data = Dataset.open(tmp_path / "out")
+    assert data.fingerprint == ingest([tmp_path / "b.csv.gz"], tmp_path / "gz").fingerprint
+    assert data.lengths.tolist() == list(LENGTHS)
+    for name, column in (("x", 0), ("y", 1)):
+        given = [row["state"][column] for row in rows]
+        assert data.columns[f"observation.{name}"].tolist() == given
+    assert data.columns["reward"].tolist() == [row["reward"] for row in rows]
+    assert data.columns["truncated"].sum() == 1
+    assert data.trajectory(1)["task"] == [f"a, {n}" for n in range(4, 11)]
+    (tmp_path / "a.csv").write_text("episode_id,action,reward\n0,1,1.5\n0,,2.5\n")
+    with pytest.raises(DataError, match=r"episode 0: action\[1\] must not be null"):
+        open_source(tmp_path / "a.csv")
+    for broken in ("action,action\n1,2\n", "action,reward\n1,2\n1,2,3\n", ""):
+        (tmp_path / "a.csv").write_text(broken)
+        with pytest.raises(
+            DataError, match=r"a.csv must (be a readable csv|have a different name)"
+        ):
+            open_source(tmp_path / "a.csv")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.frameworks import deepspeed_compat
+from deepspeed_gear.frameworks import deepspeed_compat, engine_place
 
 ON_GRADIENTS = """managed_gradient_accumulation was_step_applied get_data_types gradient_clipping
     postscale_gradients gradient_predivide_factor zero_quantized_gradients zenflow_config zero_reduce_scatter
@@ -80,7 +80,7 @@ def test_an_engine_with_a_schedule_of_its_own_is_refused() -> None:
 def test_the_pipeline_engine_is_known_by_its_name() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    assert PipelineEngine.__name__ == deepspeed_compat.PIPELINE
+    assert PipelineEngine.__name__ == engine_place.PIPELINE
     assert list(inspect.signature(PipelineEngine.train_batch).parameters)[:2] == [
         "self",
         "data_iter",
@@ -110,6 +110,6 @@ def test_the_names_of_an_mpu(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 120)
     engine = SimpleNamespace(mpu=mpu, mesh_device=None, dp_world_size=5, autotp_size=lambda: 1)
-    place = deepspeed_compat.place_of(engine)
+    place = engine_place.place_of(engine)
     assert place.coordinates == (0 if stages is None else 2, 4, 3, 1)
     assert place.worlds == (1 if stages is None else 3, 5, 4, 2)

@@ -44,6 +44,11 @@ Ask = Callable[[Iterable[str]], list[list[int]]]
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     """Build the host program; it answers a line of numbers for each question."""
+    return build(tmp_path_factory)
+
+
+def build(tmp_path_factory: pytest.TempPathFactory, *more: str) -> Ask:
+    """Build the host program, with further flags of the compiler."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -53,7 +58,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     )
     source = ROOT / "tests" / "host" / "arithmetic.cpp"
     built = subprocess.run(
-        [compiler, *flags, f"-I{CSRC}", str(source), "-o", str(program)],
+        [compiler, *flags, *more, f"-I{CSRC}", str(source), "-o", str(program)],
         capture_output=True,
         text=True,
     )
@@ -425,3 +430,55 @@ def test_python_repeats_the_headers_numbers() -> None:
         members = [name.upper() for name in re.findall(r"\b(\w+)(?=[,;])", body[1])]
         words = {name: word for name, word in vars(record).items() if name.isupper()}
         assert [words[name] for name in members] == list(range(words["NUM_WORDS"]))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "least"),
+    [
+        (MIB, 32 * MIB, 4 * MIB),  # EPYC: a third level for each few cores
+        (2 * MIB, 105 * MIB, 105 * MIB // 8),  # Xeon: one for all cores
+        (1280 << 10, 54 * MIB, 54 * MIB // 8),
+        (2 * MIB, 12 * MIB, 2 * MIB),  # a laptop: never within a core's own cache
+        (512 << 10, 0, 4 * MIB),  # not reported
+        (0, 0, 4 * MIB),
+    ],
+)
+def test_batches_are_streamed_from_a_part_of_the_third_level(
+    ask: Ask, second: int, third: int, least: int
+) -> None:
+    assert ask([f"streamed {second} {third}"]) == [[least]]
+
+
+def test_caches_are_read_from_the_system(ask: Ask, tmp_path: Path) -> None:
+    def describe(folder: str, *caches: tuple[int, str, str]) -> str:
+        for index, values in enumerate(caches):
+            place = tmp_path / folder / f"index{index}"
+            place.mkdir(parents=True)
+            for name, value in zip(("level", "type", "size"), values, strict=True):
+                (place / name).write_text(f"{value}\n")
+        return f"caches {tmp_path / folder}"
+
+    first = [(1, "Data", "32K"), (1, "Instruction", "32K")]
+    shared = describe("shared", *first, (2, "Unified", "1024K"), (3, "Unified", "32768K"))
+    odd = describe("odd", *first, (2, "Instruction", "9M"), (2, "Data", "2M"), (3, "Unified", "?"))
+    hidden = f"caches {tmp_path / 'hidden'}"
+    assert ask([shared, odd, hidden]) == [[MIB, 32 * MIB], [2 * MIB, 0], [0, 0]]
+    (answer,) = ask(["machine"])
+    assert len(answer) == 4
+    for system, processor in zip(answer[:2], answer[2:], strict=True):
+        assert processor in (0, system) or system > 0
+
+
+@pytest.mark.parametrize("flags", [(), ("-mavx",)])
+def test_rows_stored_past_the_caches_are_those_of_memcpy(
+    tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]
+) -> None:
+    if flags and " avx " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("a processor without AVX")
+    sizes = (0, 1, 63, 64, 65, 127, 128, 4096, 4097, 10_000)
+    questions = [f"copied {a} {b} {size}" for a in (0, 1, 5) for b in (0, 1, 33) for size in sizes]
+    for right, total in build(tmp_path_factory, *flags)(questions):
+        assert right == total

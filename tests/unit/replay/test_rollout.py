@@ -225,6 +225,95 @@ def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: b
                 assert shares[step] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("count_masked", [False, True])
+@pytest.mark.parametrize("normalize", ["token", "sequence", {"constant": 100.0}], ids=str)
+def test_a_narrowed_mask_leaves_numerator_and_denominator(
+    normalize: Any, count_masked: bool
+) -> None:
+    """As if the rejected tokens had never been in the stored loss mask, on any ranks."""
+    loss = {"normalize": normalize, "count_masked": count_masked}
+    numbers = np.random.default_rng(3)
+    with rolled_out(loss=loss) as rollout:
+        keep = torch.from_numpy(numbers.random(rollout.num_tokens) < 0.6)
+        whole = torch.arange(rollout.num_trajectories) % 5 > 0
+        rollout.mask(keep)
+        rollout.mask(whole)
+        own = keep.split(rollout.lengths.tolist())
+        values = []
+        for number, flags, stays in zip(rollout.trajectory_id, own, whole, strict=True):
+            one = STORED[int(number)]
+            counted = one["loss_mask"][1:] & flags[:-1].numpy() & bool(stays)
+            values.append(one["logp"][1:][counted])
+        wanted = mean_of(values, normalize, count_masked)
+        mask = rollout.batch_columns.narrowed
+        for world, sequence in ((1, 1), (2, 1), (3, 2)):
+            total = 0.0
+            for place in ranks_of(world, sequence):
+                there = seen_by(rollout, place)
+                there.batch_columns.narrowed = mask
+                for micro in micros(there):
+                    total += float(micro.sum(micro["logp"])) / world
+            assert total == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_step_that_was_made_keeps_its_mask(rollout: Any) -> None:
+    step = rollout.step(0)
+    before = step.loss_tokens
+    rollout.mask(np.zeros(rollout.num_trajectories, bool))
+    assert rollout.step(0).loss_tokens == 0
+    assert sum(int(micro.loss_mask.sum()) for micro in step) == before > 0
+
+
+def ratios_by_numpy(
+    level: str, logs: list[np.ndarray]
+) -> list[np.ndarray]:  # of the loss tokens of each sequence
+    if level == "sequence":
+        return [np.full(len(one), np.exp(one.sum())) for one in logs]
+    if level == "geometric":
+        return [np.full(len(one), np.exp(one.mean() if len(one) else 0)) for one in logs]
+    return [np.exp(one) for one in logs]
+
+
+@pytest.mark.parametrize("count_rejected", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
+def test_corrections_are_those_of_their_formulas(
+    kind: str, level: str, count_rejected: bool
+) -> None:
+    with rolled_out() as rollout:
+        numbers = np.random.default_rng(4)
+        rollout.set("new", -numbers.random(rollout.num_tokens, dtype=np.float32))
+        mask = rollout.batch_columns.mask.copy()
+        starts = rollout.batch_columns.trajectories.starts[1:]
+        new = rollout.column("new").double().numpy()
+        own = [STORED[int(number)] for number in rollout.trajectory_id]
+        stored = np.concatenate([np.append(one["logp"][1:], 0) for one in own])
+        logs = np.split(new - stored.astype(np.float64), starts)
+        flags = np.split(mask, starts)
+        ratios = ratios_by_numpy(level, [one[flag] for one, flag in zip(logs, flags, strict=True)])
+        flat = np.concatenate(ratios)
+        cap, low = 1.1, 0.9 if kind == "icepop" else 0.0
+        rejected = (flat > cap) | (flat < low) if kind != "tis" else np.zeros(len(flat), bool)
+        wanted = np.where(rejected, 0, np.minimum(flat, cap))
+
+        options = {"low": low} if kind == "icepop" else {}
+        found = rollout.correct(
+            kind, cap=cap, level=level, current="new", count_rejected=count_rejected, **options
+        )
+        assert rollout.column("correction").numpy()[mask] == pytest.approx(wanted, rel=1e-6)
+        left = mask.copy()
+        if not count_rejected:
+            left[left] = ~rejected
+        assert (rollout.batch_columns.mask == left).all()
+        assert found["rejected"] == pytest.approx(rejected.mean())
+        assert found["capped"] == pytest.approx(((flat > cap) & ~rejected).mean())
+        assert found["ratio_mean"] == pytest.approx(flat.mean())
+        assert found["ess"] == pytest.approx(wanted.sum() ** 2 / len(flat) / (wanted**2).sum())
+        assert 0 < found["capped"] + found["rejected"] < 1
+        total = sum(float(micro.sum(micro["correction"])) for micro in micros(rollout))
+        assert total == pytest.approx(wanted.sum() / left.sum(), rel=1e-6)
+
+
 def test_without_a_loss_token_all_weights_are_zero() -> None:
     none = np.zeros(6, np.int64)
     each = np.arange(6)
@@ -314,6 +403,8 @@ def test_a_late_loss_mask_that_is_absent_is_not_read_as_false() -> None:
 def test_whitened_columns_have_mean_0_and_deviation_1(rollout: Any) -> None:
     found = rollout.advantages("dr_grpo")
     assert found.shape == (rollout.num_trajectories,)
+    stored = [np.append(STORED[int(number)]["logp"][1:], 0) for number in rollout.trajectory_id]
+    assert torch.equal(rollout.column("logp"), torch.from_numpy(np.concatenate(stored)).double())
     rollout.set("a", np.arange(rollout.num_tokens, dtype=np.float32))
     rollout.whiten("a", over="token")
     counted = rollout.column("a").numpy()[rollout.batch_columns.mask]
@@ -572,6 +663,7 @@ def test_tables_of_a_mixture_have_equal_tokens_and_masks(
 
 
 def test_wrong_calls_are_refused(rollout: Any) -> None:
+    rollout.set("bad", np.full(rollout.num_tokens, np.nan))
     first = next(iter(rollout.forward("x")))
     longest = int(rollout.lengths.max())
     assert longest % 16
@@ -586,6 +678,20 @@ def test_wrong_calls_are_refused(rollout: Any) -> None:
             "must be one of those that forward names",
         ),
         (lambda: rollout.whiten("x"), FieldError, "filled or set before"),
+        (lambda: rollout.mask(np.ones(3, bool)), ShapeError, "keep must be bool and have shape"),
+        (lambda: rollout.mask(np.ones(rollout.num_tokens)), ShapeError, "must be bool"),
+        (lambda: rollout.correct("ppo"), ConfigError, "must be one of tis, mis, icepop"),
+        (lambda: rollout.correct("tis", level="word"), ConfigError, "level must be one of token"),
+        (lambda: rollout.correct("tis", low=0.5), ConfigError, "low is no option of 'tis'"),
+        (lambda: rollout.correct("icepop", cap=0.2), ConfigError, "cap must be above low"),
+        (lambda: rollout.correct("tis", cap=float("nan")), ConfigError, "must be a ratio"),
+        (lambda: rollout.correct("tis"), ConfigError, "'old_logp' must be filled or set before"),
+        (
+            lambda: rollout.correct("tis", current="logp", name="logp"),
+            FieldError,
+            "must not be named like a field",
+        ),
+        (lambda: rollout.correct("mis", current="bad"), DataError, "must be a finite log-prob"),
         (lambda: rollout.advantages(reward="logp"), ConfigError, "one value per trajectory"),
         (lambda: next(rollout.forward("x", tokens=20)), ConfigError, short),
         (lambda: next(rollout.forward("x", tokens=longest)), ConfigError, short),
@@ -642,6 +748,22 @@ def test_steps_without_loss_tokens_are_logged_once(
         )
     assert "the loss mask is column loss_mask, and the first token" in text
     assert "1 of 1 train steps" in text
+
+
+def test_rollout_batches_of_equal_rewards_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is learnt from them, which the loss does not show."""
+    config = section(rollout={"trajectories": 8})
+    with Replay(config) as replay, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        for number, response in enumerate(responses(24)):
+            reward = np.float32(number // 4 if number < 16 else number)
+            replay.add({**response, "reward": reward})
+        for text in ("none of its 2 groups has members whose column reward differs", "", ""):
+            caplog.clear()
+            replay.rollout().advantages("dr_grpo", group="prompt")
+            found = [record.getMessage() for record in caplog.records]
+            assert len(found) == bool(text)
+            assert text in "".join(found)
+            assert not text or '{"reward": {"std": {"min": 1e-6}}}' in found[0]
 
 
 def test_steps_with_loss_tokens_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -138,7 +138,15 @@ def test_a_batch_of_tokens_waits_for_its_items() -> None:
 def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:
     """What each of the steps that are left trains."""
     return [
-        [(m.trajectory_id.tolist(), m["old"].tolist(), m["advantage"].tolist()) for m in step]
+        [
+            (
+                m.trajectory_id.tolist(),
+                m["old"].tolist(),
+                m["advantage"].tolist(),
+                m.weight.tolist(),
+            )
+            for m in step
+        ]
         for step in rollout
     ]
 
@@ -156,6 +164,7 @@ def test_a_rollout_is_resumed_between_minibatches(
         for micro in rollout.forward("old"):
             micro.fill(old=micro["logp"] * torch.rand(1))
         rollout.advantages("dr_grpo")
+        rollout.mask(torch.arange(rollout.num_tokens) % 3 > 0)
         steps = iter(rollout)
         for _ in range(steps_done):
             list(next(steps))

@@ -19,7 +19,6 @@ from store_support import StoreScene, reserve, stream_spec
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.cli.inspect import of_living
-from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.rate_limiting import NodeRate
@@ -29,6 +28,7 @@ from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Head, Peer, Position
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table_spec import Shard
+from deepspeed_gear.timeouts import Context
 from deepspeed_gear.writer.inserter import Inserter
 
 SCHEMA = Schema(

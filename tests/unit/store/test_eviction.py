@@ -17,11 +17,11 @@ from process_support import in_child, kill
 from store_support import StoreScene, check_whole, priority_rule, reserve, stream_spec
 
 from deepspeed_gear import Replay
-from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.retention import Retention
+from deepspeed_gear.timeouts import Context
 from deepspeed_gear.writer.inserter import Inserter
 
 Make = Callable[..., StoreScene]

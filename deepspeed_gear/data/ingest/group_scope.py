@@ -1,8 +1,8 @@
-"""Numbers that every source counts anew (groups and tasks), made distinct over all sources."""
+"""Group numbers over all files of an ingest: one group in several files, or one group each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,12 @@ from deepspeed_gear.data.ingest.token_rows import GROUPS
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column
 
-TEXTS = "texts"  # in the source of a data set: the numbers of texts, by column
 _SCOPES = ("file", "all")
 # Numbers below it are taken for counts. Larger ones, such as hashes, are not equal by accident.
 _COUNTED = 1 << 32
 
 
-class _DistinctNumbers:
+class DistinctNumbers:
     """Numbers that are taken once each: the wanted one, or the smallest free one.
 
     The result depends only on the numbers taken before, so appending to a data set gives the same
@@ -78,7 +77,7 @@ class GroupNumbers:
         before: list[int] = []
         if known is not None and first is not None and first in known.schema:
             before = np.unique(known.columns[first]).tolist()
-        self._numbers = _DistinctNumbers(before)
+        self._numbers = DistinctNumbers(before)
         self._file: object = None
         # Number in the data set by that in the current file.
         self._own: dict[int, int] = {}
@@ -93,7 +92,8 @@ class GroupNumbers:
         """
         column = self._columns[id(output)]
         value = None if column is None else arrays.get(column)
-        if column is None or value is None or np.ndim(value) or self._scope == "all":
+        scope = "file" if output.reader.numbers_groups else self._scope
+        if column is None or value is None or np.ndim(value) or scope == "all":
             return
         file = (id(output), output.reader.file)
         if file != self._file:
@@ -102,7 +102,7 @@ class GroupNumbers:
         number = int(value)
         if number not in self._own:
             is_shared = number in self._numbers.taken
-            if is_shared and self._scope is None and number < _COUNTED:
+            if is_shared and scope is None and number < _COUNTED:
                 raise DataError(
                     f"{name}: {column}",
                     "must not be the number of a group in an earlier file",
@@ -110,8 +110,8 @@ class GroupNumbers:
                     "--group-scope file: they are other groups, and get other numbers; "
                     "--group-scope all: they are the same groups (group_scope of ingest)",
                 )
-            self._num_shared += is_shared and self._scope is None
-            is_own = self._scope == "file" or not is_shared
+            self._num_shared += is_shared and scope is None
+            is_own = scope == "file" or not is_shared
             self._own[number] = self._numbers.take(number) if is_own else number
         arrays[column] = np.asarray(self._own[number])
 
@@ -137,43 +137,3 @@ def _group_column(output: OutputColumns) -> str | None:
         )
 
     return next((column.name for column in output.columns if is_group(column)), None)
-
-
-class TextNumbers:
-    """Columns of numbers that stand for texts, such as LeRobot's `task_index`, over all sources.
-
-    Equal texts get equal numbers. The first source keeps its numbers. The numbers are recorded in
-    the data set's `source` (`TEXTS`), because appending needs them.
-    """
-
-    def __init__(self, outputs: Sequence[OutputColumns], known: Dataset | None) -> None:
-        #: Number of each text, by column of the data set.
-        self.texts: dict[str, dict[str, int]] = {}
-        self._changed: dict[tuple[int, str], dict[int, int]] = {}  # by output and column
-        recorded: Mapping[str, Any] = {} if known is None else known.source.get(TEXTS, {})
-        numbers: dict[str, _DistinctNumbers] = {}
-        for output in outputs:
-            for key, texts in output.reader.texts.items():
-                column = output.names.get(key, key)
-                if known is not None and column in known.schema and column not in recorded:
-                    raise DataError(
-                        f"{known.path}: column {column}",
-                        "must have recorded the texts of its numbers to be appended to",
-                        None,
-                        "ingest all sources again into one data set",
-                    )
-                of_column = self.texts.setdefault(column, dict(recorded.get(column, {})))
-                taken = numbers.setdefault(column, _DistinctNumbers(of_column.values()))
-                changed = self._changed[id(output), column] = {}
-                for number, text in sorted(texts.items()):
-                    if text not in of_column:
-                        of_column[text] = taken.take(number)
-                    changed[number] = of_column[text]
-
-    def set_in(self, output: OutputColumns, arrays: dict[str, Any]) -> None:
-        """Replace the numbers in a trajectory's columns by those of the data set."""
-        for (owner, column), changed in self._changed.items():
-            if owner == id(output) and column in arrays:
-                given, places = np.unique(arrays[column], return_inverse=True)
-                new = np.array([changed[int(number)] for number in given], dtype=np.int64)
-                arrays[column] = new[places].reshape(np.shape(arrays[column]))

@@ -1,0 +1,200 @@
+"""Ingest by flags of rows (`is_first`, `is_last`, `is_terminal`), and by names of the user."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import run_command
+
+from deepspeed_gear import Dataset
+from deepspeed_gear.cli import ingest as command
+from deepspeed_gear.data.ingest import ingest, open_source
+from deepspeed_gear.errors import ConfigError, DataError
+
+LENGTHS = (4, 1, 5, 3)  # rows of the episodes; the third one terminates
+FIRST = np.array([0, 4, 5, 10])
+LAST = np.array([3, 4, 9, 12])
+BOUNDS = [*zip(FIRST, LAST, strict=True)]
+NUM_ROWS = 13
+
+
+def rows_of(place: str) -> dict[str, Any]:
+    """Return the arrays of all rows; those with rewards at `place` other than 0: "", "last" or
+    "all".
+    """
+    row = np.arange(NUM_ROWS)
+    rewards = np.where(np.isin(row, FIRST), 0, row) if place == "last" else row + 1.0
+    rewards = np.where(np.isin(row, LAST), 0, rewards) if not place else rewards
+    return {
+        "observation": row[:, None] * 1.0,
+        "action": -row,
+        "reward": rewards * 1.0,
+        "extra": row * 2,
+        "is_first": np.isin(row, FIRST),
+        "is_last": np.isin(row, LAST),
+        "is_terminal": row == LAST[2],
+    }
+
+
+def as_npz(folder: Path, rows: dict[str, Any]) -> Path:
+    np.savez(folder / "a.npz", **rows)
+    return folder / "a.npz"
+
+
+def as_steps(folder: Path, rows: dict[str, Any], **more: Any) -> Path:
+    columns = {name: array.tolist() for name, array in {**rows, **more}.items()}
+    lines = [
+        json.dumps(dict(zip(columns, row, strict=True)))
+        for row in zip(*columns.values(), strict=True)
+    ]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return folder / "a.jsonl"
+
+
+def as_steps_with_ids(folder: Path, rows: dict[str, Any]) -> Path:
+    return as_steps(folder, rows, episode_id=np.repeat([7, 3, 9, 1], LENGTHS))
+
+
+def as_episodes(folder: Path, rows: dict[str, Any]) -> Path:
+    cut = [{name: a[f : z + 1].tolist() for name, a in rows.items()} for f, z in BOUNDS]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, cut)))
+    return folder / "a.jsonl"
+
+
+FORMS = [as_npz, as_steps, as_steps_with_ids, as_episodes]
+
+
+@pytest.mark.parametrize("write", FORMS)
+@pytest.mark.parametrize(
+    ("place", "option", "kind"),
+    [
+        ("", None, "observation"),
+        ("all", None, "transition"),
+        ("last", "observation", "observation"),
+        ("last", "transition", "transition"),
+        ("last", "reward", "reward"),
+    ],
+)
+def test_the_last_row_of_an_episode(
+    tmp_path: Path, write: Callable[..., Path], place: str, option: str | None, kind: str
+) -> None:
+    rows = rows_of(place)
+    source = write(tmp_path, rows)
+    given = ["--last-step", option] if option else []
+    assert run_command(command, str(source), str(tmp_path / "out"), *given) == 0
+    dataset = Dataset.open(tmp_path / "out")
+    number = 0
+    for first, last in zip(FIRST, LAST, strict=True):
+        is_terminal = last == LAST[2]
+        steps = last - first if kind != "transition" else last + 1 - first
+        if kind == "transition" and write is as_npz and not is_terminal:
+            steps -= 1  # arrays have T+1 observations, so that the last step is left out
+        if not steps:
+            continue
+        stored = dataset.trajectory(number)
+        number += 1
+        own = slice(first, first + steps)
+        states = rows["observation"][first : last + 1]
+        if kind == "transition" and is_terminal and write is as_npz:
+            states = np.append(states, states[-1:], axis=0)
+        np.testing.assert_array_equal(stored["observation"], states)
+        np.testing.assert_array_equal(stored["action"], rows["action"][own])
+        np.testing.assert_array_equal(stored["extra"], rows["extra"][own])
+        rewarded = slice(first + 1, first + 1 + steps) if kind == "reward" else own
+        np.testing.assert_array_equal(stored["reward"], rows["reward"][rewarded])
+        ends = np.arange(steps) == steps - 1
+        np.testing.assert_array_equal(stored["terminated"], ends & is_terminal)
+        np.testing.assert_array_equal(stored["truncated"], ends & (not is_terminal))
+    assert number == len(dataset)
+    notes = dataset.source["sources"][0]["notes"]
+    assert any(note.startswith(("the last row", "each row")) for note in notes)
+    has_note = any("1 episodes of one row have no step" in note for note in notes)
+    assert has_note == (kind != "transition")
+
+
+@pytest.mark.parametrize("write", FORMS)
+def test_rewards_that_allow_two_meanings_are_refused(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    source = write(tmp_path, rows_of("last"))
+    with pytest.raises(DataError, match=r"reward must be 0 in rows with is_last.*--last-step tr"):
+        run_command(command, str(source), str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="last_step must be one of transition, observation, rewa"):
+        open_source(source, last_step="last")
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_of_a_program_without_some_of_them(tmp_path: Path) -> None:
+    """`is_first` alone divides rows, and an end without `is_terminal` is of unknown cause."""
+    rows = rows_of("")
+    for names, terminal in ((("is_first",), []), (("is_first", "is_terminal"), [1])):
+        kept = {name: a for name, a in rows.items() if name[:3] != "is_" or name in names}
+        steps = [dict(zip(kept, one, strict=True)) for one in zip(*kept.values(), strict=True)]
+        data = Dataset.from_iterable(iter(steps), tmp_path / "out", overwrite=True)
+        assert data.lengths.tolist() == [3, 4, 2]
+        ends = [i for i in range(3) if data.trajectory(i)["terminated"].any()]
+        assert ends == terminal
+
+
+def test_malformed_row_flags(tmp_path: Path) -> None:
+    rows = rows_of("")
+    source = as_steps_with_ids(tmp_path, {**rows, "is_last": np.isin(np.arange(13), [2, 7, 12])})
+    with pytest.raises(DataError, match=r"episode 7: is_last must be set .* got 'row 2 of 4'"):
+        open_source(source)
+    odd = {**rows, "is_terminal": np.arange(13) == 7}
+    with pytest.raises(DataError, match="is_terminal must be set at the last row of an episode"):
+        open_source(as_npz(tmp_path, odd))
+    with pytest.raises(DataError, match="is_terminal must not be in the source with --episode-len"):
+        open_source(as_npz(tmp_path, rows), episode_length=3)
+    plain = {name: array for name, array in rows.items() if name[:3] != "is_"}
+    ids = np.repeat([7, 3, 9, 1], LENGTHS)
+    with pytest.raises(DataError, match="--last-step must be for a source with one of is_first"):
+        open_source(as_steps(tmp_path, plain, episode_id=ids), last_step="reward")
+
+
+ODD = {"observation": "robot_state", "action": "command", "reward": "score", "is_last": "stop"}
+
+
+@pytest.mark.parametrize("write", FORMS[:2])
+def test_names_are_given_before_they_are_judged(tmp_path: Path, write: Callable[..., Path]) -> None:
+    """Also by a role, which keeps the column's name, and where names are those of a program."""
+    rows = {name: array for name, array in rows_of("all").items() if name != "is_first"}
+    expected = ingest([write(tmp_path, rows)], tmp_path / "plain")
+    odd = {ODD.get(name, name): array for name, array in rows.items()}
+    source = write(tmp_path, odd)
+    with pytest.raises(DataError):
+        ingest([source], tmp_path / "out")
+    renamed = [f"--rename={old}={new}" for new, old in ODD.items()]
+    assert run_command(command, str(source), str(tmp_path / "out"), *renamed) == 0
+    assert Dataset.open(tmp_path / "out").fingerprint == expected.fingerprint
+    roles = {"robot_state": "observation", "command": "action", "score": "reward"}
+    flags = {"stop": "is_last"}
+    data = ingest([source], tmp_path / "out", rename=flags, role=roles, overwrite=True)
+    for new, old in list(ODD.items())[:3]:
+        np.testing.assert_array_equal(data.columns[old], expected.columns[new])
+        assert data.schema[old].role == new
+    assert data.lengths.tolist() == expected.lengths.tolist()
+
+
+def test_several_observations_by_role_and_flags_by_rename(tmp_path: Path) -> None:
+    """A flag of any end is told by its name in the source or by the name that it would have."""
+    row = np.arange(6)
+    arrays = {"qpos": row * 1.0, "qvel": row * 2.0, "acts": row, "terminals": row % 3 == 2}
+    np.savez(tmp_path / "a.npz", **arrays)
+    roles = {"q*": "observation"}
+    for old in ("terminals", "terminated"):
+        data = ingest(
+            [tmp_path / "a.npz"],
+            tmp_path / "out",
+            role=roles,
+            rename={old: "truncated"},
+            reward="none",
+            overwrite=True,
+        )
+        assert {c.name: c.role for c in data.schema}["qvel"] == "observation"
+        assert [data.trajectory(i)["qvel"].tolist() for i in (0, 1)] == [[0, 2, 4], [6, 8, 10]]
+        assert data.columns["terminated"].sum() == 0
+        assert data.lengths.tolist() == [2, 2]
