@@ -57,7 +57,10 @@ PyMethodDef kMethods[] = {
     Function<gear::python::GatherInto, true>("gather_into",
                                              "gather_into(call, resolutions, n_steps) -> None"),
     Function<gear::python::TakeSelection>(
-        "stream_take", "stream_take(stream, number, alpha, beta, part, num_parts) -> part or None"),
+        "stream_take",
+        "stream_take(stream, number, alpha, beta, part, num_parts, call) -> part or None"),
+    Function<gear::python::ReportPriorities, true>(
+        "stream_report", "stream_report(stream, resolutions, priorities, batch) -> whether done"),
     Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::cpu::Fence>("fence", "fence() -> None"),
