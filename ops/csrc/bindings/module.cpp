@@ -80,10 +80,9 @@ PyMethodDef kMethods[] = {
 
 }  // namespace
 
-// The name under which DeepSpeed's jit_load imports the shared library.
-#define GEAR_JOIN(a, b) a##b
-#define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)
-PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
+namespace gear::python {
+
+PyObject* MakeModule() {
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
   PyObject* made = PyModule_Create(&module);
@@ -93,11 +92,11 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   }
   try {
     auto classes = pybind11::reinterpret_borrow<pybind11::module_>(made);
-    gear::python::Bind(classes);
-    gear::python::BindGatherCall(classes);
-    gear::python::BindStream(classes);
-    gear::python::BindVectorSteps(classes);
-    gear::python::BindTrajectories(classes);
+    Bind(classes);
+    BindGatherCall(classes);
+    BindStream(classes);
+    BindVectorSteps(classes);
+    BindTrajectories(classes);
   } catch (pybind11::error_already_set& error) {
     error.restore();
     Py_CLEAR(made);
@@ -107,3 +106,5 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   }
   return made;
 }
+
+}  // namespace gear::python
