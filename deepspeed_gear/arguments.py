@@ -177,16 +177,14 @@ def device(name: str, value: object) -> torch.device:
         ) from error
 
 
-def usable_device(name: str, value: object) -> torch.device:
-    """Return a device after creating a tensor on it."""
-    usable = device(name, value)
+def check_usable(name: str, device: torch.device) -> None:
+    """Raise a ConfigError unless torch can create a tensor on a device."""
     try:
-        torch.empty(0, device=usable)
+        torch.empty(0, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             name,
             "must be a device that torch can use here",
-            str(usable),
+            str(device),
             str(error).splitlines()[0],
         ) from error
-    return usable

@@ -11,6 +11,7 @@ from pathlib import Path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def sync(path: Path) -> None:
@@ -20,6 +21,17 @@ def sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def start_writeback(fd: int, offset: int, size: int) -> None:
+    """Start to write bytes of a file from the page cache to the disk, where the system can.
+
+    They are not durable before `sync`.
+    """
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if sync_file_range is not None:
+        place = (ctypes.c_int64(offset), ctypes.c_int64(size))
+        sync_file_range(ctypes.c_int(fd), *place, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def swap_names(one: Path, other: Path) -> bool:

@@ -479,7 +479,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         there = arguments.device("device", device)
         if self.device == there:
             return self
-        arguments.usable_device("device", there)
+        arguments.check_usable("device", there)
         return self.map(lambda tensor: tensor.to(there))
 
     def tree(self) -> dict[str, Any]:

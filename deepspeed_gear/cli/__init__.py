@@ -6,6 +6,8 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from deepspeed_gear.errors import ConfigError
+
 T = TypeVar("T")
 Options = Mapping[str, str | tuple[str, dict[str, Any]]]
 
@@ -48,3 +50,18 @@ def listed(options: list[str] | None) -> list[str] | None:
     if options is None:
         return None
     return [part.strip() for option in options for part in option.split(",") if part.strip()]
+
+
+def check_one_source(name: str, folder: object, living: object, command: str) -> None:
+    """Raise ConfigError unless a command has either its folder or `--living`.
+
+    Args:
+        name: Name of the folder's argument.
+        folder: Its value; None: it is not given.
+        living: The value of `--living`; None: it is not given.
+        command: The command, whose help the error names.
+    """
+    if (folder is None) == (living is None):
+        both = "and --living must not both be given"
+        rule = "or --living must be given" if folder is None else both
+        raise ConfigError(name, rule, folder, f"{command} --help shows both")

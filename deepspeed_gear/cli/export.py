@@ -18,7 +18,7 @@ import numpy as np
 
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
-from deepspeed_gear.cli import Options, listed
+from deepspeed_gear.cli import Options, check_one_source, listed
 from deepspeed_gear.cli.inspect import find_saves
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.export import FORMATS, export
@@ -45,13 +45,7 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     """Write the trajectories, and print their number."""
-    if (args.data is None) == (args.living is None):
-        rule = (
-            "or --living must be given"
-            if args.data is None
-            else "and --living must not both be given"
-        )
-        raise ConfigError("DATA", rule, args.data, "gear export --help shows both")
+    check_one_source("DATA", args.data, args.living, "gear export")
     schema, trajectories, is_table = _open(args)
     columns = listed(args.columns)
     count = export(

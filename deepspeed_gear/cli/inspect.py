@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
-from deepspeed_gear.cli import Options, dataset_plots, grid_of
+from deepspeed_gear.cli import Options, check_one_source, dataset_plots, grid_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -59,13 +59,7 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     """Print a description of a data set, a checkpoint or the stores of running processes."""
-    if (args.dest is None) == (args.living is None):
-        rule = (
-            "or --living must be given"
-            if args.dest is None
-            else "and --living must not both be given"
-        )
-        raise ConfigError("DEST", rule, args.dest, "gear inspect --help shows both")
+    check_one_source("DEST", args.dest, args.living, "gear inspect")
     folder = None if args.dest is None else Path(args.dest)
     held_in, tables = (None, []) if folder is None else find_saves(folder)
     if args.verify and (folder is None or held_in is not None or tables):

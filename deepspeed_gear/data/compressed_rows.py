@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_files import COMPRESSED, REMAKE, ArrayFile, FileEntry, column_file
+from deepspeed_gear.data.array_file import ArrayFile
+from deepspeed_gear.data.dataset_files import COMPRESSED, REMAKE, FileEntry, column_file
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 

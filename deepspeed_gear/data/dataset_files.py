@@ -1,4 +1,4 @@
-"""The files of an on-disk data set: NumPy headers, streamed payloads and digests."""
+"""The files of an on-disk data set: NumPy headers, JSON files and digests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import io
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import DataError
@@ -145,45 +143,6 @@ def probe_digest(path: Path) -> str:
         first = file.read(PROBE_BYTES)
         file.seek(max(PROBE_BYTES, file.seek(0, os.SEEK_END) - PROBE_BYTES))
         return hashlib.sha256(first + file.read(PROBE_BYTES)).hexdigest()
-
-
-class ArrayFile:
-    """A NumPy file that grows row by row, and whose header is completed at the end.
-
-    Not thread-safe.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
-        self.path = path
-        self._dtype = dtype
-        self._row_shape = row_shape
-        self._file: BinaryIO = path.open("wb", buffering=_BLOCK_BYTES // 4)
-        self._begin = self._file.write(npy_header(dtype, (0, *row_shape)))
-        self._digest = hashlib.sha256()
-        self._row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
-
-    def append(self, array: NDArray[Any], and_zero_row: bool = False) -> None:
-        """Append rows, or one row without the row axis, and then a row of zeros if asked for."""
-        rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        for payload in (rows, bytes(self._row_bytes) if and_zero_row else b""):
-            self._file.write(payload)
-            self._digest.update(payload)
-
-    def finish(self) -> FileEntry:
-        """Complete the header, flush the file to the disk and close it."""
-        num_rows = (self._file.tell() - self._begin) // self._row_bytes
-        self._file.seek(0)
-        self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
-        self._file.close()
-        sync(self.path)
-        return FileEntry(
-            self.path.stat().st_size, self._digest.hexdigest(), probe_digest(self.path)
-        )
-
-    def discard(self) -> None:
-        """Close the file without completing it; safe to call twice, and on a full disk."""
-        with suppress(OSError):  # closing writes the rest of the buffer
-            self._file.close()
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> FileEntry:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.running_moments import Float64, Moment, add_rows
+from deepspeed_gear.data.array_file import Workers
+from deepspeed_gear.data.column_scan import (
+    ColumnScan,
+    Neighbours,
+    block_rows,
+    is_image,
+    run_in_turn,
+    statistics_shape,
+)
+from deepspeed_gear.data.running_moments import Float64, Moment
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
 
@@ -23,11 +30,9 @@ MAX_SAMPLE_BYTES = 256 * 1024 * 1024
 # by at most half a unit, so it is off by at most 0.1% of the spread.
 LEAST_SPREAD = 2.0**9
 _SPREADS = 1e-307, 1e307  # deviations whose reciprocals float64 can hold
-_BLOCK_ROWS = 1 << 16
-_BLOCK_BYTES = 32 * 1024 * 1024
+_BLOCK_BYTES = 4 * 1024 * 1024
 _SAMPLE_KEY = 0x6765_6172  # "gear"
-# Elements of the smallest image; smaller rows, such as boards, have statistics by element.
-_LEAST_IMAGE = 1024
+_LEVELS = np.array([float(level) for level in QUANTILES])
 _ARRAYS = ("mean", "std", "min", "max")
 
 Int64 = NDArray[np.int64]
@@ -84,23 +89,6 @@ class ColumnStatistics:
         )
 
 
-def statistics_shape(column: Column) -> tuple[int, ...]:
-    """Return the shape of a column's statistics.
-
-    It is the shape of a row, but 1 for the height and width of images: uint8 rows of at least three
-    axes, [..., H, W, C] or [..., C, H, W], and more than 1,024 elements.
-    """
-    if column.dtype != "uint8" or len(column.shape) < 3 or column.num_elements <= _LEAST_IMAGE:
-        return column.shape
-    *rest, first, _, last = column.shape  # the channels are the smaller end
-    return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
-
-
-@np.errstate(invalid="ignore")  # converting a signalling NaN raises the flag
-def _as_float64(array: NDArray[Any], column: Column) -> Float64:
-    return as_numbers(array, column).astype(np.float64)
-
-
 def sample_positions(num_rows: int, num_sampled: int) -> Int64:
     """Return the rows that a sample takes: a fixed pseudo-random one from each of equal strata.
 
@@ -113,24 +101,6 @@ def sample_positions(num_rows: int, num_sampled: int) -> Int64:
     # Bounds of the strata: for 10 rows and 4 samples [0, 2, 5, 7, 10].
     bounds = np.arange(num_sampled + 1, dtype=np.int64) * num_rows // num_sampled
     return np.asarray(bounds[:-1] + (jitter * np.diff(bounds)).astype(np.int64))
-
-
-@np.errstate(over="ignore", invalid="ignore")
-def _quantiles(sample: NDArray[Any], column: Column) -> dict[str, Float64]:
-    """Return the quantiles of each element over the sampled rows, [m, elements]."""
-    num_elements = sample.shape[1]
-    result = np.full((len(QUANTILES), num_elements), np.nan)
-    levels = [float(level) for level in QUANTILES]
-    group = max(1, _BLOCK_BYTES // (8 * max(1, len(sample))))
-    for first in range(0, num_elements, group):
-        part = _as_float64(sample[:, first : first + group], column)
-        finite = np.isfinite(part)
-        if finite.all():
-            result[:, first : first + group] = np.quantile(part, levels, axis=0)
-            continue
-        for element in np.flatnonzero(finite.any(axis=0)):
-            result[:, first + element] = np.quantile(part[finite[:, element], element], levels)
-    return dict(zip(QUANTILES, result, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,58 +133,128 @@ class KeptRows:
             mask[starts + lengths - starts[0]] = False
         return mask[low - starts[0] : high - starts[0]]
 
+    def runs(self, column: Column) -> Int64:
+        """Return the first row and the length of each run of kept rows, as [k, 2], int64."""
+        first = self.first_rows[self.keep]
+        lengths = self.lengths[self.keep] + int(column.rows == "T+1")
+        if column.rows == "1":
+            first = np.flatnonzero(self.keep)
+            lengths = np.ones_like(first)
+        # Runs that touch are one: [[0, 2], [2, 3], [7, 1]] is [[0, 5], [7, 1]].
+        ends = first + lengths
+        begins = np.flatnonzero(np.concatenate([[True], first[1:] != ends[:-1]]))
+        lasts = np.concatenate([begins[1:] - 1, [len(first) - 1]])
+        return np.stack([first[begins], ends[lasts] - first[begins]], axis=1)
 
-def _blocks(values: NDArray[Any], column: Column, rows: KeptRows) -> Iterator[NDArray[Any]]:
-    """Yield the kept rows in blocks of bounded size, [r, elements], in the stored dtype."""
-    step = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // (8 * column.num_elements)))
-    for low in range(0, len(values), step):
-        high = min(low + step, len(values))
-        mask = rows.mask(column, low, high)
-        if not mask.any():
-            continue
-        block = np.asarray(values[low:high]).reshape(high - low, column.num_elements)
-        yield block if mask.all() else block[mask]
+    def places(self, column: Column, positions: Int64) -> Int64:
+        """Return the rows of the file that positions among the kept rows stand for."""
+        runs = self.runs(column)
+        before = np.cumsum(runs[:, 1]) - runs[:, 1]
+        run = np.searchsorted(before, positions, side="right") - 1
+        return np.asarray(runs[run, 0] + positions - before[run])
 
 
-@np.errstate(over="ignore", invalid="ignore")
+class ColumnSummary:
+    """The statistics of one column: a scan of its rows, then the values around its quantiles."""
+
+    def __init__(
+        self,
+        values: NDArray[Any],
+        column: Column,
+        rows: KeptRows,
+        scan: ColumnScan | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """Prepare the tasks.
+
+        Args:
+            values: The column, which may be mapped, or decodes its rows.
+            scan: Of all rows of the column, where they were scanned already.
+            num_threads: Threads for which the tasks are divided.
+        """
+        self._values = values
+        self._column = column
+        self._rows = rows
+        self._scan = scan
+        self._num_threads = num_threads
+        self._num_sampled = 0
+        self._neighbours: Neighbours | None = None
+
+    def scan(self) -> None:
+        """Scan all rows of the column, a few MiB at a time, unless they were scanned before."""
+        if self._scan is not None:
+            return
+        scan = ColumnScan(self._column)
+        step = block_rows(self._column)
+        step *= max(1, _BLOCK_BYTES // (step * self._column.row_bytes))
+        for low in range(0, len(self._values), step):
+            block = np.ascontiguousarray(self._values[low : low + step])
+            mask = self._rows.mask(self._column, low, low + len(block))
+            if mask.any():
+                scan.add(block, None if mask.all() else mask)
+        self._scan = scan
+
+    def order(self) -> list[Callable[[], None]]:
+        """Return the tasks that find the values around quantiles."""
+        column = self._column
+        if is_image(column):
+            return []
+        count = self._rows.count(column)
+        budget = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // column.row_bytes))
+        self._num_sampled = min(count, budget)
+        is_array = isinstance(self._values, np.ndarray)
+        if count <= budget and is_array and self._values.flags.c_contiguous:
+            values = self._values
+            runs = self._rows.runs(column)
+        else:
+            places = self._rows.places(column, sample_positions(count, budget))
+            values = np.ascontiguousarray(self._values[places])
+            runs = np.array([[0, len(places)]], np.int64)
+        self._neighbours = Neighbours(values, column, runs, _LEVELS, self._num_threads)
+        return self._neighbours.tasks
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def result(self) -> ColumnStatistics:
+        """Return the statistics, after `scan` and the tasks of `order`."""
+        assert self._scan is not None
+        column = self._column
+        count = self._rows.count(column)
+        if self._neighbours is None:
+            return _image_statistics(self._scan.bins, column, count)
+        moments = self._scan.moments
+        num_finite = moments[Moment.COUNT]
+
+        def shaped(array: Float64) -> Float64:
+            is_known = (num_finite > 0) & np.isfinite(array)
+            # Adding 0 makes -0 a 0: which of the two is least or in the middle is arbitrary.
+            return np.where(is_known, array + 0.0, np.nan).reshape(column.shape)
+
+        squares = np.maximum(moments[Moment.SQUARES], 0.0)
+        quantiles = zip(QUANTILES, self._neighbours.quantiles(), strict=True)
+        return ColumnStatistics(
+            count=count,
+            mean=shaped(moments[Moment.FIRST] + moments[Moment.MEAN]),
+            std=shaped(np.sqrt(squares / np.maximum(num_finite, 1))),
+            min=shaped(moments[Moment.LEAST]),
+            max=shaped(moments[Moment.GREATEST]),
+            quantiles={level: shaped(array) for level, array in quantiles},
+            quantile_rows=self._num_sampled,
+            non_finite=count * column.num_elements - int(num_finite.sum()),
+        )
+
+
 def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
     """Compute the statistics of one stored column over the kept rows.
 
-    Cost: one pass over the column; memory for `MAX_SAMPLE_BYTES` and a few blocks. Quantiles are
-    exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed
-    sample of that size.
+    Cost: one pass over the column, and one over those of its rows that quantiles come from; memory
+    for a few MiB, and for `MAX_SAMPLE_BYTES` where these rows are copied. Quantiles are exact up to
+    `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed sample of that
+    size.
     """
-    if statistics_shape(column) != column.shape:
-        return _image_statistics(values, column, rows)
-    count = rows.count(column)
-    budget = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // column.row_bytes))
-    positions = sample_positions(count, budget)
-    sample = np.empty((len(positions), column.num_elements), dtype=column.numpy_dtype)
-    moments = np.zeros((Moment.NUM_WORDS, column.num_elements))
-    seen = 0  # rows of the blocks before
-    taken = 0  # of `positions`, which count kept rows
-    for block in _blocks(values, column, rows):
-        moments = add_rows(moments, _as_float64(block, column))
-        until = int(np.searchsorted(positions, seen + len(block)))
-        sample[taken:until] = block[positions[taken:until] - seen]
-        taken = until
-        seen += len(block)
-    num_finite = moments[Moment.COUNT]
-
-    def shaped(array: Float64) -> Float64:
-        is_known = (num_finite > 0) & np.isfinite(array)
-        return np.where(is_known, array, np.nan).reshape(column.shape)
-
-    return ColumnStatistics(
-        count=count,
-        mean=shaped(moments[Moment.FIRST] + moments[Moment.MEAN]),
-        std=shaped(np.sqrt(np.maximum(moments[Moment.SQUARES], 0.0) / np.maximum(num_finite, 1))),
-        min=shaped(moments[Moment.LEAST]),
-        max=shaped(moments[Moment.GREATEST]),
-        quantiles={level: shaped(array) for level, array in _quantiles(sample, column).items()},
-        quantile_rows=len(positions),
-        non_finite=count * column.num_elements - int(num_finite.sum()),
-    )
+    summary = ColumnSummary(values, column, rows)
+    summary.scan()
+    run_in_turn(summary.order())
+    return summary.result()
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -246,18 +286,12 @@ def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str,
     return statistics
 
 
-def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
-    """Compute the statistics of images per channel.
+def _image_statistics(bins: Int64, column: Column, num_rows: int) -> ColumnStatistics:
+    """Compute the statistics of images per channel from the counts of their pixel values.
 
     They are exact: counts of the 256 pixel values determine all of them.
     """
     shape = statistics_shape(column)
-    channels = np.arange(math.prod(shape)).reshape(shape)
-    # Channel c has the bins from 256 * c on; `base` is that number for each element of a row.
-    bins = np.zeros(256 * math.prod(shape), np.int64)
-    base = np.broadcast_to(256 * channels, column.shape).reshape(-1)
-    for block in _blocks(values, column, rows):
-        bins += np.bincount((block + base).reshape(-1), minlength=len(bins))
     pixels = bins.reshape(*shape, 256)
     value = np.arange(256.0)
     until = pixels.cumsum(axis=-1)  # for pixels [2, 0, 3] it is [2, 2, 5]
@@ -271,7 +305,6 @@ def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
         low, high = ((until <= int(at)).sum(axis=-1) for at in (place, place + 1))
         return np.asarray(low + (high - low) * (place % 1))
 
-    num_rows = rows.count(column)
     return ColumnStatistics(
         count=num_rows,
         mean=mean,
@@ -301,16 +334,42 @@ def check_split(split: Mapping[str, float]) -> dict[str, float]:
     return {name: float(split[name]) for name in sorted(split)}
 
 
+def statistics_of_groups(
+    schema: Schema,
+    columns: Mapping[str, NDArray[Any]],
+    first_rows: Int64,
+    lengths: Int64,
+    groups: Mapping[Any, NDArray[np.bool_]],
+) -> dict[Any, dict[str, ColumnStatistics]]:
+    """Compute the statistics of all columns but opaque ones over several sets of trajectories.
+
+    Args:
+        groups: Which trajectories a set has, by its key. [n] each, bool, at least one True.
+    Cost: one pass over the columns for each set.
+    """
+    numeric = [column for column in schema if not column.is_opaque]
+    found = {}
+    for key, keep in groups.items():
+        rows = KeptRows(first_rows, lengths, keep, schema.has_final_row)
+        found[key] = {one.name: column_statistics(columns[one.name], one, rows) for one in numeric}
+    return found
+
+
 def compute_statistics(
     schema: Schema,
     columns: Mapping[str, NDArray[Any]],
     first_rows: Int64,
     lengths: Int64,
     split: Mapping[str, float],
+    workers: Workers,
+    scans: Mapping[str, ColumnScan] | None = None,
 ) -> dict[str, ColumnStatistics]:
     """Compute the statistics of all columns but opaque ones over the training split.
 
-    Cost: one pass over the columns.
+    Args:
+        workers: Threads; the statistics do not depend on their number.
+        scans: Scans of all rows of the columns, where there are any.
+    Cost: as `column_statistics` for each column; without a pass where it was scanned.
     """
     split = check_split(split)
     keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == 0
@@ -322,7 +381,13 @@ def compute_statistics(
             "use smaller shares or more trajectories",
         )
     rows = KeptRows(first_rows, lengths, keep, schema.has_final_row)
+    scans = {} if scans is None else scans
     numeric = [column for column in schema if not column.is_opaque]
-    return {
-        column.name: column_statistics(columns[column.name], column, rows) for column in numeric
+    summaries = {
+        c.name: ColumnSummary(columns[c.name], c, rows, scans.get(c.name), workers.num_threads)
+        for c in numeric
     }
+    workers.run([summary.scan for summary in summaries.values()])
+    tasks = [task for summary in summaries.values() for task in summary.order()]
+    workers.run(tasks)
+    return {name: summary.result() for name, summary in summaries.items()}

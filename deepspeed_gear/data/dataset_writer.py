@@ -22,19 +22,21 @@ from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import compressed_rows, dataset_files
+from deepspeed_gear.data.array_file import BLOCK_BYTES, ArrayFile, Workers
+from deepspeed_gear.data.column_scan import ColumnScan
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
     REMAKE,
     SCHEMA_FILE,
     STATS_FILE,
-    ArrayFile,
     DatasetPart,
     FileEntry,
 )
-from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
+from deepspeed_gear.data.dataset_statistics import KeptRows, check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.splits import TRAIN, split_of
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError, GearError, SchemaError, undo_on_error
+from deepspeed_gear.errors import ConfigError, DataError, GearError, SchemaError, undo_on_error
 from deepspeed_gear.file_system import swap_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import SOURCE, Schema
@@ -44,10 +46,15 @@ _PARTIAL = ".partial"
 _REPLACED = ".replaced"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK_BYTES = 4 * 1024 * 1024
+_MEMORY = 128 * 1024 * 1024  # for blocks of all columns, unless there are very many
+_LEAST_BLOCK_BYTES = 256 * 1024
+_IDS = 1024  # whose split is found at a time
 
 
 class DatasetWriter:
-    """Writer of a data set, which holds no more than one trajectory in memory.
+    """Writer of a data set, which holds one trajectory and a few MiB of each column in memory.
+
+    Threads write, digest and scan what was added. The data set does not depend on their number.
 
     It writes to DEST.partial, and renames that to DEST once it is complete; a DEST that is replaced
     or appended to is swapped with it in the same rename. A writer that is killed leaves a
@@ -66,6 +73,7 @@ class DatasetWriter:
         append: bool = False,
         source: Mapping[str, Any] | None = None,
         compress: Collection[str] | None = None,
+        threads: int | None = None,
     ) -> None:
         """Start a new data set, or one that begins with the trajectories of another.
 
@@ -80,8 +88,10 @@ class DatasetWriter:
                 those of the data set that is appended to.
             compress: Columns to store as one zstd frame per row; their rows must have several
                 values. None: no column, or those of the data set that is appended to.
+            threads: Threads that digest rows and compute statistics; with 1, `add` does it itself.
+                None: one for each core of this process, at most 8.
         Raises:
-            ConfigError: The split is malformed.
+            ConfigError: The split or the number of threads is malformed.
             SchemaError: There is no such column to compress.
             DataError: `dest` exists, cannot be appended to, or cannot be written.
         Cost: with `append`, the existing bytes are read and written once, a few MiB at a time.
@@ -98,6 +108,10 @@ class DatasetWriter:
         self.schema = schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise ConfigError(
+                "threads", "must be at least 1", threads, "leave it out for all cores"
+            )
         with DataError.on(
             "source",
             "must be JSON, without NaN and infinities",
@@ -113,6 +127,9 @@ class DatasetWriter:
         self._lengths = packed("q")
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
+        self._scans = {c.name: ColumnScan(c) for c in schema if not c.is_opaque}
+        self._kept_ids = range(0)  # for which `_kept` states whether they are for training
+        self._kept: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._part: DatasetPart | None = None
         self._statistics: dict[str, Any] | None = None  # of the whole, where this is a part
         self._closed = False
@@ -121,9 +138,17 @@ class DatasetWriter:
         with undo_on_error(self.discard), writing(self.dest):
             check_destination(self.dest, self._overwrite)
             (self._made / "columns").mkdir(parents=True)
+            self._workers = Workers(threads)
+            block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, _MEMORY // (len(schema) * 3)))
             for column in schema:
-                path = self._made / dataset_files.column_file(column)
-                self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
+                self._files[column.name] = ArrayFile(
+                    self._made / dataset_files.column_file(column),
+                    column.numpy_dtype,
+                    column.shape,
+                    self._workers,
+                    self._scans.get(column.name),
+                    block_bytes,
+                )
             known = Dataset.open(self.dest) if append else None
             if compress is None:
                 compress = () if known is None else known.compressed
@@ -193,13 +218,22 @@ class DatasetWriter:
             name, self.schema, trajectory, late_remedy="a data set is not filled later"
         )
         check_finite(name, self.schema, arrays)
+        keep = self._is_kept(len(self._lengths))
         with undo_on_error(self.discard), writing(self.dest):
             for column in self.schema:
                 is_shorter = column.rows == "T" and self.schema.has_final_row
-                self._files[column.name].append(arrays[column.name], and_zero_row=is_shorter)
+                self._files[column.name].append(arrays[column.name], is_shorter, keep)
         self._lengths.append(length)
         self._num_rows += length + int(self.schema.has_final_row)
         return len(self._lengths) - 1
+
+    def _is_kept(self, number: int) -> bool:
+        """Return whether a trajectory is for training, which statistics cover."""
+        if number not in self._kept_ids:
+            self._kept_ids = range(number, number + _IDS)
+            ids = np.arange(number, number + _IDS, dtype=np.int64)
+            self._kept = split_of(ids, self._split) == TRAIN
+        return bool(self._kept[number - self._kept_ids.start])
 
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
         """Make this a part of a data set by copying its rows.
@@ -212,6 +246,8 @@ class DatasetWriter:
         self._grown_from = {
             name: n for name, n in whole.versions.items() if name != whole.fingerprint
         }
+        for file in self._files.values():
+            file.leave_out_scan()
         self._copy(whole, part.first, part.end, digests)
 
     def _begin_with(self, known: Dataset) -> None:
@@ -236,7 +272,9 @@ class DatasetWriter:
         self._copy(known, 0, len(known), digests)
         check_copied(known, digests)
         if len(columns) < len(self.schema):
-            self._files[SOURCE.name].append(np.zeros(len(known), SOURCE.numpy_dtype))
+            sources = np.zeros(len(known), SOURCE.numpy_dtype)
+            keep = split_of(np.arange(len(known), dtype=np.int64), self._split) == TRAIN
+            self._files[SOURCE.name].append(sources, keep=keep)
         self._grown_from = known.versions
         # A source that a program has described by itself has no list; it is a list of one.
         before, own = (
@@ -249,12 +287,15 @@ class DatasetWriter:
         """Copy trajectories [begin, stop) of a data set, and add their bytes to the digests."""
         first = whole.row_of(begin)
         end = whole.row_of(stop)
+        is_train = split_of(np.arange(len(whole), dtype=np.int64), self._split) == TRAIN
+        kept = KeptRows(whole.first_rows, whole.lengths, is_train, whole.schema.has_final_row)
         for column in whole.schema:
             low, high = (begin, stop) if column.rows == "1" else (first, end)
             rows = max(1, _BLOCK_BYTES // max(1, column.row_bytes))
             for at in range(low, high, rows):
                 block = whole.columns[column.name][at : min(at + rows, high)]
-                self._files[column.name].append(block)
+                keep = kept.mask(column, at, at + len(block))
+                self._files[column.name].append(block, keep=keep)
                 digests[column.name].update(
                     np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
                 )
@@ -262,13 +303,13 @@ class DatasetWriter:
         self._num_rows = end - first
 
     def close(self) -> Dataset:
-        """Complete the data set, compute its statistics and move it into place.
+        """Complete the data set, finish its statistics and move it into place.
 
         Returns:
             The data set, opened.
         Raises:
             DataError: There are no trajectories, or none is left for training; no file remains.
-        Cost: one pass over the columns for the statistics.
+        Cost: the rows that quantiles come from are read, while the last rows go to the disk.
         """
         if self._closed:
             raise DataError(
@@ -303,17 +344,34 @@ class DatasetWriter:
         file = ArrayFile(self._made / dataset_files.EXTENTS_FILE, extents.dtype, (2,))
         file.append(extents)
         files: dict[str, FileEntry] = {dataset_files.EXTENTS_FILE: file.finish()}
-        for column in self.schema:
-            files[file_of(column)] = self._files[column.name].finish()
+        for array_file in self._files.values():
+            array_file.flush()
+        for array_file in self._files.values():
+            array_file.wait()
+        columns = {name: array_file.memory_map() for name, array_file in self._files.items()}
+        # The disk takes the last rows while quantiles are found in the page cache.
+        entries = {
+            column: self._workers.start_one(self._files[column.name].finish)
+            for column in self.schema
+        }
         statistics = self._statistics
         if statistics is None:
-            columns = {c.name: np.load(self._made / file_of(c), mmap_mode="r") for c in self.schema}
             first_rows = np.ascontiguousarray(extents[:, 0])
-            computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
+            computed = compute_statistics(
+                self.schema,
+                columns,
+                first_rows,
+                lengths,
+                self._split,
+                self._workers,
+                self._scans,
+            )
             statistics = {
                 "split": self._split,
                 "columns": {name: entry.to_json() for name, entry in computed.items()},
             }
+        for column, entry in entries.items():
+            files[file_of(column)] = entry()
         digests = {column.name: files.pop(file_of(column)).sha256 for column in self._compress}
         for column in self._compress:
             files |= compressed_rows.compress(self._made, column)
@@ -339,6 +397,10 @@ class DatasetWriter:
         if self._closed:
             return
         self._closed = True
+        for file in self._files.values():
+            file.stop()
+        if self._files:
+            self._workers.close()
         for file in self._files.values():
             file.discard()
         self._partial.discard()

@@ -21,7 +21,8 @@ import h5py
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.data.dataset_files import ArrayFile, write_json
+from deepspeed_gear.data.array_file import ArrayFile
+from deepspeed_gear.data.dataset_files import write_json
 from deepspeed_gear.data.dataset_writer import PartialFolder, check_destination, writing
 from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
 from deepspeed_gear.data.ingest.exported import (

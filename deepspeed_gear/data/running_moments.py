@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from deepspeed_gear.schema import Column
 
 Float64 = NDArray[np.float64]
+_PARTS = 8
+_MOST_DIVIDED = 32  # elements of the widest rows that are summed in parts
 
 
 class Moment:
@@ -68,21 +70,47 @@ def merge(parts: Sequence[Float64]) -> Float64:
 
 @np.errstate(over="ignore", invalid="ignore")
 def add_rows(moments: Float64, rows: Float64) -> Float64:
-    """Return moments merged with those of the finite values in rows, [r, elements], r >= 1."""
+    """Return moments merged with those of the finite values in rows, [r, elements], r >= 1.
+
+    The native module gives the same bits (ops/csrc/statistics/statistics.h): the order of all sums
+    is fixed, see `_sum`.
+    """
     finite = np.isfinite(rows)
-    count = finite.sum(axis=0)
-    begins = rows[finite.argmax(axis=0), np.arange(len(count))]
-    first = np.where(moments[Moment.COUNT] > 0, moments[Moment.FIRST], begins)
+    count = finite.sum(axis=0).astype(np.float64)
+    first = rows[finite.argmax(axis=0), np.arange(len(count))]
+    first = np.where(count > 0, first, 0.0)
     low = rows
     high = rows
     distances = rows - first
     if not finite.all():
-        low = np.where(finite, rows, np.inf)
-        high = np.where(finite, rows, -np.inf)
+        low = np.where(finite, rows, first)
+        high = low
         distances = np.where(finite, distances, 0.0)
-    mean = distances.sum(axis=0) / np.maximum(count, 1)
-    delta = (distances - mean) * finite
+    mean = _sum(distances) / np.maximum(count, 1.0)
+    delta = np.where(finite, distances - mean, 0.0)
     # Without rounding, the deltas would sum to 0; the second term corrects what the mean lacks.
-    squares = (delta * delta).sum(axis=0) - delta.sum(axis=0) ** 2 / np.maximum(count, 1)
+    rest = _sum(delta)
+    squares = _sum(delta * delta) - rest * rest / np.maximum(count, 1.0)
     added = np.stack([count, first, mean, squares, low.min(axis=0), high.max(axis=0)])
     return merge([moments, added])
+
+
+def _sum(rows: Float64) -> Float64:
+    """Sum rows, [r, elements]; narrow ones in 8 parts, which are added in their order.
+
+    With parts, row i belongs to part i % 8: of 10 rows, part 0 sums rows 0 and 8. Vector
+    instructions add the parts of one element at the same time.
+    """
+    num_rows, num_elements = rows.shape
+    parts = _PARTS if num_elements <= _MOST_DIVIDED else 1
+    whole = -(-num_rows // parts) * parts
+    padded = rows
+    if whole != num_rows:
+        padded = np.concatenate([rows, np.zeros((whole - num_rows, num_elements))])
+    # NumPy adds the lines of an array with a long last axis one after the other.
+    lines = np.add.reduce(padded.reshape(-1, parts * num_elements), axis=0)
+    lines = (lines + 0.0).reshape(parts, num_elements)  # the native sums begin with 0, not with -0
+    total = lines[0]
+    for part in lines[1:]:
+        total = total + part
+    return np.asarray(total)

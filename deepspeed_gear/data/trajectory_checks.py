@@ -15,7 +15,8 @@ from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.data.array_values import holds_text
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, known_names
-from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.ops.backends import existing_native
+from deepspeed_gear.schema import DTYPES, FLOATING, Column, Schema
 
 CORRECT = "correct it, or give the column a dtype that holds it"
 ENDS_LAST = "must be set at the last step of a trajectory only"
@@ -207,6 +208,15 @@ def not_finite(stored: np.ndarray, column: Column) -> np.ndarray:
     return np.asarray(~np.isfinite(stored))
 
 
+def are_finite(stored: np.ndarray, column: Column) -> bool:
+    """Return whether no stored value of a floating column is NaN or infinite."""
+    native = existing_native()
+    if native is None or not stored.flags.c_contiguous:
+        return not not_finite(stored, column).any()
+    kind = FLOATING.index(column.dtype) + 1  # as in ops/csrc/store/finite.h
+    return bool(native.all_finite(stored.ctypes.data, stored.nbytes, kind))
+
+
 def check_finite(
     name: str,
     columns: Iterable[Column],
@@ -220,7 +230,7 @@ def check_finite(
     """
     for column in columns:
         array = arrays.get(column.name)
-        if array is None or not column.must_be_finite:
+        if array is None or not column.must_be_finite or are_finite(array, column):
             continue
         wrong = not_finite(array, column)
         if wrong.any():
@@ -241,6 +251,12 @@ def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:
     if column.dtype != "bfloat16":
         return array
     return np.asarray(array.astype(np.uint32) << 16).view(np.float32)  # its upper half
+
+
+@np.errstate(invalid="ignore")  # converting a signalling NaN raises the flag
+def as_float64(values: np.ndarray, column: Column) -> np.ndarray:
+    """Return stored values as float64."""
+    return as_numbers(values, column).astype(np.float64)
 
 
 def split_episodes(

@@ -238,6 +238,32 @@ class GatherCall:
     def address(self) -> int:
         """Where it lies, for direct calls; it must live as long as they use it."""
 
+class TrajectoryReader:
+    """Reads whole trajectories as programs give them, in the stored form of a store's columns.
+
+    Args:
+        store: Address of the `Store`, which its user keeps.
+        columns: Name, bit if it is late, and whether it is an end flag, of each column.
+        most: Steps of the longest trajectory; 0: any number.
+        group: Index of the column of the groups' numbers; -1: there is none.
+        mask: Index of the loss mask; -1: there is none.
+        shares_prompts: Whether the prompt of a lease's group is stored once.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: int,
+        columns: Sequence[tuple[str, int, bool]],
+        most: int,
+        group: int,
+        mask: int,
+        shares_prompts: bool,
+    ) -> None: ...
+    @property
+    def address(self) -> int:
+        """Where it lies, for direct calls; it must live as long as they use it."""
+
 class Stream:
     """Makes the plain selections of a batch stream (sampling/batch_stream.py).
 
@@ -253,14 +279,79 @@ class Stream:
 
 # Direct calls of the classes above, by address: for each trajectory, step or row.
 
-def store_add(
-    store: int, columns: Sequence[Any], num_steps: int, timeout_s: float, /
-) -> tuple[int, int] | None:
+def all_finite(values: int, bytes: int, type: int, /) -> bool:
+    """Return whether no floating value, by address, is NaN or infinite; type: as in RowForm."""
+
+def row_moments_add(
+    values: int,
+    dtype: int,
+    num_rows: int,
+    num_elements: int,
+    keep: int,
+    block_rows: int,
+    moments: int,
+    /,
+) -> None:
+    """Add rows to moments, block by block (ops/csrc/statistics/statistics.h); all by address."""
+
+def pixels_count(
+    pixels: int,
+    keep: int,
+    num_rows: int,
+    outer: int,
+    inner: int,
+    last: int,
+    bins: int,
+    /,
+) -> None:
+    """Count pixel values by channel; all by address."""
+
+def order_statistics(
+    values: int,
+    dtype: int,
+    num_elements: int,
+    first: int,
+    count: int,
+    runs: int,
+    num_runs: int,
+    levels: int,
+    num_levels: int,
+    found: int,
+    /,
+) -> None:
+    """Find the finite values around quantiles of elements [first, first + count); by address."""
+
+def store_add(reader: int, trajectory: Any, timeout_s: float, /) -> tuple[int, int, int] | None:
     """Make room for a trajectory, copy and commit it; takes the lock.
 
     Returns:
-        Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer
-        of the stored form; nothing has happened.
+        Its id, or a refusal; its slot, -1 if none was reserved; and the bits of the late columns
+        that it has. None: it is no dict of columns of the stored form, or of numbers and lists that
+        are converted; nothing has happened.
+    """
+
+def group_write(
+    reader: int, trajectories: Any, number: int, slots: Any, timeout_s: float, /
+) -> int | None:
+    """Make room for the trajectories of a lease's group and copy them; takes the lock.
+
+    Args:
+        trajectories: A list of what `store_add` takes; the group's column may be left out.
+        number: The group's number.
+        slots: Takes their slots, and the bits of their late columns. [2, n], int64.
+    Returns:
+        0; a refusal, with nothing reserved; or None as `store_add`, also for values that are not
+        finite and must be.
+    """
+
+def group_commit(store: int, slots: Any, present: Any, version: int, born: int, /) -> list[int]:
+    """Commit written slots of a group; return their ids. Wants the lock.
+
+    Args:
+        slots: The slots. [n], int64.
+        present: Bits of the late columns of each. [n], int64.
+        version: Policy version of the group.
+        born: Global batch that is selected next.
     """
 
 def row_fits(targets: int, target: int, row: Any, /) -> bool:

@@ -6,6 +6,7 @@ their tensors.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -147,6 +148,20 @@ def load_native(timeout_s: float = jit.BUILD_TIMEOUT_S, with_kernels: bool = Fal
     return native_op.CpuOp().load(
         timeout_s=timeout_s, beside=beside, builder=lambda: _builder("GearBuilder")
     )
+
+
+def existing_native() -> ModuleType | None:
+    """Return the CPU op if it is loaded, or can be without a build; None otherwise.
+
+    For work that Python does as well, with the same result: writing a data set builds nothing.
+    """
+    loaded = jit.loaded(native_op.CpuOp.NAME)
+    return loaded if loaded is not None else _existing_build()
+
+
+@functools.cache
+def _existing_build() -> ModuleType | None:
+    return native_op.CpuOp().load_existing()
 
 
 def start_kernels() -> None:

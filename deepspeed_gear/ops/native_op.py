@@ -15,6 +15,7 @@ import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -118,6 +119,19 @@ class NativeOp(ABC):
             return jit.import_file(self.absolute_name(), prebuilt)
         name = self.finished()
         return None if name is None else jit.import_built(name)
+
+    def load_existing(self) -> ModuleType | None:
+        """Load the op without building it; None where neither a prebuilt op nor a build exists."""
+
+        def load() -> ModuleType:
+            module = self.load_finished()
+            if module is None:
+                raise BuildError(f"the native op {self.NAME}", "is not built", remedy=self.INSTEAD)
+            return module
+
+        with suppress(BuildError):
+            return jit.load_once(self.NAME, load)
+        return None
 
     def finished(self) -> str | None:
         """Return the name of the JIT build that can be loaded, None where one has to be made."""

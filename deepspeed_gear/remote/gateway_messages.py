@@ -63,7 +63,7 @@ def as_sent(
     trajectory: Mapping[str, Any],
     items: dict[int, MediaItem],
     **options: Any,
-) -> tuple[dict[str, np.ndarray], int]:
+) -> dict[str, np.ndarray]:
     """Check a trajectory, and convert it to the form in which it is sent.
 
     Args:
@@ -75,17 +75,15 @@ def as_sent(
         **options: As `check_trajectory`.
 
     Returns:
-        Columns in the stored form, with the content of new media items, and the number of steps.
+        Columns in the stored form, with the content of new media items.
     """
     if media is None:
-        return check_trajectory(name, schema, trajectory, **options)
+        return check_trajectory(name, schema, trajectory, **options)[0]
     own = dict[int, MediaItem]()
-    arrays, num_steps = check_trajectory(
-        name, schema, media.take(name, schema, trajectory, own), **options
-    )
+    arrays, _ = check_trajectory(name, schema, media.take(name, schema, trajectory, own), **options)
     arrays[SENT] = media.send(item.content for number, item in own.items() if number not in items)
     items |= own
-    return arrays, num_steps
+    return arrays
 
 
 def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:

@@ -97,7 +97,7 @@ class RemoteLedger(LeaseLedger):
         number = {str(self._hello["group"]): np.int64(lease.number)}
         flat = [flatten(name, {**number, **one}, names) for one in given]
         items = dict[int, MediaItem]()  # each comes with the first member that names it
-        members = [as_sent(name, self._schema, self._media, one, items)[0] for one in flat]
+        members = [as_sent(name, self._schema, self._media, one, items) for one in flat]
         num_bytes = sum(map(trajectory_bytes, members))
         most_bytes = int(self._hello["max_message_bytes"])
         if num_bytes > most_bytes:

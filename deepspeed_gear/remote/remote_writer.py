@@ -285,7 +285,7 @@ class RemoteWriter(WriterBase):
         self._num_raised = 0
         self._sender = Sender(line, self.schema, hello["who"], sending, timeout_s)
         self._finalizer = weakref.finalize(self, self._sender.stop)
-        self.num_added = self.num_steps_added = 0
+        self.num_added = 0
 
     @classmethod
     def connect(
@@ -363,9 +363,7 @@ class RemoteWriter(WriterBase):
         name = f"table {self.table}"
         trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
         remedy = "a remote writer cannot fill it later: add it, or write on a node of the table"
-        arrays, num_steps = as_sent(
-            name, self.schema, self._media, trajectory, {}, late_remedy=remedy
-        )
+        arrays = as_sent(name, self.schema, self._media, trajectory, {}, late_remedy=remedy)
         check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:
@@ -375,7 +373,6 @@ class RemoteWriter(WriterBase):
         copies = {name: np.array(array, order="C") for name, array in arrays.items()}
         number = self._sender.put(copies, num_bytes)
         self.num_added += 1
-        self.num_steps_added += num_steps
         return number
 
     def flush(self) -> None:

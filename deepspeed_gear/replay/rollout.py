@@ -754,10 +754,14 @@ class Packs:
             resolutions = torch.from_numpy(rows.rows.numpy()[rows_at])
             shared = None if rows.shared is None else rows.shared.of(rows_at)
             rows.gatherer.gather(steps, *shape.runs(resolutions, own, shared), shape.first)
-            for name, values in rows.gatherer.trajectory_values(resolutions).items():
-                if name not in per_trajectory:
-                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
-                per_trajectory[name][own] = values
+            own_values = rows.gatherer.trajectory_values(resolutions)
+            if len(tables) == 1:
+                per_trajectory = own_values
+            else:
+                for name, values in own_values.items():
+                    if name not in per_trajectory:
+                        per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
+                    per_trajectory[name][own] = values
             for field in fields:
                 assert field.column is not None
                 read = read_opaque(rows.table, field.column, resolutions)

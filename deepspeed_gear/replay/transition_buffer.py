@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +31,9 @@ FIRST_RESETS = 8  # episodes before the log may have a warning of the autoreset 
 class TransitionSamples(NamedTuple):
     """Sampled transitions, with the names of Stable-Baselines3.
 
-    [B, *shape] each, and [B, 1] for a column without a shape. The tensors belong to `batch` and are
-    overwritten with it: see Batch.
+    [B, *shape] each, and [B, 1] for a column without a shape. For a `Dict` space it is a dict of
+    such tensors, for a `Tuple` space a tuple, nested as the space is. The tensors belong to `batch`
+    and are overwritten with it: see Batch.
 
     Attributes:
         observations: Observations before the actions.
@@ -45,9 +46,9 @@ class TransitionSamples(NamedTuple):
         batch: The batch, with its own names, ids and weights.
     """
 
-    observations: torch.Tensor
-    actions: torch.Tensor
-    next_observations: torch.Tensor
+    observations: Any
+    actions: Any
+    next_observations: Any
     dones: torch.Tensor
     rewards: torch.Tensor
     discounts: torch.Tensor | None
@@ -115,7 +116,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
         buffer_size: Number of transitions. At least so many are held if trajectories have 16 on
             average. Whole trajectories are evicted, the oldest first, when rows are needed; so up
             to 1/32 of `buffer_size` and (N + 1) * max_length more are held.
-        observation_space: Space of one environment: Box, Discrete, MultiDiscrete or MultiBinary.
+        observation_space: Space of one environment: Box, Discrete, MultiDiscrete or MultiBinary, or
+            a Dict or Tuple of them, nested to any depth. Each part is a column of its own:
+            `observation.camera`, `observation.joints.0`.
         action_space: Space of one environment, of the same kinds.
         device: Device of the samples.
         n_envs: Number of environments, N; or the environment itself, whose number and autoreset
@@ -148,23 +151,37 @@ class TransitionBuffer(ProcessBound, PublicNames):
     ) -> None:
         buffer_size = arguments.count("buffer_size", buffer_size)
         self.num_envs, mode = resolve(n_envs, autoreset)
+        states = [*_columns("observation", observation_space, "T+1")]
+        actions = [*_columns("action", action_space, "T")]
+        self._spaces = {"observation": observation_space, "action": action_space}
         columns = [
-            _column("observation", observation_space, "T+1"),
-            _column("action", action_space, "T"),
+            *states,
+            *actions,
             Column("reward", "float32", (), "reward"),
             Column("terminated", "bool", (), "terminated"),
             # Without the role: the store would also mark the ends of parts as truncated.
             Column("truncated", "bool"),
         ]
-        self._forms = [_Rows.of(column.name, column, self.num_envs) for column in columns]
-        self._next_form = self._forms[0]._replace(argument="next_obs")
+        forms = [_Rows.of(column.name, column, self.num_envs) for column in columns]
+        self._state_forms = forms[: len(states)]
+        self._next_forms = [
+            form._replace(argument=form.argument.replace("observation", "next_obs", 1))
+            for form in self._state_forms
+        ]
+        self._other_forms = forms[len(states) :]
+        # Only steps of one column of observations are taken and compared by one native call.
+        self._is_plain = [column.name for column in (*states, *actions)] == [
+            "observation",
+            "action",
+        ]
         fields = arguments.mapping("fields", options.get("fields", {}))
         derived = {
             of.get("derived", name) for name, of in fields.items() if isinstance(of, Mapping)
         }
         columns += [column for column in _OF_EPISODES if column.name in derived]
         most = getattr(getattr(n_envs, "spec", None), "max_episode_steps", None)
-        section = _section(buffer_size, self.num_envs, table or {}, options, most)
+        names = [column.name for column in (*states, *actions)]
+        section = _section(buffer_size, self.num_envs, table or {}, options, names, most)
         self.replay = Replay(section, schemas={"main": Schema(columns)}, device=device)
         # "same_step" is "disabled" for the writer: the first observation of an episode comes with
         # its first transition.
@@ -185,7 +202,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
 
         Args:
             obs: Observations before the actions. [N, *shape]; if N is 1, all arguments may also
-                come without this axis.
+                come without this axis. For a Dict or Tuple space the parts, nested as it is, as
+                environments return them.
             next_obs: Observations after the actions; at the end of an episode, its last one.
                 [N, *shape].
             action: Actions. [N, *shape]; those without a shape also as [N, 1].
@@ -209,36 +227,47 @@ class TransitionBuffer(ProcessBound, PublicNames):
             self._suspects = None
         begins = None if self._suspects is None else self._writer.waits
         try:
+            is_plain = self._is_plain and not self._begins_anew
             whole = {"observation": next_obs, **done_by}
-            if not self._begins_anew and self._writer.take_after(obs, whole):
+            if is_plain and self._writer.take_after(obs, whole):
                 self._clear(begins)
                 return
             # Arguments are not in the stored form, or a trajectory begins: convert and try again.
-            observation, *others = self._forms
-            before = observation.read(obs)
-            after = self._next_form.read(next_obs)
-            given = {form.column.name: form.read(done_by[form.column.name]) for form in others}
-            columns: dict[str, Any] = {"observation": after, **given}
-            if not self._begins_anew and self._writer.take_after(before, columns):
+            observation_space = self._spaces["observation"]
+            parts = _parts("observation", "obs", observation_space, obs)
+            next_parts = _parts("observation", "next_obs", observation_space, next_obs)
+            given = {**done_by, **_parts("action", "action", self._spaces["action"], action)}
+            before = {f.column.name: f.read(parts[f.column.name]) for f in self._state_forms}
+            after = {f.column.name: f.read(next_parts[f.column.name]) for f in self._next_forms}
+            others = {f.column.name: f.read(given[f.column.name]) for f in self._other_forms}
+            columns: dict[str, Any] = {**after, **others}
+            if is_plain and self._writer.take_after(before["observation"], columns):
                 self._clear(begins)
                 return
-            address = _address(obs)
-            self._begin(before, after, address is not None and address == _address(next_obs))
+            addresses = ((_address(parts[name]), _address(next_parts[name])) for name in parts)
+            is_one_memory = any(one is not None and one == other for one, other in addresses)
+            self._begin(before, after, is_one_memory)
             self._writer.step(publish=True, **columns)
         except StoreError:
             self._begins_anew = True
             raise
 
-    def _begin(self, observations: np.ndarray, following: np.ndarray, is_one_memory: bool) -> None:
+    def _begin(
+        self,
+        observations: Mapping[str, np.ndarray],
+        following: Mapping[str, np.ndarray],
+        is_one_memory: bool,
+    ) -> None:
         """Begin trajectories after ended episodes, and where observations do not follow the last.
 
         Args:
-            observations: Observations of this transition. [N, *shape].
-            following: Observations after it. [N, *shape].
+            observations: Observations of this transition, by column. [N, *shape] each.
+            following: Observations after it, by column. [N, *shape] each.
             is_one_memory: Whether both were given in the same memory.
         """
         writer = self._writer
-        differs = self._differ(observations, writer.last_states("observation"))
+        last = {name: writer.last_states(name) for name in observations}
+        differs = self._differ(observations, last)
         ended = writer.waits
         fresh = ~writer.has_begun
         if self._begins_anew:
@@ -253,11 +282,15 @@ class TransitionBuffer(ProcessBound, PublicNames):
                 num_equal = int((gaps & ~self._differ(observations, following)).sum())
             self._note(int(gaps.sum()), num_equal, num_resets)
         if begins.any():
-            writer.reset(begins, observation=observations)
+            writer.reset(begins, **observations)
         self._begins_anew = False
 
-    def _differ(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        return np.asarray((one != other).reshape(self.num_envs, -1).any(axis=1))
+    def _differ(self, one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the environments for which any column differs. [N], bool."""
+        differs = np.zeros(self.num_envs, bool)
+        for name, rows in one.items():
+            differs |= (rows != other[name]).reshape(self.num_envs, -1).any(axis=1)
+        return differs
 
     def _clear(self, begins: np.ndarray | None) -> None:
         """Clear the suspects that continue their trajectory; those of `begins` stay suspect."""
@@ -343,9 +376,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
             done = (discount == 0).float()
             discounts = discount.unsqueeze(1)
         return TransitionSamples(
-            observations=_with_axis(batch["observation"]),
-            actions=_with_axis(batch["action"]),
-            next_observations=_with_axis(batch["next_observation"]),
+            observations=_tree(batch, "observation", self._spaces["observation"]),
+            actions=_tree(batch, "action", self._spaces["action"]),
+            next_observations=_tree(batch, "next_observation", self._spaces["observation"]),
             dones=done.unsqueeze(1),
             rewards=reward.unsqueeze(1),
             discounts=discounts,
@@ -364,9 +397,50 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self.replay.close()
 
 
-def _with_axis(values: torch.Tensor) -> torch.Tensor:
-    """Return values as [B, 1] if they are [B]."""
-    return values if values.dim() > 1 else values.unsqueeze(1)
+def _tree(batch: Batch, name: str, space: Any) -> Any:
+    """Return the fields of a space's parts, nested as it is; [B, 1] where they are [B]."""
+    parts = _spaces_of(space)
+    if parts is None:
+        values = batch[name]
+        return values if values.dim() > 1 else values.unsqueeze(1)
+    tree = {key: _tree(batch, f"{name}.{key}", part) for key, part in parts.items()}
+    return tree if isinstance(space.spaces, Mapping) else tuple(tree.values())
+
+
+def _spaces_of(space: Any) -> dict[str, Any] | None:
+    """Return the parts of gymnasium's Dict or Tuple, by key or index; None for other spaces."""
+    kinds = {base.__name__ for base in type(space).__mro__}
+    if "Dict" in kinds:
+        return dict(space.spaces)
+    if "Tuple" in kinds:
+        return {str(index): part for index, part in enumerate(space.spaces)}
+    return None
+
+
+def _parts(name: str, argument: str, space: Any, value: Any) -> dict[str, Any]:
+    """Return the parts of a value by the names of their columns.
+
+    Args:
+        name: Name of the column, or of those of the parts before the first dot.
+        argument: Name of the value in errors.
+    Raises:
+        DataError: The value does not have the parts of the space.
+    """
+    spaces = _spaces_of(space)
+    if spaces is None:
+        return {name: value}
+    given = value
+    if isinstance(value, (tuple, list)):
+        given = {str(index): part for index, part in enumerate(value)}
+    if not isinstance(given, Mapping) or given.keys() != spaces.keys():
+        shown = sorted(given) if isinstance(given, Mapping) else type(value).__name__
+        remedy = "give the parts as the environment returns them: a dict, or a tuple"
+        rule = f"must have the parts {', '.join(spaces)} of its space"
+        raise DataError(argument, rule, shown, remedy)
+    parts: dict[str, Any] = {}
+    for key, part in spaces.items():
+        parts |= _parts(f"{name}.{key}", f"{argument}.{key}", part, given[key])
+    return parts
 
 
 def _address(value: Any) -> int | None:
@@ -378,15 +452,27 @@ def _address(value: Any) -> int | None:
     return id(value) if isinstance(value, list) else None
 
 
-def _column(role: str, space: Any, rows: Any) -> Column:
-    """Return the column for the values of a gymnasium space."""
+def _columns(name: str, space: Any, rows: Any) -> Iterator[Column]:
+    """Yield the columns for the values of a gymnasium space, one for each of its parts."""
+    role, _, part = name.partition(".")
+    where = f"{role}_space" + (f": {part}" if part else "")
+    parts = _spaces_of(space)
+    if parts is not None:
+        if not parts:
+            raise ConfigError(where, "must have at least one part", 0, "leave the empty space out")
+        for key, inner in parts.items():
+            if not isinstance(key, str) or "." in key:
+                remedy = "rename it with a wrapper of the environment"
+                raise ConfigError(where, "must have names without dots as keys", key, remedy)
+            yield from _columns(f"{name}.{key}", inner, rows)
+        return
     shape = getattr(space, "shape", None)
     dtype = getattr(space, "dtype", None)
     if shape is None or dtype is None:
-        remedy = "give a Replay a column for each part, and write with its vector_writer"
-        rule = "must be Box, Discrete, MultiDiscrete or MultiBinary"
-        raise ConfigError(f"{role}_space", rule, type(space).__name__, remedy)
-    return Column(role, np.dtype(dtype).name, tuple(shape), role, rows)
+        remedy = "store its values as arrays of one shape, with a wrapper of the environment"
+        rule = "must be Box, Discrete, MultiDiscrete or MultiBinary, or a Dict or Tuple of them"
+        raise ConfigError(where, rule, type(space).__name__, remedy)
+    yield Column(name, np.dtype(dtype).name, tuple(shape), role, rows)
 
 
 def _reads_other_steps(field: tuple[str, Any]) -> bool:
@@ -396,7 +482,7 @@ def _reads_other_steps(field: tuple[str, Any]) -> bool:
         return False  # the config refuses it
     column = options.get("column", name)
     offset = options.get("offset", 0)
-    is_next = column == "observation" and offset in (1, "n_step")
+    is_next = str(column).split(".")[0] == "observation" and offset in (1, "n_step")
     derived = name in ("timestep", "return_to_go") or options.get("derived") is not None
     return derived or options.get("length") is not None or not (offset == 0 or is_next)
 
@@ -406,12 +492,17 @@ def _section(
     num_envs: int,
     table: Mapping[str, Any],
     options: dict[str, Any],
+    names: Sequence[str],
     most_steps: int | None,
 ) -> dict[str, Any]:
-    """Return a buffer's `gear` section; `most_steps` is the longest episode, None if unknown.
+    """Return a buffer's `gear` section.
 
     The capacity is `buffer_size`, the margin for scattered rows, the rows that are reserved for the
     growing trajectory of each environment, and those of one that an eviction may free in excess.
+
+    Args:
+        names: Names of the columns of observations and actions.
+        most_steps: Steps of the longest episode; None if unknown.
     """
     for name in ("tables", "data"):
         if name in options:
@@ -433,11 +524,14 @@ def _section(
         },
         "sampler": {"kind": "uniform", "unit": "step", **sampler},
         "fields": {
-            "observation": {},
-            "action": {},
+            **{name: {} for name in names},
             "reward": {},
             "terminated": {"as": "float32"},
-            "next_observation": {"column": "observation", "offset": next_offset},
+            **{
+                f"next_{name}": {"column": name, "offset": next_offset}
+                for name in names
+                if name.split(".")[0] == "observation"
+            },
             **fields,
         },
     }

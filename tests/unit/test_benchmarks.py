@@ -69,6 +69,14 @@ RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
     ),
     "scale": ([], {"nodes": {1, 2, 4}, "samples": {8, 16, 32}}, []),
     "ingest": (["--parts", *INGEST], {"what": set(INGEST)}, ["adds_per_s", "mb_per_s"]),
+    "disk_writing": (
+        [],
+        {
+            "work": {"steps", "frames"},
+            "system": {"DatasetWriter", "gear ingest", "raw write", "NumPy memmap"},
+        },
+        ["mb_per_s", "of_raw"],
+    ),
     "fixed_cost": (
         [],
         {"part": {"the op: gather_", "the selection, in one native call"}},

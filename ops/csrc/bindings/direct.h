@@ -8,7 +8,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/MaybeOwned.h>
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <exception>
 #include <optional>
@@ -26,11 +25,9 @@ struct PythonError : std::exception {};  // Python's error indicator is set
 }
 
 // The caller's reference keeps the tensor alive, and an unchanged list those in it: counting
-// another reference would need the GIL.
-inline at::Tensor& AsTensor(PyObject* object) {
-  if (!THPVariable_Check(object)) RaiseType("a tensor", object);
-  return const_cast<at::Tensor&>(THPVariable_Unpack(object));
-}
+// another reference would need the GIL. Defined in module.cpp: torch's header for Python tensors
+// takes longer to compile than all ops, so that one source alone includes it.
+at::Tensor& AsTensor(PyObject* object);
 
 inline int64_t AsInt(PyObject* object) {
   const int64_t value = PyLong_AsLongLong(object);

@@ -2,18 +2,26 @@
 // classes, and functions that are called seldom, are defined in store.h, and the ops as plain
 // functions in library.cpp.
 #include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include "bindings/direct.h"
 #include "bindings/gather_call.h"
+#include "bindings/statistics.h"
 #include "bindings/store.h"
 #include "bindings/stream.h"
 #include "bindings/vector_steps.h"
+#include "bindings/whole_rows.h"
 #include "store/bell.h"
 #include "store/mutex.h"
 
 namespace gear::direct {
 
 extern PyMethodDef kOps[];  // of library.cpp
+
+at::Tensor& AsTensor(PyObject* object) {
+  if (!THPVariable_Check(object)) RaiseType("a tensor", object);
+  return const_cast<at::Tensor&>(THPVariable_Unpack(object));
+}
 
 }  // namespace gear::direct
 
@@ -27,7 +35,13 @@ PyMethodDef kMethods[] = {
                                          "after its owner died, 2 timed out, 3 broken"),
     Function<gear::cpu::MutexUnlock>("mutex_unlock", "mutex_unlock(address) -> None"),
     Function<gear::python::AddTrajectory>(
-        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot) or None"),
+        "store_add", "store_add(reader, trajectory, timeout_s) -> (id, slot, late) or None"),
+    Function<gear::python::WriteGroup>(
+        "group_write",
+        "group_write(reader, trajectories, number, slots, timeout_s) -> 0, refusal or "
+        "None"),
+    Function<gear::python::CommitGroup>(
+        "group_commit", "group_commit(store, slots, present, version, born) -> ids"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Function<gear::python::WriteLateRows>(
@@ -47,6 +61,18 @@ PyMethodDef kMethods[] = {
     Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::cpu::Fence>("fence", "fence() -> None"),
+    Function<gear::python::AddRowMoments, true>(
+        "row_moments_add",
+        "row_moments_add(values, dtype, num_rows, num_elements, keep, block_rows, moments) -> "
+        "None"),
+    Function<gear::cpu::CountPixels, true>(
+        "pixels_count", "pixels_count(pixels, keep, num_rows, outer, inner, last, bins) -> None"),
+    Function<gear::python::OrderStatistics, true>(
+        "order_statistics",
+        "order_statistics(values, dtype, num_elements, first, count, runs, num_runs, levels, "
+        "num_levels, found) -> None"),
+    Function<gear::python::AllFinite, true>("all_finite",
+                                            "all_finite(values, bytes, type) -> bool"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -68,6 +94,7 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
     gear::python::BindGatherCall(classes);
     gear::python::BindStream(classes);
     gear::python::BindVectorSteps(classes);
+    gear::python::BindTrajectories(classes);
   } catch (pybind11::error_already_set& error) {
     error.restore();
     Py_CLEAR(made);

@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <vector>
 

@@ -1,0 +1,218 @@
+"""One pass over the rows of a column for its statistics, and the values around its quantiles.
+
+The native module computes both where a build of it exists (ops/csrc/statistics); NumPy gives the
+same bits otherwise, several times as slowly. A data set is written where no compiler is, so nothing
+is built for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_gear.data.running_moments import Float64, Moment, add_rows
+from deepspeed_gear.data.trajectory_checks import as_float64
+from deepspeed_gear.ops.backends import existing_native
+from deepspeed_gear.schema import DTYPES, Column
+
+Int64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+# Elements of the smallest image; smaller rows, such as boards, have statistics by element.
+_LEAST_IMAGE = 1024
+_BLOCK_ELEMENTS = 1 << 15
+_BLOCK_ROWS = (16, 4096)  # fewest and most rows of a block
+_CODES = {name: code for code, name in enumerate(DTYPES)}  # common/convert.h
+_GROUP_ELEMENTS = 16  # that one task orders
+_PIXEL_BYTES = 32 * 1024 * 1024
+
+
+def run_in_turn(tasks: list[Callable[[], None]]) -> None:
+    """Run tasks one after the other."""
+    for task in tasks:
+        task()
+
+
+def statistics_shape(column: Column) -> tuple[int, ...]:
+    """Return the shape of a column's statistics.
+
+    It is the shape of a row, but 1 for the height and width of images: uint8 rows of at least three
+    axes, [..., H, W, C] or [..., C, H, W], and more than 1,024 elements.
+    """
+    if column.dtype != "uint8" or len(column.shape) < 3 or column.num_elements <= _LEAST_IMAGE:
+        return column.shape
+    *rest, first, _, last = column.shape  # the channels are the smaller end
+    return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
+
+
+def is_image(column: Column) -> bool:
+    """Return whether a column has its statistics by channel."""
+    return statistics_shape(column) != column.shape
+
+
+def block_rows(column: Column) -> int:
+    """Return the rows of a block, whose moments are computed before they are merged.
+
+    Blocks begin at fixed rows of the file, so moments do not depend on how rows are passed on.
+    """
+    if column.is_opaque or is_image(column):
+        return 1
+    low, high = _BLOCK_ROWS
+    return max(low, min(high, _BLOCK_ELEMENTS // column.num_elements))
+
+
+class ColumnScan:
+    """Moments of the elements of a column, or counts of its pixel values, over rows in file order.
+
+    Not thread-safe; several scans may run at the same time.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self.column = column
+        self.moments: Float64 = np.zeros((Moment.NUM_WORDS, column.num_elements))
+        #: Counts of pixel values by channel; empty unless the column holds images.
+        self.bins: Int64 = np.zeros(0, np.int64)
+        self._block_rows = block_rows(column)
+        if is_image(column):
+            self.moments = np.zeros((Moment.NUM_WORDS, 0))
+            self.bins = np.zeros((math.prod(statistics_shape(column)), 256), np.int64)
+
+    def add(self, rows: NDArray[np.generic], keep: Bool | None = None) -> None:
+        """Add the next rows of the file.
+
+        Args:
+            rows: In the stored dtype, [n, *shape] in C order. Every call but the last one has a
+                multiple of `block_rows`.
+            keep: Which rows count, [n]; None: all of them.
+        """
+        column = self.column
+        native = existing_native()
+        if native is None:
+            self._add_plainly(rows.reshape(len(rows), column.num_elements), keep)
+            return
+        flags = 0 if keep is None else keep.ctypes.data
+        at = rows.ctypes.data
+        if is_image(column):
+            outer, inner, last = _pixels(column)
+            bins = self.bins.ctypes.data
+            native.pixels_count(at, flags, len(rows), outer, inner, last, bins)
+            return
+        size = (_CODES[column.dtype], len(rows), column.num_elements)
+        moments = self.moments.ctypes.data
+        native.row_moments_add(at, *size, flags, self._block_rows, moments)
+
+    def _add_plainly(self, rows: NDArray[np.generic], keep: Bool | None) -> None:
+        if is_image(self.column):
+            shape = statistics_shape(self.column)
+            channels = np.arange(math.prod(shape)).reshape(shape)
+            # Channel c has the bins from 256 * c on; `base` is that number for each element.
+            base = np.broadcast_to(256 * channels, self.column.shape).reshape(-1)
+            step = max(1, _PIXEL_BYTES // (8 * len(base)))
+            kept = rows if keep is None else rows[keep]
+            for low in range(0, len(kept), step):
+                values = (kept[low : low + step].astype(np.int64) + base).reshape(-1)
+                self.bins += np.bincount(values, minlength=self.bins.size).reshape(-1, 256)
+            return
+        for low in range(0, len(rows), self._block_rows):
+            block = rows[low : low + self._block_rows]
+            if keep is not None:
+                block = block[keep[low : low + self._block_rows]]
+            if len(block):
+                self.moments = add_rows(self.moments, as_float64(block, self.column))
+
+
+def _pixels(column: Column) -> tuple[int, int, int]:
+    """Return the form [outer, inner, last] of an image whose channels are outer and last."""
+    *rest, first, second, last = column.shape
+    if last <= first:
+        return math.prod(rest), first * second, last
+    return math.prod(rest) * first, second * last, 1
+
+
+class Neighbours:
+    """The finite values of each element of a column around quantiles.
+
+    With n finite values in ascending order they are those at floor((n - 1) * level), and the next.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.generic],
+        column: Column,
+        runs: Int64,
+        levels: Float64,
+        num_threads: int = 1,
+    ) -> None:
+        """Prepare the tasks.
+
+        Args:
+            rows: Rows in the stored dtype, [*, *shape] in C order.
+            runs: First row and length of each run of rows that counts. [k, 2]
+            levels: Ascending levels in [0, 1].
+            num_threads: Threads for which the elements are divided.
+        """
+        num_elements = column.num_elements
+        self._rows = rows
+        self._column = column
+        self._runs = np.ascontiguousarray(runs)
+        self._levels = levels
+        #: Number of finite values, lower values by level, higher ones: [1 + 2 * levels, elements].
+        self.found: Float64 = np.full((1 + 2 * len(levels), num_elements), np.nan)
+        self.found[0] = 0
+        num_groups = max(-(-num_elements // _GROUP_ELEMENTS), min(num_threads, num_elements))
+        bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
+        find = self._find_plainly if existing_native() is None else self._find
+        #: Tasks that find the values; they may run at the same time.
+        self.tasks: list[Callable[[], None]] = [
+            functools.partial(find, *bound) for bound in pairwise(bounds)
+        ]
+
+    def quantiles(self) -> Float64:
+        """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""
+        count = len(self._levels)
+        low = self.found[1 : 1 + count]
+        high = self.found[1 + count :]
+        place = (np.maximum(self.found[0], 1) - 1) * self._levels[:, None]
+        share = place - np.floor(place)
+        with np.errstate(over="ignore", invalid="ignore"):
+            spread = high - low
+            values = np.where(share < 0.5, low + spread * share, high - spread * (1 - share))
+        return np.asarray(values)
+
+    def _find(self, first: int, end: int) -> None:
+        native = existing_native()
+        assert native is not None
+        native.order_statistics(
+            self._rows.ctypes.data,
+            _CODES[self._column.dtype],
+            self._column.num_elements,
+            first,
+            end - first,
+            self._runs.ctypes.data,
+            len(self._runs),
+            self._levels.ctypes.data,
+            len(self._levels),
+            self.found.ctypes.data,
+        )
+
+    def _find_plainly(self, first: int, end: int) -> None:
+        part = self._rows.reshape(len(self._rows), -1)[:, first:end]
+        kept = [part[:0], *(part[at : at + count] for at, count in self._runs.tolist())]
+        numbers = as_float64(np.concatenate(kept), self._column)
+        num_levels = len(self._levels)
+        for element in range(first, end):
+            values = numbers[:, element - first]
+            values = values[np.isfinite(values)]
+            self.found[0, element] = len(values)
+            if not len(values):
+                continue
+            ranks = np.floor((len(values) - 1) * self._levels).astype(np.int64)
+            after = np.minimum(ranks + 1, len(values) - 1)
+            values = np.partition(values, np.unique(np.concatenate([ranks, after])))
+            self.found[1 : 1 + num_levels, element] = values[ranks]
+            self.found[1 + num_levels :, element] = values[after]

@@ -1,0 +1,28 @@
+// Statistics of columns, by the addresses of NumPy's arrays, which the caller keeps; and the check
+// of values before they are written to a data set.
+#pragma once
+#include <cstdint>
+
+#include "statistics/statistics.h"
+#include "store/finite.h"
+
+namespace gear::python {
+
+inline void AddRowMoments(const char* values, int64_t dtype, int64_t num_rows, int64_t num_elements,
+                          const uint8_t* keep, int64_t block_rows, double* moments) {
+  cpu::AddRowMoments({values, dtype, num_rows, num_elements}, keep, block_rows, moments);
+}
+
+inline void OrderStatistics(const char* values, int64_t dtype, int64_t num_elements, int64_t first,
+                            int64_t count, const int64_t* runs, int64_t num_runs,
+                            const double* levels, int64_t num_levels, double* found) {
+  cpu::OrderStatistics({values, dtype, 0, num_elements}, first, count, runs, num_runs, levels,
+                       num_levels, found);
+}
+
+// type: a code of cpu::Exponents.
+inline bool AllFinite(const char* values, int64_t bytes, int64_t type) {
+  return cpu::AllFinite(values, bytes, static_cast<cpu::Exponents>(type));
+}
+
+}  // namespace gear::python

@@ -1,0 +1,177 @@
+"""Statistics of columns: the native module and NumPy give the same bits, for any division."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepspeed_gear import Column, Dataset, DatasetWriter, Schema
+from deepspeed_gear.data import array_file, column_scan
+from deepspeed_gear.data.column_scan import ColumnScan, Neighbours, block_rows
+from deepspeed_gear.data.trajectory_checks import are_finite, as_float64
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.ops import Ops
+from deepspeed_gear.schema import DTYPES, FLOATING
+
+LEVELS = np.array([0.0, 0.01, 0.25, 0.5, 0.9, 1.0])
+SHAPES = [(), (3,), (32,), (33,), (2, 600)]
+SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf])
+
+
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def rows_of(column: Column, count: int, random: np.random.Generator) -> np.ndarray:
+    """Return values with ties, zeros of both signs, and in a floating column non-finite ones."""
+    values = random.normal(0, 40, (count, *column.shape)).round(int(random.integers(0, 3)))
+    if not column.is_floating:
+        values = abs(values).clip(0, 120)
+    else:
+        holes = random.random(values.shape) < random.choice([0, 0.2])
+        values[holes] = random.choice(SPECIAL, int(holes.sum()))
+        values[random.random(values.shape) < 0.1] = -0.0
+    if column.dtype == "bfloat16":
+        return bfloat16(values)
+    with np.errstate(invalid="ignore"):
+        stored = values.astype(column.numpy_dtype)
+    if column.dtype == "int64":
+        stored *= 10**15 + 1  # more bits than float64 has
+    return stored
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_statistics_are_those_of_numpy(
+    cpu: Ops, dtype: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = Column("x", dtype, shape)
+    random = np.random.default_rng(len(dtype) + len(shape))
+    for count in (1, 7, 33, 1200 if column.num_elements > 33 else 6000):
+        values = rows_of(column, count, random)
+        for keep in (None, random.random(count) < 0.7):
+            kept = np.arange(count) if keep is None else np.flatnonzero(keep)
+            runs = np.stack([kept, np.ones_like(kept)], axis=1)
+            results = []
+            for native in (None, cpu.native):
+                monkeypatch.setattr(column_scan, "existing_native", lambda native=native: native)
+                scan = ColumnScan(column)
+                step = block_rows(column) * (3 if native is None else 1)
+                for low in range(0, count, step):
+                    part = None if keep is None else keep[low : low + step]
+                    scan.add(values[low : low + step], part)
+                neighbours = Neighbours(values, column, runs, LEVELS, 2)
+                for task in neighbours.tasks:
+                    task()
+                results.append((scan.moments + 0.0, neighbours.found + 0.0))
+            for one, other in zip(*results, strict=True):
+                np.testing.assert_array_equal(one.view(np.int64), other.view(np.int64))
+            numbers = as_float64(values[kept].reshape(len(kept), column.num_elements), column)
+            if len(kept) and np.isfinite(numbers).all():
+                wanted = np.quantile(numbers, LEVELS, axis=0)
+                np.testing.assert_array_equal(neighbours.quantiles(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(24, 20, 3), (3, 24, 20), (2, 24, 30, 1), (40, 40, 1)])
+def test_native_counts_of_pixels_are_those_of_numpy(
+    cpu: Ops, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (9, *shape)).astype(np.uint8)
+    keep = np.array([True, False, True, True, True, False, False, True, True])
+    bins = []
+    for native in (None, cpu.native):
+        monkeypatch.setattr(column_scan, "existing_native", lambda native=native: native)
+        scan = ColumnScan(Column("x", "uint8", shape))
+        scan.add(pixels, keep)
+        bins.append(scan.bins)
+    np.testing.assert_array_equal(*bins)
+    assert bins[0].sum() == pixels[keep].size
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_one_value_that_is_not_finite_is_found(cpu: Ops, dtype: str) -> None:
+    column = Column("x", dtype)
+    values = np.linspace(-3, 3, 37)
+    for special in SPECIAL:
+        for place in (0, 17, 36):
+            given = values.copy()
+            given[place] = special
+            stored = bfloat16(given) if dtype == "bfloat16" else given.astype(dtype)
+            assert not are_finite(stored, column)
+    assert are_finite(bfloat16(values) if dtype == "bfloat16" else values.astype(dtype), column)
+
+
+def test_a_data_set_is_the_same_for_any_threads_blocks_and_with_numpy_alone(
+    cpu: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = Schema(
+        [
+            Column("state", "float32", (5,), "observation", "T+1"),
+            Column("image", "uint8", (32, 32, 3)),
+            Column("number", "int64"),
+            Column("done", "bool", role="terminated"),
+            Column("weight", "float64", rows="1", allow_nan=True),
+            Column("text", "json", max_bytes=20, rows="1"),
+        ]
+    )
+    random = np.random.default_rng(0)
+    trajectories = [
+        {
+            "state": random.standard_normal((length + 1, 5)).astype(np.float32),
+            "image": random.integers(0, 256, (length, 32, 32, 3)).astype(np.uint8),
+            "number": random.integers(0, 1 << 40, length),
+            "done": np.arange(length) == length - 1,
+            "weight": np.float64(random.choice([np.nan, 1.5, 2.5])),
+            "text": f"{length}",
+        }
+        for length in random.integers(1, 60, 40).tolist()
+    ]
+    monkeypatch.setattr(column_scan, "_BLOCK_ROWS", (1, 8))
+    contents = set()
+    for threads, block_bytes, native in ((1, 2048, 1), (4, 2048, 1), (3, 1 << 20, 1), (2, 999, 0)):
+        monkeypatch.setattr("deepspeed_gear.data.dataset_writer._LEAST_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("deepspeed_gear.data.dataset_writer._MEMORY", 1)
+        module = cpu.native if native else None
+        monkeypatch.setattr(column_scan, "existing_native", lambda module=module: module)
+        dest = tmp_path / f"{threads}-{block_bytes}"
+        with DatasetWriter(dest, schema, split={"eval": 0.3}, threads=threads) as writer:
+            for trajectory in trajectories:
+                writer.add(trajectory)
+        files = sorted(file for file in dest.rglob("*") if file.is_file())
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        contents.add((Dataset.open(dest).fingerprint, *digests))
+    assert len(contents) == 1
+    assert Dataset.open(dest).statistics["state"].count < sum(
+        len(one["state"]) for one in trajectories
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_of_a_thread_is_raised_and_leaves_nothing(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = Column("x", "float32", (256,))
+    rows = np.ones((64, 256), np.float32)
+    monkeypatch.setattr("deepspeed_gear.data.dataset_writer._LEAST_BLOCK_BYTES", 4096)
+    monkeypatch.setattr("deepspeed_gear.data.dataset_writer._MEMORY", 1)
+    written = []
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        written.append(offset)
+        if len(written) > 3:
+            raise OSError(28, os.strerror(28))
+        return len(data)
+
+    monkeypatch.setattr(array_file.os, "pwrite", full)
+    writer = DatasetWriter(tmp_path / "set", Schema([column]), threads=threads)
+
+    def add_all() -> None:
+        for _ in range(10_000):
+            writer.add({"x": rows})
+
+    with pytest.raises(DataError, match="No space left"):
+        add_all()
+    assert list(tmp_path.iterdir()) == []
