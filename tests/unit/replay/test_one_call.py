@@ -35,7 +35,7 @@ SCHEMA = Schema(
         Column("nothing", "float32", (4, 2), rows="1"),
     ]
 )
-PLAIN = {name: {} for name in NUMBERS}
+PLAIN: dict[str, Any] = {name: {} for name in NUMBERS}
 NEXT = {"state": {}, "next": {"column": "state", "offset": 1}, "task": {}, "nothing": {}}
 STACKED = {name: {"offset": -3, "length": 4} for name in NUMBERS}
 PADDED = {
