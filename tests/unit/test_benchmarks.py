@@ -79,7 +79,10 @@ RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
     ),
     "fixed_cost": (
         [],
-        {"part": {"the op: gather_", "the selection, in one native call"}},
+        {
+            "part": {"the native call: the selection and the gather", "Batch"},
+            "call": {"sample() of B = 1, 5 columns, uniform"},
+        },
         ["warm_us", "cold_us", "us"],
     ),
     "leases": ([], {"size": {1, 8}}, ["pairs_per_s"]),
