@@ -91,7 +91,7 @@ class ColumnScan:
             keep: Which rows count, [n]; None: all of them.
         """
         column = self.column
-        native = existing_native()
+        native = existing_native(rows.nbytes)
         if native is None:
             self._add_plainly(rows.reshape(len(rows), column.num_elements), keep)
             return
@@ -166,7 +166,8 @@ class Neighbours:
         self.found[0] = 0
         num_groups = max(-(-num_elements // _GROUP_ELEMENTS), min(num_threads, num_elements))
         bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
-        find = self._find_plainly if existing_native() is None else self._find
+        self._native = existing_native(rows.nbytes)
+        find = self._find_plainly if self._native is None else self._find
         #: Tasks that find the values; they may run at the same time.
         self.tasks: list[Callable[[], None]] = [
             functools.partial(find, *bound) for bound in pairwise(bounds)
@@ -185,9 +186,8 @@ class Neighbours:
         return np.asarray(values)
 
     def _find(self, first: int, end: int) -> None:
-        native = existing_native()
-        assert native is not None
-        native.order_statistics(
+        assert self._native is not None
+        self._native.order_statistics(
             self._rows.ctypes.data,
             _CODES[self._column.dtype],
             self._column.num_elements,

@@ -210,7 +210,7 @@ def not_finite(stored: np.ndarray, column: Column) -> np.ndarray:
 
 def are_finite(stored: np.ndarray, column: Column) -> bool:
     """Return whether no stored value of a floating column is NaN or infinite."""
-    native = existing_native()
+    native = existing_native(stored.nbytes)
     if native is None or not stored.flags.c_contiguous:
         return not not_finite(stored, column).any()
     kind = FLOATING.index(column.dtype) + 1  # as in ops/csrc/store/finite.h

@@ -26,6 +26,7 @@ from deepspeed_gear.ops import jit, native_op
 from ..errors import BuildError, ConfigError
 
 Op = Callable[..., None]
+_LEAST_BYTES = 1 << 20  # for which an existing build is loaded
 #: Command of a process that builds the kernels: two builds in one process would share the globals
 #: of torch and DeepSpeed.
 _BUILD_KERNELS = [sys.executable, "-c", f"from {__name__} import build_kernels; build_kernels()"]
@@ -150,13 +151,19 @@ def load_native(timeout_s: float = jit.BUILD_TIMEOUT_S, with_kernels: bool = Fal
     )
 
 
-def existing_native() -> ModuleType | None:
+def existing_native(num_bytes: int) -> ModuleType | None:
     """Return the CPU op if it is loaded, or can be without a build; None otherwise.
 
     For work that Python does as well, with the same result: writing a data set builds nothing.
+
+    Args:
+        num_bytes: Bytes to work on. Finding and loading a build takes longer than NumPy takes for
+            less than 1 MiB.
     """
     loaded = jit.loaded(native_op.CpuOp.NAME)
-    return loaded if loaded is not None else _existing_build()
+    if loaded is not None or num_bytes < _LEAST_BYTES:
+        return loaded
+    return _existing_build()
 
 
 @functools.cache

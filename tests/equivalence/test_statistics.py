@@ -56,7 +56,7 @@ def test_native_statistics_are_those_of_numpy(
             runs = np.stack([kept, np.ones_like(kept)], axis=1)
             results = []
             for native in (None, cpu.native):
-                monkeypatch.setattr(column_scan, "existing_native", lambda native=native: native)
+                monkeypatch.setattr(column_scan, "existing_native", lambda _, native=native: native)
                 scan = ColumnScan(column)
                 step = block_rows(column) * (3 if native is None else 1)
                 for low in range(0, count, step):
@@ -83,7 +83,7 @@ def test_native_counts_of_pixels_are_those_of_numpy(
     keep = np.array([True, False, True, True, True, False, False, True, True])
     bins = []
     for native in (None, cpu.native):
-        monkeypatch.setattr(column_scan, "existing_native", lambda native=native: native)
+        monkeypatch.setattr(column_scan, "existing_native", lambda _, native=native: native)
         scan = ColumnScan(Column("x", "uint8", shape))
         scan.add(pixels, keep)
         bins.append(scan.bins)
@@ -135,7 +135,7 @@ def test_a_data_set_is_the_same_for_any_threads_blocks_and_with_numpy_alone(
         monkeypatch.setattr("deepspeed_gear.data.dataset_writer._LEAST_BLOCK_BYTES", block_bytes)
         monkeypatch.setattr("deepspeed_gear.data.dataset_writer._MEMORY", 1)
         module = cpu.native if native else None
-        monkeypatch.setattr(column_scan, "existing_native", lambda module=module: module)
+        monkeypatch.setattr(column_scan, "existing_native", lambda _, module=module: module)
         dest = tmp_path / f"{threads}-{block_bytes}"
         with DatasetWriter(dest, schema, split={"eval": 0.3}, threads=threads) as writer:
             for trajectory in trajectories:
