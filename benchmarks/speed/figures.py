@@ -9,8 +9,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from speed import work
+
 WIDTH = 860
 LEFT = 220
+NAMES_WIDTH = 290  # of the longest name of SHOWN
 RIGHT = 130
 TOP = 74
 ROW = 30
@@ -46,7 +49,11 @@ SHOWN = (
     "whole trajectories, B = 128",
     "4 stacked frames, B = 256",
     "a step of 64 environments",
-    "a step of 128 of 1,024 groups of 8 responses",
+    work.CALL,
+    work.CALL + work.BETWEEN,
+    "a whole trajectory of 1,000",
+    work.COMMIT,
+    "a step of 64 of 512 groups of 8 responses",
 )
 Row = dict[str, Any]
 Names = dict[str, str]  # of systems, in their order
@@ -184,12 +191,14 @@ def fastest(rows: list[Row], names: Names) -> str:
         shown = [("limit", "C loop", "#7a7f87")] if "limit" in us else []
         shown += [("gear", names["gear"], COLORS[0]), (other, names[other], COLORS[2])]
         longest = max(us[system] for system, _, _ in shown)
-        body.append(_text(LEFT - 14, y + 9 + 8 * len(shown), kind, 'text-anchor="end"'))
+        body.append(_text(NAMES_WIDTH - 14, y + 9 + 8 * len(shown), kind, 'text-anchor="end"'))
         for system, name, color in shown:
-            width = round((WIDTH - LEFT - RIGHT - 90) * us[system] / longest, 1)
+            width = round((WIDTH - NAMES_WIDTH - RIGHT - 90) * us[system] / longest, 1)
             style = 'class="gear"' if system == "gear" else ""
-            body.append(f'<path d="M{LEFT} {y}h{width}v12h-{width}z" fill="{color}"/>')
-            body.append(_text(LEFT + width + 8, y + 10, f"{us[system]:,.0f} us, {name}", style))
+            body.append(f'<path d="M{NAMES_WIDTH} {y}h{width}v12h-{width}z" fill="{color}"/>')
+            body.append(
+                _text(NAMES_WIDTH + width + 8, y + 10, f"{us[system]:,.0f} us, {name}", style)
+            )
             y += 16
         y += 14
     title = "Time of a batch, or of an added step: the C loop, this project, the fastest other"

@@ -30,8 +30,8 @@ from support.report import Disturbance, Row, document, print_table, say, write_j
 from peers.environments import ROOT
 from peers.orders import Child
 
-from speed.run import CALL, COMMIT, Work
-from speed.work import EPISODE
+from speed.run import Work
+from speed.work import CALL, COMMIT, EPISODE
 
 LIMIT = 1.05  # of a ratio
 ROUNDS = 3

@@ -36,7 +36,7 @@ from support.terminal import fitted
 from speed.memory_group import MemoryGroups
 from speed.rollouts import PARTS
 from speed.table import tables, write
-from speed.work import EPISODE
+from speed.work import BETWEEN, CALL, COMMIT, EPISODE
 
 READERS = (
     "gear",
@@ -67,9 +67,6 @@ WAYS = {  # module in `trainers`: system, and what its user calls
 QUICK_ITEMS = 100_000
 QUICK_WAYS = ("gear", "cpprb")  # the others take longer to start
 TRAINERS = "trainers on one buffer"
-CALL = "a step as gymnasium returns it"
-COMMIT = "commit of a lease: 8 responses of 500 tokens"
-BETWEEN = ", a model between"  # ends the names of rows
 
 
 class Work(NamedTuple):

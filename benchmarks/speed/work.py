@@ -11,6 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from peers.interface import Array, Rows
 
+#: Names of rows that several modules use; BETWEEN ends some.
+CALL = "a step as gymnasium returns it"
+COMMIT = "commit of a lease: 8 responses of 500 tokens"
+BETWEEN = ", a model between"
+
 OBSERVATION = 11
 ACTION = 3
 EPISODE = 1000  # steps of a trajectory

@@ -33,11 +33,15 @@ class GearModel(BaseModel):
 
     It does not derive from that class, whose constructor drops every option with the value "auto"
     and takes a key `strict` for itself, and whose import takes as long as DeepSpeed's.
+
+    A validator is built at the first use of a model and has those of the parts inside; built with
+    each class they take twice as long, in every process. The texts below the options are left in
+    the sources, which docs/hooks/config_reference.py reads.
     """
 
     model_config = ConfigDict(
         frozen=True,
-        use_attribute_docstrings=True,
+        defer_build=True,
         extra="forbid",
         use_enum_values=True,
         arbitrary_types_allowed=True,

@@ -18,8 +18,9 @@ from deepspeed_gear.config import GearConfig
 from deepspeed_gear.config.options import PipelineConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.frameworks.deepspeed_compat import wrap
-from deepspeed_gear.replay import TRAIN, Replay
+from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.row_exchange.exchange_plan import EXAMPLE
+from deepspeed_gear.sampling.batch_info import TRAIN
 
 Part = torch.Tensor | tuple[torch.Tensor, ...] | None
 

@@ -403,7 +403,7 @@ def gather_into(call: int, resolutions: torch.Tensor, n_steps: torch.Tensor | No
     """Call `gather_` with the arguments of a GatherCall, by its address; releases the GIL."""
 
 def stream_take(
-    stream: int, number: int, alpha: int, beta: int, part: int, num_parts: int, /
+    stream: int, number: int, alpha: int, beta: int, part: int, num_parts: int, call: int, /
 ) -> tuple[list[int], torch.Tensor, torch.Tensor | None] | None:
     """Make or find the selection of a global batch; take its samples part, part + num_parts, ...
 
@@ -416,10 +416,26 @@ def stream_take(
         beta: Exponent of the PER weights, Q62; 0 without priorities.
         part: Index of the first sample.
         num_parts: Divides the batch.
+        call: Address of a GatherCall, which then gathers the samples, too; 0: none.
     Returns:
         The words of the selection, resolutions [n, 8] and, with priorities, PER weights [n], as new
         tensors. None: Python must make the selection; nothing has changed that it does not set
         again.
+    """
+
+def stream_report(
+    stream: int, resolutions: torch.Tensor, priorities: torch.Tensor, batch: int, /
+) -> bool:
+    """Append new priorities of samples to this process's log, and publish them; takes the lock.
+
+    Args:
+        stream: Address of a Stream with priorities.
+        resolutions: The samples. [n, 8], int64.
+        priorities: Finite, at least 0; else RuntimeError, and nothing has changed. [n], float32.
+        batch: The global batch that this process requested last.
+    Returns:
+        Whether it was done. False: the log lacks room, or the lock was refused; nothing is
+        published.
     """
 
 def bell_ring(bell: int, /) -> None:

@@ -25,6 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
+from torch._appdirs import user_cache_dir
+
 from deepspeed_gear.timeouts import wait_until
 
 from ..errors import BuildError
@@ -100,14 +102,26 @@ def build_folder(name: str) -> Path:
         return Path(_get_build_directory("", False)) / name
 
 
-def is_built(name: str) -> bool:
-    """Return whether a finished build of this name, of the recorded size, is in its folder."""
-    folder = build_folder(name)
-    try:
-        num_bytes: int = json.loads((folder / _FINISHED).read_text())["bytes"]
-        return (folder / f"{name}.so").stat().st_size == num_bytes
-    except (OSError, ValueError, KeyError):
-        return False
+def built_library(name: str) -> Path | None:
+    """Return the library of a finished build, of the recorded size; None where there is none.
+
+    It searches the folders in which torch may build, without the module of torch that names one of
+    them: that imports setuptools, and takes longer than loading the library.
+    """
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given is not None:
+        roots = [Path(given)]
+    else:
+        # A folder for each Python and accelerator; the hash in the name tells their builds apart.
+        caches: str = user_cache_dir("torch_extensions")  # type: ignore[no-untyped-call]
+        roots = [*Path(caches).resolve().glob("py*")]
+    for root in roots:
+        library = root / name / f"{name}.so"
+        with suppress(OSError, ValueError, KeyError):
+            num_bytes: int = json.loads((root / name / _FINISHED).read_text())["bytes"]
+            if library.stat().st_size == num_bytes:
+                return library
+    return None
 
 
 def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
@@ -150,7 +164,8 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
 
 
 def import_built(name: str) -> ModuleType | None:
-    return import_file(name, build_folder(name) / f"{name}.so") if is_built(name) else None
+    library = built_library(name)
+    return None if library is None else import_file(name, library)
 
 
 def import_file(name: str, path: Path) -> ModuleType:

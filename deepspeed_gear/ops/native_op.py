@@ -23,12 +23,14 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import BuildError
+from ..log import LOG
 from . import jit, toolchain
 
 # No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers
 # decide it.
 CXX_FLAGS = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wno-reorder"]
 DRIVER = "libcuda.so.1"
+_NOT_PREBUILT = "not prebuilt"
 
 
 class NativeOp(ABC):
@@ -113,10 +115,21 @@ class NativeOp(ABC):
         return jit.load_once(self.NAME, load)
 
     def load_finished(self) -> ModuleType | None:
-        """Import the prebuilt op, else a finished build; None where there is neither."""
-        prebuilt, _ = self.fitting()
+        """Import the prebuilt op, else a finished build; None where there is neither.
+
+        The log names a prebuilt op that does not fit this process, and why.
+        """
+        prebuilt, why = self.fitting()
         if prebuilt is not None:
-            return jit.import_file(self.absolute_name(), prebuilt)
+            try:
+                return jit.import_file(self.absolute_name(), prebuilt)
+            except BuildError as error:
+                # A wheel may come from a machine with a newer C library than this one.
+                if not isinstance(error.__cause__, ImportError):
+                    raise
+                why = f"prebuilt, but cannot be loaded: {error.__cause__}"
+        if why != _NOT_PREBUILT:
+            LOG.warning("the native op %s is %s; a build for this process is used", self.NAME, why)
         name = self.finished()
         return None if name is None else jit.import_built(name)
 
@@ -136,7 +149,7 @@ class NativeOp(ABC):
     def finished(self) -> str | None:
         """Return the name of the JIT build that can be loaded, None where one has to be made."""
         name = self.jit_name()
-        return name if jit.is_built(name) else None
+        return None if jit.built_library(name) is None else name
 
     def require_tools(self) -> None:
         """Raise BuildError if the op cannot be built here, with all that is missing."""
@@ -153,7 +166,7 @@ class NativeOp(ABC):
         files = (folder / f"{stem}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
         library = next((file for file in files if file.is_file()), None)
         if library is None:
-            return None, "not prebuilt"
+            return None, _NOT_PREBUILT
         try:
             facts = json.loads((folder / f"{stem}.json").read_text())
         except (OSError, ValueError):
@@ -184,10 +197,19 @@ class CpuOp(NativeOp):
     OTHER_HEADERS = ("_cuda",)
 
     def sources(self) -> list[str]:
-        """List the bindings, and the C++ sources of every op and of the store."""
+        """List the bindings, and the C++ sources of every op and of the store.
+
+        They are compiled in this order: those that take longest come first, so that a machine with
+        few cores does not wait for one of them at the end.
+        """
         folder = self.csrc / "bindings"
-        rest = sorted(set(self.csrc.glob("*/*.cpp")) - set(folder.glob("*.cpp")))
-        return existing([folder / "library.cpp", folder / "module.cpp", *rest])
+        first = [folder / "module.cpp", folder / "library.cpp"]
+        rest = sorted(
+            file
+            for file in {*self.csrc.glob("*/*.cpp")} - {*first}
+            if not file.stem.endswith(self.OTHER_HEADERS)
+        )
+        return existing([*first, *rest])
 
     def load_finished(self) -> ModuleType | None:
         """Import the op; BuildError if another copy of the package has registered its ops."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,7 +19,6 @@ from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import save_folders, whole_saves
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
-from deepspeed_gear.device.device_loader import DeviceEvaluation
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
 from deepspeed_gear.plan.resolved_plan import Resolved
@@ -29,6 +28,9 @@ from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.normalizer import Normalizer
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
+
+if TYPE_CHECKING:  # tables on devices are imported by those who have one
+    from deepspeed_gear.device.device_loader import DeviceEvaluation
 
 T = TypeVar("T")
 _MOST_LOADS = 20  # attempts to read a newest save that other saves replace meanwhile

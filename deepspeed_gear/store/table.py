@@ -463,7 +463,9 @@ class Table:
         store = self.extents.handle.address
         born = self.ledger.num_selected
         with self.ledger.committing(lease, len(slots)):
-            return self.ops.native.group_commit(store, slots, present, lease.version, born)
+            native = self.ops.native
+            ids: list[int] = native.group_commit(store, slots, present, lease.version, born)
+        return ids
 
     def late_present(self, slot: int) -> int:
         """Return the bits of the late columns that a trajectory has. Requires the lock."""

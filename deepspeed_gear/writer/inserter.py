@@ -197,8 +197,8 @@ class Inserter:
         if not (self._adds_natively and self._reads_natively):
             return False
         address = self._reader_address
-        written = self._native.group_write(address, trajectories, lease.number, made, TURN_S)
-        return written == 0
+        refusal: int = self._native.group_write(address, trajectories, lease.number, made, TURN_S)
+        return refusal == 0
 
     def _write_group(
         self,
@@ -278,7 +278,9 @@ class Inserter:
         Returns:
             Its id; None, without effect: it is left to Python, which adds or refuses it.
         """
-        outcome = self._native.store_add(self._reader_address, trajectory, TURN_S)
+        outcome: tuple[int, int, int] | None = self._native.store_add(
+            self._reader_address, trajectory, TURN_S
+        )
         if outcome is None:
             return None
         number, slot, present = outcome  # the id; or, if negative, a code of `Refusal`

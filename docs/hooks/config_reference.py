@@ -5,10 +5,13 @@ python docs/hooks/config_reference.py docs/reference
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from deepspeed_gear.config.describe_options import (
     options,
     parts,
 )
+from deepspeed_gear.config.types import GearModel
 
 _GENERATED = "<!-- Generated: python docs/hooks/config_reference.py docs/reference -->"
 _HEAD = f"""# The `gear` section
@@ -96,7 +100,10 @@ def render() -> dict[str, str]:
         lines = pages[page.file]
         lines += [f"## `{title}`", "", inspect.cleandoc(model.__doc__ or ""), ""]
         lines += ["| option | admits | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(name, info, titles, page) for name, info in options(model).items()]
+        meanings = _meanings(model)
+        for attribute, (name, info) in zip(model.model_fields, options(model).items(), strict=True):
+            meaning = info.description or meanings.get(attribute, "")
+            lines.append(_row(name, info, meaning, titles, page))
         lines.append("")
         if page != _INDEX:
             names = ", ".join(f"`{name}`" for name in options(model))
@@ -149,7 +156,27 @@ def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel
                 yield f".{_PLACEHOLDERS[name]}", inner
 
 
-def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str], page: Page) -> str:
+def _meanings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the texts below the attributes of a model, by the names of the attributes."""
+    meanings: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if not issubclass(base, GearModel):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for attribute, text in itertools.pairwise(tree.body):
+            match attribute, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(meaning))),
+                ):
+                    meanings[name] = meaning
+    return meanings
+
+
+def _row(
+    name: str, info: FieldInfo, meaning: str, titles: dict[type[BaseModel], str], page: Page
+) -> str:
     admits = describe(info.annotation, info.metadata)
     links = [_link(titles[model], page) for _, model in _models_in(name, info.annotation)]
     if links:
@@ -157,7 +184,7 @@ def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str], page: P
     default = "required"
     if not info.is_required():
         default = f"`{'{}' if isinstance(info.default, BaseModel) else json.dumps(info.default)}`"
-    cells = (f"`{name}`", admits, default, " ".join((info.description or "").split()))
+    cells = (f"`{name}`", admits, default, " ".join(meaning.split()))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -22,8 +22,8 @@ from packed_engines import save
 from deepspeed_gear import DatasetWriter, FillWorker, Media, MicroBatch, Replay, Schema
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.replay import BatchInfo
 from deepspeed_gear.replay.rollout import TrainStep
+from deepspeed_gear.sampling.batch_info import BatchInfo
 
 # ---- cases, and what a rank of any world sees of them --------------------------------------------
 

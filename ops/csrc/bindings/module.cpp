@@ -57,7 +57,10 @@ PyMethodDef kMethods[] = {
     Function<gear::python::GatherInto, true>("gather_into",
                                              "gather_into(call, resolutions, n_steps) -> None"),
     Function<gear::python::TakeSelection>(
-        "stream_take", "stream_take(stream, number, alpha, beta, part, num_parts) -> part or None"),
+        "stream_take",
+        "stream_take(stream, number, alpha, beta, part, num_parts, call) -> part or None"),
+    Function<gear::python::ReportPriorities, true>(
+        "stream_report", "stream_report(stream, resolutions, priorities, batch) -> whether done"),
     Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::cpu::Fence>("fence", "fence() -> None"),
@@ -77,10 +80,9 @@ PyMethodDef kMethods[] = {
 
 }  // namespace
 
-// The name under which DeepSpeed's jit_load imports the shared library.
-#define GEAR_JOIN(a, b) a##b
-#define GEAR_INIT(name) GEAR_JOIN(PyInit_, name)
-PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
+namespace gear::python {
+
+PyObject* MakeModule() {
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "gear", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
   PyObject* made = PyModule_Create(&module);
@@ -90,11 +92,11 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   }
   try {
     auto classes = pybind11::reinterpret_borrow<pybind11::module_>(made);
-    gear::python::Bind(classes);
-    gear::python::BindGatherCall(classes);
-    gear::python::BindStream(classes);
-    gear::python::BindVectorSteps(classes);
-    gear::python::BindTrajectories(classes);
+    Bind(classes);
+    BindGatherCall(classes);
+    BindStream(classes);
+    BindVectorSteps(classes);
+    BindTrajectories(classes);
   } catch (pybind11::error_already_set& error) {
     error.restore();
     Py_CLEAR(made);
@@ -104,3 +106,5 @@ PyMODINIT_FUNC GEAR_INIT(TORCH_EXTENSION_NAME)() {
   }
   return made;
 }
+
+}  // namespace gear::python

@@ -3,6 +3,7 @@ wrong.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -20,7 +21,7 @@ from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import backends, jit, load_backend, toolchain
 from deepspeed_gear.ops import builder as builder_module
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
-from deepspeed_gear.ops.native_op import CpuOp
+from deepspeed_gear.ops.native_op import CpuOp, NativeOp
 from deepspeed_gear.timeouts import wait_until
 
 BINDING = """
@@ -500,3 +501,66 @@ def test_a_prebuilt_library_belongs_to_who_installed_the_package(
     (tmp_path / "gear_op.so").chmod(0o666)
     with pytest.raises(BuildError, match="must not be writable by group or others"):
         jit.check_library(tmp_path / "gear_op.so")
+
+
+# Which library is loaded
+
+
+class WheelOp(NativeOp):
+    """An op that exists in a wheel only."""
+
+    NAME = "small"
+
+    def sources(self) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"torch": "2.4.99"}, "prebuilt for torch 2.4.99 instead of "),
+        ({"python": "cpython-38-x86_64-linux-gnu"}, "prebuilt for python cpython-38"),
+        ({"sources": "of another version"}, "prebuilt for sources of another version instead of "),
+        ({}, "prebuilt, but cannot be loaded: "),
+        (None, "prebuilt, but small_op.json beside it cannot be read"),
+    ],
+    ids=["torch", "python", "sources", "linker", "no-record"],
+)
+def test_an_op_of_a_wheel_that_does_not_fit_gives_way_and_the_log_says_why(
+    other: dict[str, str] | None,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("deepspeed_gear.ops.native_op.__file__", str(tmp_path / "native_op.py"))
+    op = WheelOp()
+    assert op.load_finished() is None
+    assert caplog.text == ""
+    (tmp_path / "small_op.so").write_text("no library")
+    if other is not None:
+        record = {**op.prebuilt_facts(), **other}
+        (tmp_path / "small_op.json").write_text(json.dumps(record))
+    assert op.load_finished() is None
+    (line,) = caplog.messages
+    assert line.startswith(f"the native op small is {why}")
+    assert line.endswith("; a build for this process is used")
+
+
+def test_a_finished_build_is_found_where_torch_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both with a folder of the user's choice and in torch's own below the user's caches."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for given in (None, str(tmp_path / "chosen")):
+        if given is None:
+            monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+        else:
+            monkeypatch.setenv("TORCH_EXTENSIONS_DIR", given)
+        assert jit.built_library("small_1") is None
+        folder = jit.build_folder("small_1")
+        folder.mkdir(parents=True)
+        (folder / "small_1.so").write_bytes(b"12")
+        assert jit.built_library("small_1") is None, "it is not finished"
+        (folder / "gear_finished.json").write_text('{"bytes": 2}')
+        assert jit.built_library("small_1") == folder / "small_1.so"

@@ -18,11 +18,17 @@ from deepspeed_gear.ops.backends import load_native
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 from deepspeed_gear.ops.native_op import CudaOp, covers
 
-SHOW = (
-    "import deepspeed_gear, torch\nfrom deepspeed_gear.ops.backends import load_native\n"
-    "print(deepspeed_gear.__file__)\nprint(load_native().__file__)\n"
-    "print(len([n for n in torch._C._dispatch_get_all_op_names() if n.startswith('gear::')]))"
-)
+SHOW = """
+import deepspeed_gear, torch
+from deepspeed_gear.ops.backends import load_native
+print(deepspeed_gear.__file__)
+print(load_native().__file__)
+print(len([n for n in torch._C._dispatch_get_all_op_names() if n.startswith('gear::')]))
+table = {"capacity_steps": 9, "schema": {"columns": {"x": {"dtype": "float32"}}}}
+with deepspeed_gear.Replay({"batch_size": 2, "tables": {"main": table}}) as replay:
+    replay.add({"x": [1.0]})
+    assert replay.sample()["x"].tolist() == [1.0, 1.0]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ if "-c" in arguments:  # SOURCE -o OBJECT
     at = arguments.index("-o")
     source = pathlib.Path(arguments[at - 1])
     known = pathlib.Path({built!r}, source.stem + ".o")
-    if known.is_file() and source.stem != "module":  # which has the module's name
+    if known.is_file() and source.stem != "entry":  # which has the module's name
         shutil.copyfile(known, arguments[at + 1])
         sys.exit()
 os.execvp({command}[0], [*{command}, *arguments, "-O0", "-g0"])
@@ -176,8 +182,12 @@ def test_the_prebuilt_op_is_loaded_without_a_compiler(
     found = json.loads(facts.read_text())
     assert found["torch"] == toolchain.release(torch.__version__)
     facts.write_text(json.dumps({**found, "torch": "2.4.99"}))
-    package, op, _ = environment.output(SHOW).splitlines()
+    run = environment.run("python", "-c", SHOW)
+    assert run.returncode == 0, run.stderr
+    package, op, _ = run.stdout.splitlines()
     assert not op.startswith(str(Path(package).parent))
+    release = toolchain.release(torch.__version__)
+    assert run.stderr.count(f"prebuilt for torch 2.4.99 instead of {release}; a build") == 1
 
 
 def test_the_plain_wheel_builds_from_its_own_sources(
