@@ -274,7 +274,7 @@ def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture
     assert run_command(command, source, source, dest, "--split", "eval=0.1", "--columns", "") == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"{dest}: 6 trajectories, 16 steps, ")
-    assert "16.0/16.0" in err
+    assert "416/416" in err
     assert f"{source}: 1 episodes have no end flag" in err
     assert Dataset.open(dest).split == {"eval": 0.1}
     assert run_command(command, source, dest, "--columns", "infos.x", "--overwrite", "--quiet") == 0
