@@ -8,8 +8,10 @@ One process and one thread, which adds and, in further rows, samples in turns. E
 step after the last one. The peers are a ring of NumPy arrays, as CleanRL and Stable-Baselines3 have
 one, and cpprb where it is installed. The last rows are the calls of a program that steps one
 gymnasium environment: an array, Python numbers and flags as `step` returns them, without and with a
-policy between the calls, which replaces what the caches hold; wall time of the call. The
-performance pages say what the columns mean.
+policy between the calls, which replaces what the caches hold; wall time of the call. And those of a
+rollout server that adds responses of 750 tokens, as arrays of the stored types or as lists and
+Python numbers, to a plain table and to one of groups with a late reward; beside a list of copies as
+arrays. The performance pages say what the columns mean.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ WIDE = 376
 BOUNDS_US = {1: 8.0, 8: 8.0, 64: 15.0}  # of a step with small observations, by environments
 FRAME_BOUND_US = 25.0
 CALL_BOUNDS_US = {"": 5.0, ", a policy between": 8.0}  # of one add, by what lies between two
+RESPONSES = 512
+TOKENS = 750  # of a response
+RESPONSE_BOUND_US = 15.0  # of one of arrays
 #: Buffers that take what environments return: the module of their adapter, by name.
 BUFFERS = {"numpy ring": "numpy_ring", "cpprb": "cpprb", "gear, TransitionBuffer": "gear"}
 PACKAGES = {"cpprb": "cpprb", "gear": "gymnasium"}  # that they need
@@ -293,6 +298,77 @@ def calls(blocks: int, count: int) -> Iterator[Row]:
             yield {**row, "bound": bound, "holds": us <= bound} if is_ours else row
 
 
+RESPONSE_COLUMNS = {
+    "tokens": {"dtype": "int32", "role": "token"},
+    "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+    "logp": {"dtype": "float32"},
+    "reward": {"dtype": "float32", "rows": "1"},
+    "prompt_id": {"dtype": "int64", "rows": "1"},
+}
+
+
+def response(random: np.random.Generator, number: int, as_lists: bool) -> dict[str, Any]:
+    """Return a response as a rollout server has it; 8 have the same prompt."""
+    made = {
+        "tokens": random.integers(0, 150_000, TOKENS).astype(np.int32),
+        "loss_mask": np.arange(TOKENS) >= TOKENS // 2,
+        "logp": -random.random(TOKENS, np.float32),
+        "reward": np.float32(number % 2),
+        "prompt_id": np.int64(number // 8),
+    }
+    return {name: rows.tolist() for name, rows in made.items()} if as_lists else made
+
+
+def responses(blocks: int) -> Iterator[Row]:
+    """Measure the calls of a rollout server: adds of responses, and copies of them, in turns."""
+    names = RESPONSE_COLUMNS
+    dtypes = {name: np.dtype(column["dtype"]) for name, column in names.items()}
+    group = {"column": "prompt_id", "size": 8, "needs": ["reward"]}
+    late = {**names, "reward": {**names["reward"], "late": True}}
+    tables: dict[str, dict[str, Any]] = {
+        "": {"schema": {"columns": names}},
+        ", groups and a late reward": {"schema": {"columns": late}, "group": group},
+    }
+    random = np.random.default_rng(0)
+    for table, options in tables.items():
+        for as_lists in (False, True):
+            made = [response(random, number, as_lists) for number in range(RESPONSES)]
+            section = {
+                "tables": {
+                    "main": {
+                        "capacity_trajectories": 2 * RESPONSES,
+                        "capacity_steps": 2 * RESPONSES * TOKENS,
+                        "max_length": TOKENS,
+                        **options,
+                    }
+                },
+                "sampler": {"kind": "fifo", "unit": "group" if table else "trajectory"},
+                "pack": {"tokens": 16384},
+                "rollout": {"groups" if table else "trajectories": 8},
+            }
+            copies: list[Rows] = []
+            times = []
+            with Replay(section) as replay:
+                for _ in range(blocks):
+                    replay.clear()  # nothing is evicted in the turn
+                    begun = process_time()
+                    for number, one in enumerate(made):
+                        replay.add({**one, "prompt_id": number // 8})
+                    added = process_time()
+                    copies[:] = [
+                        {name: np.array(rows, dtypes[name]) for name, rows in one.items()}
+                        for one in made
+                    ]
+                    times.append((added - begun, process_time() - added))
+            ours, others = (np.median(times[1:] or times, axis=0) / RESPONSES * 1e6).tolist()
+            form = "lists and Python numbers" if as_lists else "arrays"
+            case = f"responses of {TOKENS} tokens as {form}{table}"
+            yield {"case": case, "system": "list of copies", "step_us": others}
+            row = {"case": case, "system": "gear", "step_us": ours}
+            bound = {"bound": RESPONSE_BOUND_US, "holds": ours <= RESPONSE_BOUND_US}
+            yield row if as_lists else {**row, **bound}
+
+
 def run(quick: bool) -> Iterator[Row]:
     """Yield all rows."""
     blocks, count = (2, 20) if quick else (BLOCKS, BLOCK_STEPS)
@@ -306,6 +382,7 @@ def run(quick: bool) -> Iterator[Row]:
     yield from adds("1 environment, frame uint8[84, 84]", frames, 20_000, blocks, count)
     yield from beside(1, blocks, count)
     yield from calls(blocks, count)
+    yield from responses(blocks)
 
 
 def main() -> None:

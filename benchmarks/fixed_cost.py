@@ -15,6 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -30,16 +31,16 @@ from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.sampling.batch_stream import BatchStream, NativeStream
 
-OP = "the op: gather_"
+OP = "the native call: the selection and the gather"
 PARTS: tuple[tuple[type, str, str], ...] = (
     (BatchLoader, "next", "sample(): metrics, position"),
     (BatchLoader, "_make", "which part is next"),
     (BatchStream, "take", "whether the selection is plain"),
-    (NativeStream, "take", "the selection, in one native call"),
+    (NativeStream, "take", "its arguments and results"),
     (BatchAssembler, "assemble", "Batch"),
-    (Gatherer, "gather", "ring"),
-    (Gatherer, "fill", OP),
+    (Gatherer, "take_gathered", "ring"),
 )
+FIXED_BOUND_US = 8.0
 CASES = {"warm": ("20", 32, 3000), "cold": ("whole", 512, 150)}
 
 
@@ -101,6 +102,11 @@ def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str,
     """Return the median microseconds of each part of a sample."""
     timers = Timers()
     with workload("W1", scale).replay(window, batch_size) as replay, timers.over(PARTS):
+        loader = replay._loader
+        assert isinstance(loader, BatchLoader)
+        native = loader._streams[0]._native
+        assert native is not None
+        native._take = timers.wrap(OP, native._take)
         for _ in range(5):
             replay.sample()
         timers.spent.clear()
@@ -157,10 +163,38 @@ def opening_us(sampler: dict[str, str], num_trajectories: int, count: int) -> fl
     return float(np.median(times))
 
 
+def one_sample_us(count: int) -> dict[str, float]:
+    """Return the times of the calls for a batch of one sample, whose rows take no time.
+
+    The samples are single steps of the five columns of W2, whose priorities are reported.
+    """
+    content = workload("W2", 0.02)
+    calls: dict[str, Callable[[Replay], object]] = {
+        "uniform": Replay.sample,
+        "prioritized": Replay.sample,
+        "prioritized, and update_priorities()": _sample_and_report,
+    }
+    found = {}
+    for name, call in calls.items():
+        section = content.steps_section(1, {"kind": name.partition(",")[0]})
+        with content.filled(section) as replay:
+            found[f"sample() of B = 1, 5 columns, {name}"] = median_us(partial(call, replay), count)
+    return found
+
+
+def _sample_and_report(replay: Replay) -> None:
+    batch = replay.sample()
+    replay.update_priorities(batch, batch.is_weight)
+
+
 def calls(quick: bool) -> list[Row]:
     """Measure other calls. Returns a row each, with its bound."""
     trajectories, times = (100, 1) if quick else (100_000, 5)
-    found = {"goals of hindsight, B = 256": (goals_us(256, 20 if quick else 2000), 20.0)}
+    found = {
+        name: (us, 2 * FIXED_BOUND_US if "update" in name else FIXED_BOUND_US)
+        for name, us in one_sample_us(50 if quick else 5000).items()
+    }
+    found["goals of hindsight, B = 256"] = goals_us(256, 20 if quick else 2000), 20.0
     for kind, unit in (("uniform", "step"), ("prioritized", "trajectory"), ("prioritized", "step")):
         us = opening_us({"kind": kind, "unit": unit}, trajectories, times)
         name = f"Replay() over {trajectories:,} trajectories, {kind} by {unit}"

@@ -55,7 +55,8 @@ def dense(name: str, tensor: object) -> torch.Tensor:
             "give a tensor on a CPU or GPU with plain values",
         )
     values = tensor.detach() if tensor.requires_grad else tensor
-    return values.resolve_neg()  # the imaginary part of a conjugate has a mark in place of signs
+    # The imaginary part of a conjugate has a mark in place of signs.
+    return values.resolve_neg() if values.is_neg() else values
 
 
 def array(name: str, value: object) -> np.ndarray:

@@ -131,7 +131,10 @@ def affine(
         remedy = "use a data set made by `gear ingest`, or leave it out"
         raise ConfigError(at, "must be of a column with statistics", field.column.name, remedy)
     known = statistics[field.column.name]
-    numbers = (known.min, known.max, known.mean, known.std)
+    ends = (known.min, known.max)
+    if field.normalize == "quantile":
+        ends = (known.quantiles["0.01"], known.quantiles["0.99"])
+    numbers = (*ends, known.mean, known.std)
     low, high, mean, spread = (np.broadcast_to(x, field.column.shape) for x in numbers)
     # A constant element is shifted and not scaled. One without a finite value is NaN: it is not
     # below itself, so it counts as constant.
@@ -139,7 +142,7 @@ def affine(
     if field.column.dtype == "int64":
         varies = varies | (np.abs(low) > 2.0**53)  # float64 has rounded differences away
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        if field.normalize == "min_max":
+        if field.normalize in ("min_max", "quantile"):
             mean = low + (high - low) / 2
             spread = (high - low) / 2
         gain = field.scale / np.where(varies, spread, 1.0)

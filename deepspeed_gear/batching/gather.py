@@ -303,6 +303,10 @@ class Gatherer:
             CompressedFields(c, self._specs, self._rows, num_samples) for c in stored
         ]
         self._moments: np.ndarray | None = None  # running moments that `normalize_with` has set
+        # Whether `fill` makes one native call, of the resolutions alone.
+        self._is_one_call = not (
+            self._n_step or self._estimates_here or self._compressed or self._goals
+        )
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
@@ -415,6 +419,23 @@ class Gatherer:
         tensors.update(zip(N_STEP_NAMES if n_step else (), n_step, strict=True))
         return Buffers(outs, masks, n_step, estimates, tensors, mask, every)
 
+    @property
+    def upcoming_call(self) -> int:
+        """Address of the native call that gathers the whole next batch; 0: more is to be done.
+
+        The batch that its tensors held ends. `take_gathered` follows once the call was made.
+        """
+        if not self._is_one_call:
+            return 0
+        buffers = self._upcoming()
+        return buffers.addresses[0] if buffers.addresses else 0
+
+    def take_gathered(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return fields and masks of the batch that `upcoming_call` has gathered, as `gather`."""
+        buffers = self._latest = self.ring[self._turn]
+        self._turn = (self._turn + 1) % len(self.ring)
+        return dict(buffers.tensors), dict(buffers.mask)
+
     def gather(
         self, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -450,13 +471,18 @@ class Gatherer:
             first = end
         return dict(buffers.tensors), dict(buffers.mask)
 
-    def _next(self) -> Buffers:
-        """Return the next ring entry, to be written: the batch that it holds has ended."""
-        buffers = self._latest = self.ring[self._turn]
-        self._turn = (self._turn + 1) % len(self.ring)
+    def _upcoming(self) -> Buffers:
+        """Return the next ring entry: the batch that it holds has ended."""
+        buffers = self.ring[self._turn]
         if buffers.lifetime is not None:
             buffers.lifetime.end()
             buffers.lifetime = None
+        return buffers
+
+    def _next(self) -> Buffers:
+        """Return the next ring entry, to be written."""
+        buffers = self._latest = self._upcoming()
+        self._turn = (self._turn + 1) % len(self.ring)
         if not buffers.addresses:
             note_overwritten(buffers.all)
         return buffers

@@ -48,6 +48,7 @@ class HindsightRelabelling:
             self._name = reward_field(fields).name
             if any(field.name == self._name and not field.mask_only for field in needed):
                 self._reward = imported(config.reward, "gear.hindsight.reward")
+        self.draws_goals = config is not None
         self.has_reward = self._reward is not None  # the program computes rewards
 
     def draw(self, random_key: int, resolutions: torch.Tensor) -> torch.Tensor | None:

@@ -70,6 +70,10 @@ OPTIONS: Options = {
     ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
     "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
+    "--threads N": (
+        "threads that write and compute statistics (default: all cores)",
+        {"type": int},
+    ),
     "--overwrite": "replace a data set at DEST",
     "--append": "add to the data set at DEST",
     "--quiet": "no progress bar and no notes",
@@ -94,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         "--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"
     ):
         split = {name: float(share) for name, share in pairs.pop("split").items()}
-    names = "reward", "group_scope", "allow_nan", "overwrite", "append", "split_by_flags"
+    names = "reward", "group_scope", "allow_nan", "overwrite", "append", "split_by_flags", "threads"
     options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
     options["compress"] = listed(args.compress)
     naming = {name: pairs[name] or None for name in ("rename", "role")}

@@ -137,8 +137,9 @@ def _of_table(table: TableReading, labels: Mapping[str, str]) -> Iterator[Sample
     if batch is not None:
         values["batch_effective_ratio"] = batch.effective
         values["batch_duplicates_ratio"] = batch.duplicates
-        values["batch_age_trajectories_mean"] = float(batch.ages.mean())
-        values["batch_age_trajectories_max"] = float(batch.ages.max())
+        if len(batch.ages):
+            values["batch_age_trajectories_mean"] = float(batch.ages.mean())
+            values["batch_age_trajectories_max"] = float(batch.ages.max())
         if len(batch.lags):
             values["batch_lag_versions_mean"] = float(batch.lags.mean())
             values["batch_lag_versions_max"] = float(batch.lags.max())

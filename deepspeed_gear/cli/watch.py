@@ -228,8 +228,9 @@ class RunView:
         if batch is not None:
             text = f"effective sample size {batch.effective:.1%}"
             lines.append(("newest batch", f"{text}, duplicates {batch.duplicates:.1%}"))
-            text = f"{_histogram(batch.ages)}  mean {batch.ages.mean():,.0f} newer trajectories"
-            lines.append(("ages", text))
+            if len(batch.ages):
+                ends = f"mean {batch.ages.mean():,.0f} newer trajectories"
+                lines.append(("ages", f"{_histogram(batch.ages)}  {ends}"))
             if len(batch.lags):
                 ends = f"mean {batch.lags.mean():.2g}, max {batch.lags.max():.0f} versions"
                 lines.append(("policy lag", f"{_histogram(batch.lags)}  {ends}"))

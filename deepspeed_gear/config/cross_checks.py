@@ -196,6 +196,7 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
     )
     if field.normalize is not None and config.normalizes_online:
         for is_so, what in (
+            (field.normalize == "quantile", "a quantile of a table"),
             (config.on_device, "a table on devices"),
             (len(config.sampled_tables) > 1, "a mixture of tables without a data set"),
             (config.pack is not None, "packed batches"),

@@ -50,10 +50,11 @@ class FieldConfig(t.GearModel):
     """Value of the padded steps: "zero", "edge" (the nearest real step), or a number in the units
     of the batch.
     """
-    normalize: Literal["mean_std", "min_max"] | None = None
-    """"mean_std" normalises to mean 0 and deviation 1, "min_max" to [-1, 1]. The statistics are
-    those of the training split; for a table without a data set, those of all rows ever added, as of
-    each global batch.
+    normalize: Literal["mean_std", "min_max", "quantile"] | None = None
+    """"mean_std" normalises to mean 0 and deviation 1, "min_max" to [-1, 1]; "quantile" maps the 1%
+    and 99% quantiles to -1 and 1, without clipping. The statistics are those of the training split;
+    for a table without a data set, those of all rows ever added, as of each global batch (not for
+    "quantile").
     """
     scale: t.Float = 1.0
     """Factor that is applied after normalisation."""

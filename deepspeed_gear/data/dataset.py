@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import time
@@ -29,9 +30,14 @@ from deepspeed_gear.data.dataset_files import (
     FileEntry,
 )
 from deepspeed_gear.data.dataset_sample import DatasetSample
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
+from deepspeed_gear.data.dataset_statistics import (
+    ColumnStatistics,
+    compute_statistics,
+    statistics_of_groups,
+)
 from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.errors import DataError, SchemaError, show_bytes
+from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.errors import DataError, SchemaError, near_name, show_bytes
 from deepspeed_gear.notebook_views import (
     histogram_svg,
     safe_view,
@@ -282,6 +288,44 @@ class Dataset(MapDataset[dict[str, Any]]):
         if self._is_random:
             self.files.advise(mmap.MADV_RANDOM)
         return statistics
+
+    def statistics_by(self, name: str) -> dict[Any, dict[str, ColumnStatistics]]:
+        """Compute the statistics over the training trajectories with each value of a column.
+
+        Args:
+            name: A column with one value per trajectory, such as `source` or `task`; or with one
+                per step, such as `task_index`, that is the same in all steps of a trajectory.
+        Returns:
+            Statistics of each column by name, for each value: a number, bytes, or the text of a
+            JSON value.
+        Raises:
+            DataError: There is no such column, or it has several values in a trajectory.
+        Cost: one pass over the data for each value.
+        """
+        where = f"{self.path}: column {name}"
+        if name not in self.schema:
+            remedy = near_name(name, self.schema.names) or f"it has {', '.join(self.schema.names)}"
+            raise DataError(where, "must be a column of the data set", None, remedy)
+        column = self.schema[name]
+        if column.shape and not column.is_opaque:
+            remedy = "name a column of single values, such as source or task"
+            raise DataError(where, "must have one value", list(column.shape), remedy)
+        groups: dict[Any, NDArray[np.bool_]] = {}
+        ids = self.first_id + np.arange(len(self), dtype=np.int64)
+        for number in np.flatnonzero(split_of(ids, dict(self.split)) == 0).tolist():
+            first = number if column.rows == "1" else int(self.first_rows[number])
+            num_rows = 1 if column.rows == "1" else int(self.lengths[number])
+            rows = self.columns[name][first : first + num_rows]
+            if (rows != rows[0]).any():
+                at = f"{where}, trajectory {number}"
+                remedy = "name a column with one value for each trajectory"
+                raise DataError(at, "must have one value in all steps", None, remedy)
+            key = decode(rows[0], column, where) if column.is_opaque else rows[0].item()
+            key = json.dumps(key) if column.dtype == "json" else key
+            groups.setdefault(key, np.zeros(len(self), np.bool_))[number] = True
+        return statistics_of_groups(
+            self.schema, self.columns, self.first_rows, self.lengths, groups
+        )
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
         path = self.path / STATS_FILE

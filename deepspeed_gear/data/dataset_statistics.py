@@ -334,6 +334,27 @@ def check_split(split: Mapping[str, float]) -> dict[str, float]:
     return {name: float(split[name]) for name in sorted(split)}
 
 
+def statistics_of_groups(
+    schema: Schema,
+    columns: Mapping[str, NDArray[Any]],
+    first_rows: Int64,
+    lengths: Int64,
+    groups: Mapping[Any, NDArray[np.bool_]],
+) -> dict[Any, dict[str, ColumnStatistics]]:
+    """Compute the statistics of all columns but opaque ones over several sets of trajectories.
+
+    Args:
+        groups: Which trajectories a set has, by its key. [n] each, bool, at least one True.
+    Cost: one pass over the columns for each set.
+    """
+    numeric = [column for column in schema if not column.is_opaque]
+    found = {}
+    for key, keep in groups.items():
+        rows = KeptRows(first_rows, lengths, keep, schema.has_final_row)
+        found[key] = {one.name: column_statistics(columns[one.name], one, rows) for one in numeric}
+    return found
+
+
 def compute_statistics(
     schema: Schema,
     columns: Mapping[str, NDArray[Any]],

@@ -238,6 +238,32 @@ class GatherCall:
     def address(self) -> int:
         """Where it lies, for direct calls; it must live as long as they use it."""
 
+class TrajectoryReader:
+    """Reads whole trajectories as programs give them, in the stored form of a store's columns.
+
+    Args:
+        store: Address of the `Store`, which its user keeps.
+        columns: Name, bit if it is late, and whether it is an end flag, of each column.
+        most: Steps of the longest trajectory; 0: any number.
+        group: Index of the column of the groups' numbers; -1: there is none.
+        mask: Index of the loss mask; -1: there is none.
+        shares_prompts: Whether the prompt of a lease's group is stored once.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: int,
+        columns: Sequence[tuple[str, int, bool]],
+        most: int,
+        group: int,
+        mask: int,
+        shares_prompts: bool,
+    ) -> None: ...
+    @property
+    def address(self) -> int:
+        """Where it lies, for direct calls; it must live as long as they use it."""
+
 class Stream:
     """Makes the plain selections of a batch stream (sampling/batch_stream.py).
 
@@ -295,14 +321,37 @@ def order_statistics(
 ) -> None:
     """Find the finite values around quantiles of elements [first, first + count); by address."""
 
-def store_add(
-    store: int, columns: Sequence[Any], num_steps: int, timeout_s: float, /
-) -> tuple[int, int] | None:
+def store_add(reader: int, trajectory: Any, timeout_s: float, /) -> tuple[int, int, int] | None:
     """Make room for a trajectory, copy and commit it; takes the lock.
 
     Returns:
-        Its id, or a refusal, and its slot, -1 if none was reserved. None: a column is not a buffer
-        of the stored form; nothing has happened.
+        Its id, or a refusal; its slot, -1 if none was reserved; and the bits of the late columns
+        that it has. None: it is no dict of columns of the stored form, or of numbers and lists that
+        are converted; nothing has happened.
+    """
+
+def group_write(
+    reader: int, trajectories: Any, number: int, slots: Any, timeout_s: float, /
+) -> int | None:
+    """Make room for the trajectories of a lease's group and copy them; takes the lock.
+
+    Args:
+        trajectories: A list of what `store_add` takes; the group's column may be left out.
+        number: The group's number.
+        slots: Takes their slots, and the bits of their late columns. [2, n], int64.
+    Returns:
+        0; a refusal, with nothing reserved; or None as `store_add`, also for values that are not
+        finite and must be.
+    """
+
+def group_commit(store: int, slots: Any, present: Any, version: int, born: int, /) -> list[int]:
+    """Commit written slots of a group; return their ids. Wants the lock.
+
+    Args:
+        slots: The slots. [n], int64.
+        present: Bits of the late columns of each. [n], int64.
+        version: Policy version of the group.
+        born: Global batch that is selected next.
     """
 
 def row_fits(targets: int, target: int, row: Any, /) -> bool:
@@ -354,7 +403,7 @@ def gather_into(call: int, resolutions: torch.Tensor, n_steps: torch.Tensor | No
     """Call `gather_` with the arguments of a GatherCall, by its address; releases the GIL."""
 
 def stream_take(
-    stream: int, number: int, alpha: int, beta: int, part: int, num_parts: int, /
+    stream: int, number: int, alpha: int, beta: int, part: int, num_parts: int, call: int, /
 ) -> tuple[list[int], torch.Tensor, torch.Tensor | None] | None:
     """Make or find the selection of a global batch; take its samples part, part + num_parts, ...
 
@@ -367,10 +416,26 @@ def stream_take(
         beta: Exponent of the PER weights, Q62; 0 without priorities.
         part: Index of the first sample.
         num_parts: Divides the batch.
+        call: Address of a GatherCall, which then gathers the samples, too; 0: none.
     Returns:
         The words of the selection, resolutions [n, 8] and, with priorities, PER weights [n], as new
         tensors. None: Python must make the selection; nothing has changed that it does not set
         again.
+    """
+
+def stream_report(
+    stream: int, resolutions: torch.Tensor, priorities: torch.Tensor, batch: int, /
+) -> bool:
+    """Append new priorities of samples to this process's log, and publish them; takes the lock.
+
+    Args:
+        stream: Address of a Stream with priorities.
+        resolutions: The samples. [n, 8], int64.
+        priorities: Finite, at least 0; else RuntimeError, and nothing has changed. [n], float32.
+        batch: The global batch that this process requested last.
+    Returns:
+        Whether it was done. False: the log lacks room, or the lock was refused; nothing is
+        published.
     """
 
 def bell_ring(bell: int, /) -> None:

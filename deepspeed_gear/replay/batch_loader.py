@@ -225,7 +225,8 @@ class BatchLoader:
         if self._mixture is None:
             stream = self._streams[0]
             shares = None
-            own = stream.take(number, part, info.num_micro_batches)
+            gather = self._assembler.call_for(stream)
+            own = stream.take(number, part, info.num_micro_batches, gather)
             taken = [(stream, own)]
             heads = [own.head]
         else:

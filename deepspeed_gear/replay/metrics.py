@@ -15,7 +15,11 @@ import torch
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.sample_counts import recent_selections
+from deepspeed_gear.sampling.sample_counts import (
+    recent_selections,
+    sample_ages,
+    stored_samples,
+)
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
@@ -396,7 +400,7 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
     return {
         "effective_samples": _effective(batches[0]),
         "duplicates": _duplicates(batches[0]),
-        "age": float(ages.mean()),
+        **({"age": float(ages.mean())} if len(ages) else {}),
         **({} if lag is None else {"lag": lag}),
         **({} if priority is None else {"priority": priority}),
     }
@@ -471,13 +475,13 @@ def _duplicates(batch: Selections) -> float:
 
 
 def _ages(stream: BatchStream, selection: Selection) -> np.ndarray:
-    """Return how many trajectories are newer than each sample's. [n], int64."""
+    """Return how many trajectories are newer than each sample's, of those on this node. [n],
+    int64.
+    """
     spec = stream.table.spec
     counter = int(stream.table.control[Control.NEXT_ID])
-    # Ids alternate between nodes: of 2 nodes, the third trajectory of a node is number 4 or 5.
     count = spec.own_shard.count if spec.dataset is None else 1
-    newest = counter * count - 1
-    return np.asarray(newest - selection.resolutions.numpy()[:, Resolution.ID])
+    return sample_ages(selection.resolutions.numpy(), stream.table.slots, counter, count)
 
 
 def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any] | None:
@@ -533,11 +537,7 @@ def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
 
 def _stored(stream: BatchStream, selection: Selection) -> np.ndarray:
     """Return the resolutions of samples whose trajectories are still in this store. [n, 8]."""
-    resolutions = selection.resolutions.numpy()
-    resolutions = resolutions[resolutions[:, Resolution.SLOT] < len(stream.table.slots)]
-    slots = resolutions[:, Resolution.SLOT]
-    there = stream.table.slots[slots, Slot.GENERATION] == resolutions[:, Resolution.GENERATION]
-    return np.asarray(resolutions[there])
+    return stored_samples(selection.resolutions.numpy(), stream.table.slots)
 
 
 def _draws(stream: BatchStream) -> dict[str, float] | None:

@@ -52,6 +52,9 @@ class PriorityReports:
         self._place = plan.topology.place
         self._late = late
         self._masses = {stream.table.spec.name: stream.state.priorities for stream in train}
+        self._sampled = plan.config.sampled_tables
+        # All samplers of a mixture reduce priorities in the same way.
+        self._sampler = plan.config.sampler_of(self._sampled[0])
 
     def _masses_of(self, table: str) -> PriorityMasses:
         masses = self._masses.get(table)
@@ -67,11 +70,10 @@ class PriorityReports:
 
     def report(self, batch: object, priorities: object, mask: object) -> None:
         """Report the priorities of a batch; see `Replay.update_priorities`."""
-        tables = [self._masses_of(table) for table in self._config.sampled_tables]
+        tables = [self._masses_of(table) for table in self._sampled]
         if not self._place.reports:
             return
-        # All samplers of a mixture reduce priorities in the same way.
-        sampler = self._config.sampler_of(self._config.sampled_tables[0])
+        sampler = self._sampler
         assert isinstance(sampler, PriorityOptions)  # as the tables have priorities
         if not isinstance(batch, (Batch, MicroBatch)):
             rule = "must be from this replay's sample or iterator, or a micro batch of packs"
@@ -283,6 +285,8 @@ def _rounded(given: Tensor) -> Tensor:
     Raises:
         DataError: A float64 priority is not valid, or too large for float32.
     """
+    if given.dtype == torch.float32 and given.is_cpu:
+        return given.contiguous()  # without a call of torch's dispatcher
     given = given.to("cpu")
     rounded = float32_on_device(given)
     if given.dtype == torch.float64:

@@ -17,8 +17,9 @@ import numpy as np
 
 from deepspeed_gear.distributed.batch_barrier import BarrierWord
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.sample_counts import sample_ages, stored_samples
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
@@ -44,8 +45,8 @@ class BatchReading:
     Attributes:
         effective: Effective sample size by Kish, as a part of the batch, in (0, 1].
         duplicates: Part of the samples whose item is already in the batch.
-        ages: How much newer the newest trajectory is than that of each sample, in trajectories.
-            [n], float64.
+        ages: How much newer this node's newest trajectory is than that of each sample, in
+            trajectories; over several nodes of the samples that this node stores. [n], float64.
         lags: Policy lag of the samples that this node stores; empty without versions. [n], float64.
     """
 
@@ -371,18 +372,18 @@ def _newest_batch(store: LiveStore, unit: str, version: int | None) -> BatchRead
         weights = (masses.min() / masses) ** (head[Head.EXPONENT] / _ONE_Q62)
     shard = store.layout.meaning.get("shard")
     num_shards = 1 if shard is None or "sizes" not in store.layout.meaning else shard["count"]
-    newest = int(store.views["control"][Control.NEXT_ID]) * num_shards - 1
+    slots = store.views["slots"]
+    next_id = int(store.views["control"][Control.NEXT_ID])
+    ages = sample_ages(resolutions, slots, next_id, num_shards)
     lags = _NO_VALUES
     if version is not None:
-        slots = store.views["slots"]
-        at = resolutions[resolutions[:, Resolution.SLOT] < len(slots)]
-        held = slots[at[:, Resolution.SLOT], Slot.GENERATION] == at[:, Resolution.GENERATION]
-        of_slots = store.views["retention"][at[held, Resolution.SLOT], SlotRetention.POLICY_VERSION]
+        held = stored_samples(resolutions, slots)[:, Resolution.SLOT]
+        of_slots = store.views["retention"][held, SlotRetention.POLICY_VERSION]
         lags = np.maximum(version - of_slots, 0).astype(np.float64)
     return BatchReading(
         effective=float(weights.sum() ** 2 / (weights**2).sum() / len(weights)),
         duplicates=1 - len(distinct(items)) / len(items),
-        ages=np.maximum(newest - ids, 0).astype(np.float64),
+        ages=np.maximum(ages, 0).astype(np.float64),
         lags=lags,
     )
 

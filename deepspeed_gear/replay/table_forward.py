@@ -17,7 +17,7 @@ from deepspeed_gear.batching.packing_plan import PlannedPacks, check_tokens
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay.rollout import Packs
+from deepspeed_gear.replay.packs import Packs
 from deepspeed_gear.replay.rollout_columns import (
     MASK,
     PackSettings,

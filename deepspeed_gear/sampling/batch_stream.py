@@ -95,21 +95,30 @@ class BatchStream:
         self._pause_s = _IDLE_S
         self._next_cleaning = 0.0
         self._native = NativeStream(state) if is_plain(state) else None
+        if self._native is not None and state.reports is not None:
+            state.reports.publish_by(self._native.report)
 
     @property
     def num_items(self) -> int:
         """Sum of all masses over all nodes; in an evaluation pass, the number of its items."""
         return self.masses.total if self._num_items is None else self._num_items
 
-    def take(self, number: int, part: int, num_parts: int) -> Selection:
+    def take(self, number: int, part: int, num_parts: int, gather: int = 0) -> Selection:
         """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one
         end of it. One native call makes and reads a plain selection; `get`, whose errors it has,
         makes the others.
+
+        Args:
+            number: Number of the global batch.
+            part: Index of the first sample.
+            num_parts: Parts of the batch.
+            gather: Address of a GatherCall for the samples, which the native call then gathers, as
+                `Selection.is_gathered` shows; 0: none.
         """
         if self._native is not None and not (
             self._is_online and time.monotonic() > self._next_cleaning
         ):
-            found = self._native.take(number, part, num_parts)
+            found = self._native.take(number, part, num_parts, gather)
             if found is not None:
                 return found
         return self.part_of(self.get(number), slice(part, None, num_parts))
@@ -485,19 +494,30 @@ class NativeStream:
             words=words, rule=spec.rule.anchors.as_list(), timeout_s=TURN_S
         )
         self._take = native.stream_take
+        self._report = native.stream_report
         self._address = self._stream.address
         self._priorities = state.priorities
 
-    def take(self, number: int, part: int, num_parts: int) -> Selection | None:
+    def take(self, number: int, part: int, num_parts: int, gather: int) -> Selection | None:
         """Return a part of a global batch, as `BatchStream.take`; None: Python must make its
         selection.
         """
+        alpha = 0
+        beta = 0
         masses = self._priorities
-        alpha, beta = (
-            (0, 0) if masses is None else (masses.alpha_at(number), masses.beta_at(number))
-        )
-        found = self._take(self._address, number, alpha, beta, part, num_parts)
-        return None if found is None else Selection(*found)
+        if masses is not None:
+            alpha = masses.alpha_at(number)
+            beta = masses.beta_at(number)
+        found = self._take(self._address, number, alpha, beta, part, num_parts, gather)
+        if found is None:
+            return None
+        head, resolutions, weights = found
+        return Selection(head, resolutions, weights, None, None, gather != 0)
+
+    def report(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> bool:
+        """Append priorities to this process's log and publish them; False: Python must do it."""
+        done: bool = self._report(self._address, samples, priorities, batch)
+        return done
 
 
 def is_plain(state: StreamState) -> bool:

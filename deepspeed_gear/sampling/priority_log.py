@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import NOTHING
 from deepspeed_gear.store.table import Table
 
+T = TypeVar("T")
+# A native call that appends and publishes updates: samples, priorities, batch -> whether it did.
+Publish = Callable[[torch.Tensor, torch.Tensor, int], bool]
 NEVER = -(1 << 62)  # no batch was requested yet
 
 
@@ -69,6 +72,7 @@ class PriorityLog:
         self._num_peers = len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
         self._peers = SelectionReaders(spec, table, self.asked)
+        self._publish: Publish | None = None  # set by `publish_by`
         self._deferred: deque[_Deferred] = deque()
         self._current = NEVER  # batch last requested, while updates are deferred
         self._before = NEVER  # batch requested before that
@@ -85,6 +89,10 @@ class PriorityLog:
             Region(spec.at + "ends", "int64", (num_peers, LogEnds.NUM_WORDS)),
             Region(spec.at + "asked", "int64", (num_peers,)),
         ]
+
+    def publish_by(self, call: Publish) -> None:
+        """Append and publish later updates by a native call, where it can."""
+        self._publish = call
 
     def initialise(self) -> None:
         self.asked[:] = NEVER
@@ -171,7 +179,6 @@ class PriorityLog:
         """
         with self._mutex:
             assert not self._deferred, "reports lie in the log in the order of their batches"
-            self.check_room(priorities.numel())
             self._write(samples, priorities, self._asked_words[self._peer])
 
     @property
@@ -201,18 +208,19 @@ class PriorityLog:
                 )
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
-        ends = self.ends[self._peer]
+        publish = self._publish
+        if publish is not None and _refusing(priorities, publish, samples, priorities, batch):
+            return
         count = priorities.numel()
+        self.check_room(count)
+        ends = self.ends[self._peer]
         tail = ends[LogEnds.TAIL]
         if tail > ends[LogEnds.HEAD]:  # after a load no batch was requested; the log stays in order
             batch = max(
                 batch, self._log_words[self._peer, (tail - 1) % self.rule.log_size, LogEntry.BATCH]
             )
-        try:
-            self.ops.append_reports_(self._my_log, samples, priorities, tail, batch)
-        except (RuntimeError, ShapeError):
-            check_priorities(priorities.numpy())
-            raise
+        append = self.ops.append_reports_
+        _refusing(priorities, append, self._my_log, samples, priorities, tail, batch)
         with (
             self.table.lock
         ):  # orders the entries before the tail, for the process that selects next
@@ -301,6 +309,15 @@ class PriorityLog:
             ends[LogEnds.NEXT] = 0
             ends[LogEnds.TAIL] = len(part)
         self.asked[:] = NEVER
+
+
+def _refusing(priorities: torch.Tensor, call: Callable[..., T], *arguments: Any) -> T:
+    """Make a native call, whose error is a DataError where a priority is the cause."""
+    try:
+        return call(*arguments)
+    except (RuntimeError, ShapeError):
+        check_priorities(priorities.numpy())
+        raise
 
 
 def check_priorities(priorities: np.ndarray) -> None:

@@ -93,6 +93,33 @@ class SampleCounts:
         return rows_of(self._table.slots[slots])[0] if self._by_step else slots
 
 
+def stored_samples(resolutions: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Return the resolutions of samples whose trajectories are still in this store. [n, 8]."""
+    resolutions = resolutions[resolutions[:, Resolution.SLOT] < len(slots)]
+    generations = slots[resolutions[:, Resolution.SLOT], Slot.GENERATION]
+    return np.asarray(resolutions[generations == resolutions[:, Resolution.GENERATION]])
+
+
+def sample_ages(
+    resolutions: np.ndarray, slots: np.ndarray, next_id: int, num_shards: int
+) -> np.ndarray:
+    """Return how many newer trajectories a store has received for each sample. [n], int64.
+
+    Over several nodes each node adds at its own rate, so a store knows the ages of the samples
+    that it holds itself. The others are left out.
+
+    Args:
+        resolutions: Resolutions of samples. [m, 8], int64.
+        slots: The store's slots.
+        next_id: Counter of the store's ids.
+        num_shards: Nodes that number the table's trajectories together; 1 for a data set.
+    """
+    if num_shards > 1:
+        resolutions = stored_samples(resolutions, slots)
+    # Ids alternate between nodes: of 2 nodes, the third trajectory of a node is number 4 or 5.
+    return np.asarray(next_id - 1 - resolutions[:, Resolution.ID] // num_shards)
+
+
 def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Selection]:
     """Return copies of the latest selections of a stream by their numbers, ascending. Takes the
     lock.

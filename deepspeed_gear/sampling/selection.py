@@ -40,6 +40,7 @@ class Selection(NamedTuple):
     # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
     # resolution holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
+    is_gathered: bool = False  # whether its native call has gathered it, too
 
 
 class ShardDraws(NamedTuple):

@@ -54,8 +54,11 @@ def native_store(
     base = address(np.frombuffer(memory.buffer, np.uint8, 1))
     regions = ("control", "links", "log", "retention", "slots", "peers")
     words = {name: address(views[name]) for name in regions}
-    for name in ("groups", "group_counts"):
+    for name in ("groups", "group_counts", "shared_prompts"):
         words[name] = _address(views.get(name))
+    group = spec.group
+    # Of a group without members all trajectories are admitted: those after `size` come too late.
+    is_limited = group is not None and group.member is not None
     words |= {
         "mutex": base + MUTEX_OFFSET,
         "holder": base + HOLDER_OFFSET,
@@ -71,6 +74,8 @@ def native_store(
         "position": _address(views.get(_TRAIN_POSITION)),
         "least_free_rows": spec.least_free_rows,
         "frees_in_parts": spec.prompts is not None and spec.prompts.members > 0,
+        "group_column": 0 if group is None else spec.schema.names.index(group.column),
+        "most_of_group": group.max_trajectories if group is not None and is_limited else 0,
     }
     store = native.Store(words=words)
     store.set_columns(
@@ -90,6 +95,31 @@ def native_store(
         if name.endswith(_LAST_DRAWN):
             store.add_stream(_stream_words(views, name.removesuffix(_LAST_DRAWN)))
     return store
+
+
+def trajectory_reader(
+    native: ModuleType, spec: TableSpec, store: Any, most_steps: int | None
+) -> Any:
+    """Return the native `TrajectoryReader` of a table, which holds the address of its `store`.
+
+    Args:
+        native: The native module.
+        spec: The table's specification.
+        store: The native `Store` of the table.
+        most_steps: Steps of the longest trajectory; None: no limit.
+    """
+    schema = spec.schema
+    names = schema.names
+    ends = {column.name for column in schema.end_columns}
+    mask = schema.role("loss_mask")
+    return native.TrajectoryReader(
+        store=store.address,
+        columns=[(name, schema.late_bits([name]), name in ends) for name in names],
+        most=most_steps or 0,
+        group=-1 if spec.group is None else names.index(spec.group.column),
+        mask=-1 if mask is None else names.index(mask.name),
+        shares_prompts=spec.shares_prompts and mask is not None,
+    )
 
 
 def _address(region: np.ndarray | None) -> int:

@@ -151,6 +151,7 @@ class Refusal:
     NOT_FINITE: Final = -9  # a column holds NaN or an infinity and must not
     NEEDS_VICTIM: Final = -10  # the caller must evict one: policies in Python, and groups
     NEEDS_RELEASE: Final = -11  # the caller must release what dead processes hold
+    GROUP_FULL: Final = -12  # the group has its most trajectories
 
 
 class EvictionCode:

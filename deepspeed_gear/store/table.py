@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -321,7 +321,7 @@ class Table:
             holders = holders_of(self.groups.numbers(slots), steps)
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
-    def share_prompt(self, slots: Sequence[int], steps: int) -> None:
+    def share_prompt(self, slots: np.ndarray, steps: int) -> None:
         """Let the first of a group's reserved slots hold the first steps of the others, their
         prompt.
         """
@@ -446,15 +446,13 @@ class Table:
             slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born
         )
 
-    def commit_group(
-        self, lease: LeaseRecord, slots: Sequence[int], present: Sequence[int]
-    ) -> list[int]:
+    def commit_group(self, lease: LeaseRecord, slots: np.ndarray, present: np.ndarray) -> list[int]:
         """Publish the reserved slots of a lease's group for the next batch, and end the lease.
 
         Args:
             lease: What the group was generated for; its version is the policy version of the group.
-            slots: Of the trajectories, in their order.
-            present: Bits of the late columns that each one has.
+            slots: Of the trajectories, in their order. [n], int64.
+            present: Bits of the late columns that each one has. [n], int64.
         Returns:
             Their ids.
         Raises:
@@ -462,12 +460,11 @@ class Table:
         Requires the lock.
         """
         assert self.ledger is not None
-        ids = list[int]()
+        store = self.extents.handle.address
+        born = self.ledger.num_selected
         with self.ledger.committing(lease, len(slots)):
-            for slot, late in zip(slots, present, strict=True):
-                ids.append(self.commit(slot, self.ledger.num_selected))
-                self.note_late(slot, late)
-                self.views["retention"][slot, SlotRetention.POLICY_VERSION] = lease.version
+            native = self.ops.native
+            ids: list[int] = native.group_commit(store, slots, present, lease.version, born)
         return ids
 
     def late_present(self, slot: int) -> int:

@@ -18,6 +18,7 @@ from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
+from deepspeed_gear.store.native_store import trajectory_reader
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Head, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
@@ -31,9 +32,9 @@ Committed = Callable[[int], None]
 class Inserter:
     """Adds the trajectories of this process to a table with a capacity.
 
-    A whole trajectory of arrays in the stored form is added by one native call, unless its commit
-    needs Python (groups, media, returns-to-go, `committed`); else in Python, with the same result.
-    One thread at a time.
+    A whole trajectory of arrays, numbers and lists is added by one native call, unless its commit
+    needs Python (media, returns-to-go, `committed`, groups with a rate limiter); else in Python,
+    with the same result. One thread at a time.
 
     Args:
         table: Table to add to.
@@ -64,11 +65,6 @@ class Inserter:
         self._names = table.spec.schema.names
         self._name = f"table {table.spec.name}"
         self._columns = frozenset(self._names)
-        steps = next((c for c in table.spec.schema if c.rows != "1"), None)
-        assert steps is not None
-        self._measured = steps.name
-        self._extra = int(steps.rows == "T+1")
-        self._ends = [self._names.index(column.name) for column in table.spec.schema.end_columns]
         self._position = table.views.get("stream/train/position")
         retention = table.spec.retention
         #: Name of the column of policy versions where ranks wait for open trajectories; else "".
@@ -80,13 +76,19 @@ class Inserter:
         self.dropped = deque[object](maxlen=1)
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
-        # Whole trajectories are added by the native store where it commits them as Python does.
-        self._store = table.extents.handle
-        self._store_add = table.ops.native.store_add
-        self._address = self._store.address
         spec = table.spec
-        has_more = table.groups is not None or spec.return_to_go or spec.media is not None
-        self._adds_natively = committed is None and not has_more
+        self._native = table.ops.native
+        self._store = table.extents.handle
+        self._address = self._store.address
+        self._reader = trajectory_reader(self._native, spec, self._store, max_length)
+        self._reader_address = self._reader.address
+        # Whole trajectories are stored by the native store where it stores them as Python does.
+        # Before rows are reserved, a rate limiter brings groups up to date.
+        is_plain = committed is None and not spec.return_to_go and spec.media is None
+        limits_groups = table.groups is not None and spec.retention.rate_limiter is not None
+        self._adds_natively = is_plain and not limits_groups
+        # Columns that a check or an encoding reads first are converted in Python.
+        self._reads_natively = not (checks or self._opaque)
 
     def vector_options(self) -> dict[str, Any]:
         """Return the arguments of `VectorSteps.set_store` that concern this table."""
@@ -94,7 +96,7 @@ class Inserter:
             "of_store": self._address,
             "most": self.max_length or 0,
             # Whether the native call may store whole trajectories.
-            "whole": self._adds_natively and not self._checks,
+            "whole": self._adds_natively and self.table.groups is None and not self._checks,
             # Whether it may publish first steps, where no eviction is needed.
             "begins": not (
                 self._checks or self._committed or self.table.ledger or self.table.media
@@ -113,18 +115,27 @@ class Inserter:
             StoreFullError: Too few rows are free, and the table evicts nothing.
             NotReadyError: The ranks do not sample in time.
         """
-        if self._adds_natively and not (self._checks or self._late or self._opaque):
-            added = self._add_stored_form(trajectory)
+        is_free = self.table.ledger is None  # else trajectories come by leases, as whole groups
+        adds_natively = self._adds_natively and is_free
+        if adds_natively and self._reads_natively:
+            added = self._add_natively(trajectory)
             if added is not None:
                 return added
         items = dict[int, MediaItem]()
         columns, num_steps, present = self.checked(trajectory, items)
-        if self._adds_natively and not self._late:
-            added = self._add_natively(columns, num_steps)
+        if adds_natively:
+            added = self._add_natively(self._given(columns, present))
             if added is not None:
                 return added
-            # An array has no buffer of the stored form, such as bfloat16 without steps.
         return self._add_plainly(columns, num_steps, present, items)
+
+    def _given(self, columns: Sequence[np.ndarray], present: int) -> dict[str, np.ndarray]:
+        """Return columns by name, without the late ones that a trajectory has not."""
+        named = dict(zip(self._names, columns, strict=True))
+        for column in self.table.spec.schema.late_columns:
+            if not present & self.table.spec.schema.late_bits([column.name]):
+                del named[column.name]
+        return named
 
     def checked(
         self, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
@@ -161,24 +172,55 @@ class Inserter:
             LeaseExpiredError: The lease has ended; nothing is added.
             DataError, StoreFullError, NotReadyError: As `add`; nothing is added.
         """
+        group = self.table.spec.group
+        assert group is not None
+        made = np.full((2, group.size), -1, np.int64)
+        slots, present = made
+        # All rows are written before one call commits the group: a process that dies in between
+        # leaves reserved slots only, which other processes free.
+        with undo_on_error(partial(self.free, slots)):
+            if not self._write_natively(lease, trajectories, made):
+                self._write_group(lease, trajectories, slots, present)
+            with self.table.lock:
+                return self.table.commit_group(lease, slots, present)
+
+    def _write_natively(
+        self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]], made: np.ndarray
+    ) -> bool:
+        """Write the group of a lease by one native call; False, without effect, if it cannot.
+
+        Args:
+            lease: The lease.
+            trajectories: As `add_group`.
+            made: Takes their slots, and the bits of their late columns. [2, group.size], int64.
+        """
+        if not (self._adds_natively and self._reads_natively):
+            return False
+        address = self._reader_address
+        refusal: int = self._native.group_write(address, trajectories, lease.number, made, TURN_S)
+        return refusal == 0
+
+    def _write_group(
+        self,
+        lease: LeaseRecord,
+        trajectories: Sequence[Mapping[str, Any]],
+        slots: np.ndarray,
+        present: np.ndarray,
+    ) -> None:
+        """Write the group of a lease in Python, to `slots`, with the bits of its late columns."""
         table = self.table
         items = dict[int, MediaItem]()
         members = self._checked_group(lease, trajectories, items)
         rows = [columns for columns, _, _ in members]
         prompt = _prompt_steps(table.spec.schema, rows) if table.spec.shares_prompts else 0
-        slots = list[int]()
-        # All rows are written before one call commits the group: a process that dies in between
-        # leaves reserved slots only, which other processes free.
-        with undo_on_error(partial(self.free, slots)):
-            for columns, num_steps, _ in members:
-                shared = prompt if slots else 0  # the first trajectory holds the prompt's rows
-                slot = self.reserve(num_steps - shared, leased=True)
-                slots.append(slot)
-                table.write(slot, dict(zip(self._names, columns, strict=True)), before=shared)
-            table.share_prompt(slots, prompt)
-            self.add_media(rows, items)
-            with table.lock:
-                return table.commit_group(lease, slots, [present for _, _, present in members])
+        for number, (columns, num_steps, late) in enumerate(members):
+            shared = prompt if number else 0  # the first trajectory holds the prompt's rows
+            slots[number] = self.reserve(num_steps - shared, leased=True)
+            present[number] = late
+            named = dict(zip(self._names, columns, strict=True))
+            table.write(int(slots[number]), named, before=shared)
+        table.share_prompt(slots, prompt)
+        self.add_media(rows, items)
 
     def _checked_group(
         self,
@@ -193,7 +235,10 @@ class Inserter:
         name = f"{self._name}: the group of prompt {lease.number}"
         column = self._names.index(group.column)
         number = {group.column: np.int64(lease.number)}
-        members = [self.checked({**number, **one}, items) for one in trajectories]
+        members = []
+        for one in trajectories:
+            given = arguments.mapping(f"{self._name}: trajectory", one, "column -> rows")
+            members.append(self.checked({**number, **given}, items))
         for columns, _, _ in members:
             self.check_finite(columns)
             if columns[column].item() != lease.number:
@@ -212,23 +257,6 @@ class Inserter:
             self._name, self.table.spec.schema, trajectory, final, self.max_length
         )
 
-    def _add_stored_form(self, trajectory: Mapping[str, Any]) -> int | None:
-        """Add a trajectory of arrays in the stored form; None, without effect, if one is not."""
-        try:
-            columns = [trajectory[name] for name in self._names]
-            num_steps = len(trajectory[self._measured]) - self._extra
-        except (KeyError, TypeError, IndexError, RuntimeError):  # a nested tensor has no length
-            return None
-        if len(trajectory) != len(columns) or num_steps < 1:
-            return None
-        if self.max_length is not None and num_steps > self.max_length:
-            return None
-        for index in self._ends if num_steps > 1 else ():
-            flags = columns[index]
-            if not isinstance(flags, np.ndarray) or np.count_nonzero(flags[:-1]):
-                return None  # `check_trajectory` refuses the flag by its step
-        return self._add_natively(columns, num_steps)
-
     def check(self, columns: dict[str, np.ndarray]) -> None:
         """Raise a DataError unless columns of one value per trajectory, such as weights, are valid.
 
@@ -244,31 +272,31 @@ class Inserter:
             remedy = "divide it, or raise gear.tables.<name>.max_length"
             raise DataError(f"{self._name}: trajectory", rule, num_steps, remedy)
 
-    def _add_natively(self, columns: list[Any], num_steps: int) -> int | None:
+    def _add_natively(self, trajectory: Mapping[str, Any]) -> int | None:
         """Add a trajectory by one native call; complete in Python what the call refuses.
 
         Returns:
-            Its id; None, without effect, if an array does not have the stored form.
+            Its id; None, without effect: it is left to Python, which adds or refuses it.
         """
-        outcome = self._store_add(self._address, columns, num_steps, TURN_S)
+        outcome: tuple[int, int, int] | None = self._native.store_add(
+            self._reader_address, trajectory, TURN_S
+        )
         if outcome is None:
             return None
-        number, slot = outcome  # the id; or, if negative, a code of `Refusal`
+        number, slot, present = outcome  # the id; or, if negative, a code of `Refusal`
         if number >= 0:
-            return int(number)
-        refusal = number
-        if refusal == Refusal.NOT_FINITE:
-            if slot >= 0:
-                self.free([slot])
-                slot = -1
-            self.check_finite([np.asarray(column) for column in columns])
-        if slot >= 0:  # already written: only the commit is missing
+            return number
+        if number == Refusal.NOT_FINITE and slot >= 0:
+            self.free([slot])
+        elif slot >= 0:  # already written: only the commit is missing
             with undo_on_error(partial(self.free, [slot])), self.table.lock:
-                return self._commit(slot)
-        if refusal in (Refusal.LOCK_TIMEOUT, Refusal.LOCK_BROKEN, Refusal.MUST_RECOVER):
+                added = self._commit(slot)
+                self.table.note_late(slot, present)
+                return added
+        if number in (Refusal.LOCK_TIMEOUT, Refusal.LOCK_BROKEN, Refusal.MUST_RECOVER):
             with self.table.lock:  # waits, raises with the holder's id, or recovers
                 pass
-        return self._add_plainly([np.asarray(column) for column in columns], num_steps)
+        return None
 
     def check_finite(self, columns: list[np.ndarray]) -> None:
         """Raise a DataError if a value that must be finite is not; columns in the stored form."""
@@ -321,12 +349,15 @@ class Inserter:
                 self.table.note_late(slot, present)
                 return number
 
-    def free(self, slots: Sequence[int]) -> None:
-        """Free the slots that this process has reserved and not committed; ignore others."""
+    def free(self, slots: Sequence[int] | np.ndarray) -> None:
+        """Free the slots that this process has reserved and not committed; ignore others.
+
+        A negative one is none.
+        """
         own = [SlotState.RESERVED, self.table.memory.peer]
         with self.table.lock:
             for slot in slots:
-                if self.table.slots[slot, [Slot.STATE, Slot.OWNER]].tolist() == own:
+                if slot >= 0 and self.table.slots[slot, [Slot.STATE, Slot.OWNER]].tolist() == own:
                     self.table.extents.free(slot)
 
     def report_versions(self, writer: object, versions: np.ndarray) -> None:

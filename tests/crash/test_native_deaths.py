@@ -17,6 +17,8 @@ from deepspeed_gear.data.running_moments import Moment
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
+from deepspeed_gear.store.group_spec import GroupSpec, SlotGroup
+from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.timeouts import Context
@@ -32,8 +34,12 @@ def scene_of(lengths: list[int], removal: str, **options: Any) -> StoreScene:
     are.
     """
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table", alpha=1.0))
+    if "group" in options:
+        spec = stream_spec("fifo", "group", 1, most_trajectories=2)
     options = {"num_slots": 9, "num_rows": 28, **options}
     scene = StoreScene([spec], lengths, retention=Retention(removal), **options)
+    if "group" in options:
+        return scene
     stream = scene.streams[0]
     stream.state.ask(0)
     stream.get(0)
@@ -188,9 +194,7 @@ def test_rows_are_written_before_they_are_published(call: str) -> None:
         inserter = Inserter(table, Context(timeout_s=5.0), max_length=7)
         rows = trajectory(1, 6, truncated=True)
         if call == "add":
-            columns = [rows[name] for name in table.spec.schema.names]
-            native = table.ops.native.store_add
-            return partial(native, table.extents.handle.address, columns, 6, 5.0)
+            return adding(table, inserter, rows)
         vector = TrajectoryWriter(table, inserter).vector_writer(1, "disabled")
         vector.reset(observation=rows["observation"][:1], task=rows["task"][None])
         for step in range(3):
@@ -204,6 +208,101 @@ def test_rows_are_written_before_they_are_published(call: str) -> None:
     for _ in states_left(scene, prepare, holds_lock=False):
         found |= check_published(scene)
     assert found == {(0, 5), *((1, steps) for steps in LEFT[call])}
+    scene.close()
+
+
+def adding(table: Any, inserter: Inserter, rows: dict[str, Any]) -> Callable[[], Any]:
+    """Return the native call that adds a trajectory; it keeps what the call refers to."""
+    reader = inserter._reader
+    return lambda: table.ops.native.store_add(reader.address, rows, 5.0)
+
+
+def test_a_member_of_a_group_is_there_or_not() -> None:
+    """Its words are those of a group that forms anew, also in a slot that was another group's."""
+    scene = scene_of([5, 2], "fifo", num_slots=2, group=GroupSpec("task", 2), return_to_go=False)
+    table_access.remove(scene.table, [0])
+    free_retired(scene)
+    assert scene.table.groups is not None
+    scene.table.groups.words[0] = 7  # of a group that used the slot before
+
+    def prepare(table: Any) -> Callable[[], Any]:
+        inserter = Inserter(table, Context(timeout_s=5.0), max_length=7)
+        return adding(table, inserter, trajectory(2, 6))
+
+    found = set()
+    for _ in states_left(scene, prepare, holds_lock=False):
+        table, streams = scene.attach(2)
+        with table.lock:
+            table.extents.end_abandoned()
+        check_whole(table, streams)
+        stored = {number: steps for number, _, steps in committed(table)}
+        assert stored in ({1: 2}, {1: 2, 2: 6})
+        if 2 in stored:
+            slot = int(table.slots_of(np.array([2]))[0])
+            wanted = trajectory(2, 6)
+            assert all(
+                np.array_equal(rows, wanted[n])
+                for n, rows in table.rows(slot).items()
+                if n in wanted
+            )
+            words = table.groups.words[slot]
+            assert not np.delete(words, SlotGroup.TIME).any()
+            assert words[SlotGroup.TIME] > 7
+        found.add(len(stored))
+        table.close()
+    assert found == {1, 2}
+    scene.close()
+
+
+@pytest.mark.parametrize("call", ["write", "commit"])
+def test_the_group_of_a_lease_is_whole_or_absent(call: str) -> None:
+    """A worker that dies while it writes or commits a group: the next lease of its prompt has all
+    rows to itself, and its group is the only one.
+    """
+    prompts = PromptSpec(
+        "", "", 1000, groups=1, size=2, lease_s=600.0, attempts=9, max_lag=4, seed=0, random_key=0
+    )
+    group = GroupSpec("task", 2, max_trajectories=2)
+    scene = scene_of([], "fifo", group=group, prompts=prompts, return_to_go=False)
+    rows = [{**trajectory(member, 4), "task": np.int64(0)} for member in range(2)]
+
+    def prepare(table: Any) -> Callable[[], Any]:
+        inserter = Inserter(table, Context(timeout_s=5.0))
+        reader = inserter._reader
+        native = table.ops.native
+        made = np.full((2, 2), -1, np.int64)
+        if call == "write":
+            with table.lock:
+                (lease,) = table.ledger.lease(1)
+            return lambda: native.group_write(reader.address, rows, lease.number, made, 5.0)
+        (lease,) = table.ledger.lease(1)
+        for member, one in enumerate(rows):
+            made[0, member] = table.extents.reserve(5, 4)
+            table.write(int(made[0, member]), one)
+        made[1] = 0
+        table.ledger.committing(lease, 2).__enter__()
+        return partial(native.group_commit, table.extents.handle.address, *made, 0, 0)
+
+    num_partly = 0
+    for _ in states_left(scene, prepare, holds_lock=call == "commit"):
+        table, streams = scene.attach(2)
+        num_partly += len(committed(table)) == 1
+        with table.lock:
+            table.extents.end_abandoned()
+            table.groups.update()
+            (again,) = table.ledger.lease(1)
+            assert (again.number, committed(table)) == (0, [])
+        check_whole(table, streams)
+        ids = Inserter(table, Context(timeout_s=5.0)).add_group(again, rows)
+        with table.lock:
+            table.groups.update()
+            assert table.ledger.books.account()["waiting"] == 1
+        for number, one in zip(ids, rows, strict=True):
+            stored = table.rows(int(table.slots_of(np.array([number]))[0]))
+            assert all(np.array_equal(stored[name], one[name]) for name in one)
+        check_whole(table, streams)
+        table.close()
+    assert num_partly > 0 or call == "write"
     scene.close()
 
 

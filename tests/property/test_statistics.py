@@ -24,10 +24,11 @@ from deepspeed_gear.data.dataset_statistics import (
     sample_positions,
 )
 from deepspeed_gear.data.dataset_writer import DatasetWriter
+from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.running_moments import Moment, add_rows
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.data.trajectory_checks import as_float64
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
@@ -286,7 +287,9 @@ def statistics(column: Column, values: np.ndarray) -> ColumnStatistics:
     return compute_statistics(schema, {"x": values}, first, lengths, {}, Workers(1))["x"]
 
 
-@given(st.data(), st.sampled_from(list(OFFSETS)), st.sampled_from(["mean_std", "min_max"]))
+@given(
+    st.data(), st.sampled_from(list(OFFSETS)), st.sampled_from(["mean_std", "min_max", "quantile"])
+)
 def test_normalised_values_are_what_they_are_called(
     data: st.DataObject, dtype: str, how: str
 ) -> None:
@@ -309,6 +312,10 @@ def test_normalised_values_are_what_they_are_called(
     found = convert(torch.from_numpy(values)[:, None], wanted, shift, gain)[:, 0].double().numpy()
     if how == "min_max":
         assert (found.min(), found.max()) == pytest.approx((-1, 1), abs=2e-3)
+    elif how == "quantile":
+        ends = np.quantile(found, [0.01, 0.99])
+        if known.quantiles["0.01"] < known.quantiles["0.99"]:
+            assert ends == pytest.approx((-1, 1), abs=2e-3)
     else:
         assert (found.mean(), found.std()) == pytest.approx((0, 1), abs=2e-3)
     order = np.argsort(values, kind="stable")
@@ -340,3 +347,41 @@ def test_means_of_many_rows_are_exact() -> None:
     known = statistics(Column("x", "int64", ()), values)
     assert known.mean == pytest.approx(np.mean(values - values[0]) + float(values[0]), abs=512)
     assert known.std == pytest.approx(np.std(values - values[0]), rel=1e-9)
+
+
+def test_statistics_of_each_source_and_task(tmp_path: Path) -> None:
+    """Quantiles are those of all rows of both sources, and each source has its own."""
+    random = np.random.default_rng(0)
+    sources = []
+    for number, lengths in enumerate(((3, 40), (7, 1, 5))):
+        steps = sum(lengths)
+        task = np.repeat(np.arange(len(lengths)) % 2, lengths)
+        arrays = {"obs": random.normal(number, 1, (steps, 2)), "acts": random.normal(size=steps)}
+        ends = np.isin(np.arange(steps) + 1, np.cumsum(lengths))
+        path = tmp_path / f"{number}.npz"
+        np.savez(
+            path, **arrays, rewards=np.ones(steps), terminals=ends, timeouts=ends * 0, task=task
+        )
+        sources.append(path)
+    data = ingest(sources, tmp_path / "out")
+    for name, values in (("source", data.columns["source"]), ("task", [0, 1, 0, 1, 0])):
+        found = data.statistics_by(name)
+        assert sorted(found) == [0, 1]
+        for value, statistics in found.items():
+            kept = [data.trajectory(i)["action"] for i in range(5) if values[i] == value]
+            rows = np.concatenate(kept)
+            assert statistics["action"].count == len(rows)
+            assert statistics["action"].mean == pytest.approx(rows.mean())
+            assert statistics["action"].quantiles["0.99"] == np.quantile(rows, 0.99)
+    rows = np.concatenate([data.trajectory(i)["action"] for i in range(5)])
+    low, high = np.quantile(rows, [0.01, 0.99])
+    field = ResolvedField("action", data.schema["action"], normalize="quantile")
+    shift, gain = affine(field, data.statistics, ())
+    found = convert(torch.from_numpy(rows)[:, None], torch.float64, shift, gain)[:, 0]
+    np.testing.assert_allclose(found, 2 * (rows - low) / (high - low) - 1, rtol=1e-12, atol=1e-12)
+    with pytest.raises(
+        DataError, match="column tusk must be a column of the data set; did you mea"
+    ):
+        data.statistics_by("tusk")
+    with pytest.raises(DataError, match="must have one value in all steps"):
+        data.statistics_by("action")

@@ -69,9 +69,20 @@ RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
     ),
     "scale": ([], {"nodes": {1, 2, 4}, "samples": {8, 16, 32}}, []),
     "ingest": (["--parts", *INGEST], {"what": set(INGEST)}, ["adds_per_s", "mb_per_s"]),
+    "disk_writing": (
+        [],
+        {
+            "work": {"steps", "frames"},
+            "system": {"DatasetWriter", "gear ingest", "raw write", "NumPy memmap"},
+        },
+        ["mb_per_s", "of_raw"],
+    ),
     "fixed_cost": (
         [],
-        {"part": {"the op: gather_", "the selection, in one native call"}},
+        {
+            "part": {"the native call: the selection and the gather", "Batch"},
+            "call": {"sample() of B = 1, 5 columns, uniform"},
+        },
         ["warm_us", "cold_us", "us"],
     ),
     "leases": ([], {"size": {1, 8}}, ["pairs_per_s"]),

@@ -40,7 +40,7 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
-from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
+from deepspeed_gear.errors import ConfigError, DataError, near_name, undo_on_error
 from deepspeed_gear.schema import SOURCE, Column, Schema
 
 # In the order in which "auto" tries them: a layout that others would recognise too comes first.
@@ -226,6 +226,7 @@ class Options(TypedDict, total=False):
         group_scope: What equal group numbers (`prompt_id`) in several files mean: "file", different
             groups, which get different numbers; "all", the same group. It must be given where
             numbers repeat over files.
+        threads: Threads that write, as in `DatasetWriter`.
     """
 
     dtype: Mapping[str, str]
@@ -236,6 +237,7 @@ class Options(TypedDict, total=False):
     split_by_flags: bool
     compress: Sequence[str] | None
     group_scope: str | None
+    threads: int | None
 
 
 def ingest(
@@ -267,7 +269,7 @@ def ingest(
         append: Add to the data set at `dest`, as if these sources had been ingested after its own:
             the result has the same columns, statistics and fingerprint. It takes the place of the
             old one in one rename.
-        progress: Show a bar and notes on stderr.
+        progress: Show bytes, rate, time left and notes on stderr.
         **options: Changes of columns, and permissions: see `Options`.
     Raises:
         DataError: A source is malformed or differs from the first, or `dest` cannot be written;
@@ -329,12 +331,8 @@ def ingest(
             source["options"] = changed
         if texts.texts:
             source[TEXTS] = texts.texts
-        total = sum(reader.num_steps for reader in readers) or None  # None: not known by all
-        bar = stack.enter_context(
-            tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
-        )
-        num_bytes = 0
-        episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
+        bar = stack.enter_context(_progress_bar(readers, schema, progress))
+        num_steps = 0
         divides: Any = bool(options.get("split_by_flags"))
         with DatasetWriter(
             dest,
@@ -344,6 +342,7 @@ def ingest(
             append=append,
             source=source,
             compress=options.get("compress"),
+            threads=options.get("threads"),
         ) as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():
@@ -352,14 +351,28 @@ def ingest(
                     groups.set_in(output, name, arrays)
                     texts.set_in(output, arrays)
                     writer.add(arrays, name, split_by_flags=divides)
-                    num_bytes += length * schema.row_bytes + episode_bytes
-                    bar.set_postfix_str(show_bytes(num_bytes), refresh=False)
-                    bar.update(length)
+                    num_steps += length
+                    bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
+                    bar.update(length * schema.row_bytes)
             for note in groups.notes():
                 readers[-1].notes.append(note)
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
             return writer.close()
+
+
+def _progress_bar(readers: Sequence[Reader], schema: Schema, is_shown: bool) -> tqdm[Any]:
+    """Return a bar of the bytes of steps, with the time left where all readers know their steps."""
+    is_known = all(reader.num_steps for reader in readers)
+    total = sum(reader.num_steps for reader in readers) * schema.row_bytes if is_known else None
+    return tqdm(
+        total=total,
+        desc="ingest",
+        unit="B",
+        unit_scale=True,
+        disable=not is_shown,
+        dynamic_ncols=True,
+    )
 
 
 def ingest_rows(

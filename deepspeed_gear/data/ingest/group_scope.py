@@ -92,7 +92,8 @@ class GroupNumbers:
         """
         column = self._columns[id(output)]
         value = None if column is None else arrays.get(column)
-        if column is None or value is None or np.ndim(value) or self._scope == "all":
+        scope = "file" if output.reader.numbers_groups else self._scope
+        if column is None or value is None or np.ndim(value) or scope == "all":
             return
         file = (id(output), output.reader.file)
         if file != self._file:
@@ -101,7 +102,7 @@ class GroupNumbers:
         number = int(value)
         if number not in self._own:
             is_shared = number in self._numbers.taken
-            if is_shared and self._scope is None and number < _COUNTED:
+            if is_shared and scope is None and number < _COUNTED:
                 raise DataError(
                     f"{name}: {column}",
                     "must not be the number of a group in an earlier file",
@@ -109,8 +110,8 @@ class GroupNumbers:
                     "--group-scope file: they are other groups, and get other numbers; "
                     "--group-scope all: they are the same groups (group_scope of ingest)",
                 )
-            self._num_shared += is_shared and self._scope is None
-            is_own = self._scope == "file" or not is_shared
+            self._num_shared += is_shared and scope is None
+            is_own = scope == "file" or not is_shared
             self._own[number] = self._numbers.take(number) if is_own else number
         arrays[column] = np.asarray(self._own[number])
 

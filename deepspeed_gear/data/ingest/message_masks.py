@@ -1,4 +1,4 @@
-"""Annotations of chats: which messages have loss, and which answers are preferred.
+"""Annotations of chats: which messages have loss.
 
 The keys are those of the field's formats: NeMo-RL's `message_loss_mask` beside the messages, and in
 each message `weight` (OpenAI), `loss` (ms-swift) or `train` (Axolotl).
@@ -6,7 +6,7 @@ each message `weight` (OpenAI), `loss` (ms-swift) or `train` (Axolotl).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ _OF_MESSAGE = (
 _UNCLEAR = ("mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 _UNKNOWN = "must not mask messages: the meaning of this key is ambiguous"
 _ASSISTANTS = ("assistant", "gpt", "model", "bot", "chatgpt")
-_REJECTED = ("rejected", "non_preferred", "dispreferred")
-_CHOSEN = ("chosen", "preferred", "messages", "conversations")
 TAKE_ROW = (
     "apply it in the function of --tokenize: def encode(messages, row), where row is the whole row"
 )
@@ -89,59 +87,59 @@ def message_losses(
     return losses
 
 
-def check_applied(
-    where: str, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], has_mask: bool
-) -> None:
-    """Raise DataError if masks by message differ from the usual mask of the assistant's tokens.
+def apply_losses(
+    where: str,
+    row: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    made: tuple[np.ndarray, np.ndarray | None],
+    tokens_of: Callable[[Sequence[Any]], np.ndarray],
+) -> np.ndarray | None:
+    """Return the loss mask of a chat's tokens, with the masks by message of its row.
+
+    The tokens of a message are those by which the tokens of the chat up to it are more than those
+    of the chat before it. Where a message with loss is the assistant's, the function's own mask
+    counts in it, as it leaves out the tokens of the template.
 
     Args:
         where: Name of the row, for errors.
         messages: The messages of the row that tokens were made of.
-        has_mask: Whether a mask was made with the tokens.
+        made: The tokens, and the mask that was made with them. [n] each; None without a mask.
+        tokens_of: Makes the tokens of the first messages.
+    Returns:
+        [n], bool; None without a mask of either kind.
+    Raises:
+        DataError: The tokens of the first messages do not begin those of the chat.
     """
+    tokens, own = made
     losses = message_losses(where, row, messages)
     usual = [is_of_assistant(message) for message in messages]
-    filled = [own if loss is None else loss for loss, own in zip(losses, usual, strict=True)]
-    if any(loss is not None for loss in losses) and not (has_mask and filled == usual):
-        given = [key for key in _OF_MESSAGE if any(one.get(key) is not None for one in messages)]
-        key = ", ".join([_OF_ROW] * (row.get(_OF_ROW) is not None) + given)
-        shown = [None if loss is None else int(loss) for loss in losses]
-        raise DataError(
-            f"{where}: {key}", "must be applied to the tokens of each message", shown, TAKE_ROW
-        )
+    filled = [is_own if loss is None else loss for loss, is_own in zip(losses, usual, strict=True)]
+    if all(loss is None for loss in losses) or (own is not None and filled == usual):
+        return own
+    mask = np.zeros(len(tokens), np.bool_)
+    low = 0
+    for number, has_loss in enumerate(filled):
+        until = tokens if number + 1 == len(messages) else tokens_of(messages[: number + 1])
+        high = len(until)
+        if high <= low or not np.array_equal(tokens[:high], until):
+            given = [
+                key for key in _OF_MESSAGE if any(one.get(key) is not None for one in messages)
+            ]
+            keys = ", ".join([_OF_ROW] * (row.get(_OF_ROW) is not None) + given)
+            raise DataError(
+                f"{where}: {keys}",
+                "must be applied to the tokens of each message, and those of the first "
+                f"{number + 1} messages do not begin those of the chat",
+                [None if loss is None else int(loss) for loss in losses],
+                TAKE_ROW,
+            )
+        if has_loss:
+            mask[low:high] = own[low:high] if usual[number] and own is not None else True
+        low = high
+    return mask
 
 
 def _as_mask(where: str, value: Any) -> bool:
     if not isinstance(value, (bool, int, float, np.generic)) or value not in (0, 1):
         raise DataError(where, "must be 0 or 1: a loss mask has no weights", value, TAKE_ROW)
     return bool(value)
-
-
-def check_no_pairs(where: str, row: Mapping[str, Any], tokenized: Iterable[str]) -> None:
-    """Raise DataError if a row holds a preferred and a rejected answer.
-
-    Both would become one trajectory. Only where a function makes tokens of one of them is the row a
-    conversation with that answer.
-    """
-    rejected = [
-        name
-        for name, value in row.items()
-        if name.startswith(_REJECTED) and _is_answer(name, value)
-    ]
-    tokenized = [*tokenized]
-    is_one = tokenized and not (
-        any(name in rejected for name in tokenized)
-        and any(name.startswith(_CHOSEN) for name in tokenized)
-    )
-    if rejected and not is_one:
-        raise DataError(
-            where,
-            "must not be a pair of answers: a trajectory is one conversation",
-            ", ".join(row),
-            "make two rows of each, with the same prompt_id and the rewards 1 and 0; "
-            "docs/how-to/tables-and-chats.md#preferences shows how",
-        )
-
-
-def _is_answer(name: str, value: Any) -> bool:
-    return isinstance(value, (str, Mapping)) or is_messages(value) or name.endswith("ids")

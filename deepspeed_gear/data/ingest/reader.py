@@ -57,6 +57,7 @@ class Reader(ABC):
         whole: For an export, the columns of its data set in their order, including derived ones;
             None where it does not state them.
         texts: The text of each number, by column of numbers that stand for texts.
+        numbers_groups: Whether the reader numbers the groups itself, from 0.
         counted: Columns of a number per trajectory that every source counts anew, such as
             `episode_index`.
         notes: Notes for the user on how the source was read.
@@ -86,6 +87,7 @@ class Reader(ABC):
         self.has_schema = False
         self.whole: Schema | None = None
         self.texts: dict[str, dict[int, str]] = {}
+        self.numbers_groups = False
         self.counted: tuple[str, ...] = ()
         self.notes: list[str] = []
         self.description: dict[str, Any] = {"format": self.format, "name": path.resolve().name}

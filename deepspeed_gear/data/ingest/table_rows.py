@@ -1,4 +1,4 @@
-"""Blocks of table rows: from Parquet, Arrow and JSON files, and from a program's tables.
+"""Blocks of table rows: from Parquet, Arrow, CSV and JSON files, and from a program's tables.
 
 A block maps a dotted column name to the values of its rows: an array [n, ...] where all rows have
 one shape, or a list of n values. Structs and nested objects are divided into columns, unless they
@@ -24,6 +24,7 @@ from deepspeed_gear.data.ingest.source_checks import (
     DAMAGED,
     FLOOR_BYTES,
     Expansion,
+    optional,
     pyarrow_for,
 )
 from deepspeed_gear.data.nested_columns import flatten
@@ -46,6 +47,7 @@ _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".arrow", ".feather", ".ipc", ".arrows"), "arrow"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    ".csv": "csv",
 }
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 _PARQUET = b"PAR1"
@@ -54,10 +56,10 @@ _MINARI_FIELDS = ("observations", "actions", "rewards", "terminations", "truncat
 
 
 def table_form(path: Path) -> str | None:
-    """Return "parquet", "arrow" or "json" by the name of a file; None for others."""
+    """Return "parquet", "arrow", "csv" or "json" by the name of a file; None for others."""
     stem = path.with_suffix("") if path.suffix in _COMPRESSED else path
     form = _SUFFIXES.get(stem.suffix.lower())
-    return form if stem is path or form == "json" else None
+    return form if stem is path or form in ("csv", "json") else None
 
 
 def table_files(path: Path) -> list[Path]:
@@ -66,6 +68,7 @@ def table_files(path: Path) -> list[Path]:
         return [path] if table_form(path) else []
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and table_form(file)]
     forms = {form for form in map(table_form, files) if form != "json"}
+    forms = forms - {"csv"} or forms  # beside other tables they describe these
     if len(forms) > 1:
         raise DataError(
             str(path),
@@ -86,6 +89,9 @@ def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Ite
     for file in files:
         if table_form(file) == "json":
             yield from row_blocks(_json_rows(file, expansion), str(file), is_nested)
+            continue
+        if table_form(file) == "csv":
+            yield from _csv_blocks(file, expansion)
             continue
         with readable(file):
             for batch in record_batches(file, expansion, are_objects=_stays if is_nested else None)[
@@ -160,6 +166,28 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
                 "store vectors as one column of lists, not as one column for each element",
             )
         yield {name: [row.get(name) for row in flat] for name in names}
+
+
+def _csv_blocks(path: Path, expansion: Expansion) -> Iterator[Block]:
+    """Yield the blocks of a CSV file with names in its first line.
+
+    Values are numbers, true or false, or texts, by the first block of the file. Empty fields of
+    numbers are nulls.
+    """
+    csv = optional(str(path), "must be read with pyarrow", "pyarrow", "pyarrow.csv")
+    file_bytes = path.stat().st_size
+    num_bytes = 0
+    options = csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+    with readable(path), _opened(path) as file:
+        reader = csv.open_csv(file, read_options=options)
+        names = reader.schema.names
+        if len({*names}) < len(names) or "" in names:
+            rule = "must have a different name for each column in its first line"
+            raise DataError(str(path), rule, ", ".join(names), "add a line of names")
+        for batch in reader:
+            num_bytes += batch.nbytes
+            expansion.check(str(path), num_bytes, file_bytes)
+            yield arrow_block(batch, False, str(path))
 
 
 def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Reader of tables of episodes, steps or conversations.
 
-They are Parquet, Arrow and JSON files, or tables of a program.
+They are Parquet, Arrow, CSV and JSON files, or tables of a program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.data.ingest.last_steps as last_steps
-from deepspeed_gear.data.ingest.message_masks import check_no_pairs, is_messages
+from deepspeed_gear.data.ingest.message_masks import is_messages
+from deepspeed_gear.data.ingest.preferences import divide
 from deepspeed_gear.data.ingest.reader import (
     LEAVE_OUT,
     SCALARS,
@@ -80,6 +81,7 @@ class TableReader(Reader):
         self._tokenize = dict(self.options.get("tokenize") or {})
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
+        self._label: str | None = None  # column of KTO's labels
         if (schema := self.options.get("schema")) is not None:
             self.has_schema = True
             names = ("length",) if schema.role("reward") is None else ("length", "return")
@@ -88,8 +90,8 @@ class TableReader(Reader):
         if "rows" not in self.options and not table_files(self.path):
             raise DataError(
                 str(self.path),
-                "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of "
-                "such files",
+                "must be named .parquet, .arrow, .feather, .csv, .jsonl or .json, or be a folder "
+                "of such files",
                 remedy="rename the file, or name its format with --format",
             )
         self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
@@ -112,6 +114,10 @@ class TableReader(Reader):
             ):
                 break
             uneven |= more
+        if self.numbers_groups:
+            self.notes.append("each pair of answers is a group, with the rewards 1 and 0")
+        if self._label:
+            self.notes.append(f"{self._label} of an answer (KTO) is its reward, 1 or 0")
         if self._num_empty:
             self.notes.append(f"{self._num_empty} episodes of one row have no step: left out")
         if self._nulls:
@@ -227,7 +233,7 @@ class TableReader(Reader):
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
         if not has_steps:
             row = {name: rows[0] for name, rows in first.items() if len(rows)}
-            check_no_pairs(f"{self.path}: row 0", row, self._tokenize)
+            divide(f"{self.path}: row 0", row, [*self._tokenize])
         has_chats = any(is_messages(rows[0]) for rows in first.values() if len(rows))
         if has_tokens(first) or ((self._tokenize or has_chats) and not has_steps):
             return "conversation"
@@ -274,12 +280,14 @@ class TableReader(Reader):
 
     def _trajectories(self) -> Iterator[tuple[str, dict[str, Any], int]]:
         """Yield each trajectory: its label, its columns under their usual names, and its steps."""
-        make = TokenRows(self._tokenize)
         is_chat = self._row == "conversation"
         self._num_empty = 0
-        for label, given in self._of_steps() if self._row == "step" else self._rows(is_chat):
+        rows = self._conversations() if is_chat else None
+        for label, given in rows or (
+            self._of_steps() if self._row == "step" else self._rows(False)
+        ):
             where = f"{self.path}: {label}"
-            row = make(where, given) if is_chat else given
+            row = given
             if self._row_flags:
                 usual = {self._judged(name): value for name, value in given.items()}
                 steps = last_steps.steps_of_rows(where, usual, self._last_step, self._per_row)
@@ -300,6 +308,15 @@ class TableReader(Reader):
             if not is_chat:
                 _set_flags(arrays, length, self._done_is_any_end)
             yield label, arrays, length
+
+    def _conversations(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label and the columns of each conversation; a pair of answers has two."""
+        make = TokenRows(self._tokenize)
+        for label, given in self._rows(True):
+            for side, row in make(f"{self.path}: {label}", given):
+                yield f"{label}: {side}" if side else label, row
+        self.numbers_groups = make.num_pairs > 0
+        self._label = make.label
 
     def _of_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
         parts: list[Block] = []

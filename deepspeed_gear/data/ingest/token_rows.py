@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,12 +20,12 @@ from deepspeed_gear.config import recipes
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.ingest.message_masks import (
     TAKE_ROW,
-    check_applied,
-    check_no_pairs,
+    apply_losses,
     is_messages,
     is_of_assistant,
     message_losses,
 )
+from deepspeed_gear.data.ingest.preferences import divide, is_pair_of_ids, label_as_reward
 from deepspeed_gear.data.ingest.table_rows import null_place, numeric
 from deepspeed_gear.data.opaque_rows import byte_string
 from deepspeed_gear.errors import DataError, GearError
@@ -57,14 +57,22 @@ _MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat
 def has_tokens(names: Iterable[str]) -> bool:
     """Return whether rows with these names have token ids or messages."""
     known = (*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES)
-    return any(name in known or name.endswith("_input_ids") for name in names)
+    names = [*names]
+    return is_pair_of_ids(names) or any(
+        name in known or name.endswith("_input_ids") for name in names
+    )
 
 
 class TokenRows:
     """Converts rows into trajectories of tokens.
 
     A group's number is its id, also where that is written as text. For any other text it is a hash,
-    which is equal in all sources.
+    which is equal in all sources. A pair of answers without an id has the number of
+    pairs before it.
+
+    Attributes:
+        num_pairs: Pairs without an id so far.
+        label: Column of KTO's labels that became rewards; None without one.
     """
 
     def __init__(self, tokenize: Mapping[str, str | Callable[..., Any]]) -> None:
@@ -80,11 +88,28 @@ class TokenRows:
         self._tokenize = {name: imported(given, "--tokenize") for name, given in tokenize.items()}
         self._names = {name: _shown(given) for name, given in tokenize.items()}
         self._take_row = {name for name, function in self._tokenize.items() if _takes_row(function)}
+        self.num_pairs = 0
+        self.label: str | None = None
 
-    def __call__(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row: arrays per token, and values."""
+    def __call__(
+        self, where: str, given: Mapping[str, Any]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each conversation of a row: its name, and its columns.
+
+        These are arrays per token, and values. A row has two conversations if it is a pair.
+        """
         row = {name: value for name, value in given.items() if value is not None}
-        check_no_pairs(where, row, self._tokenize)
+        sides = divide(where, row, [*self._tokenize])
+        has_number = len(sides) == 2 and _first(row, GROUPS) is None
+        for label, part, tokenized in sides:
+            if has_number:
+                part["prompt_id"] = self.num_pairs
+            columns = self._columns(f"{where}: {label}" if label else where, part, tokenized)
+            self.label = label_as_reward(columns) or self.label
+            yield label, columns
+        self.num_pairs += has_number
+
+    def _columns(self, where: str, row: dict[str, Any], tokenized: Sequence[str]) -> dict[str, Any]:
         ids = row.get(_first(row, _WHOLE) or "")
         lists = (list, np.ndarray)
         inner = numeric(ids[0]) if isinstance(ids, lists) and len(ids) == 1 else None
@@ -93,8 +118,8 @@ class TokenRows:
                 key: v[0] if isinstance(v, lists) and len(v) == 1 else v for key, v in row.items()
             }
         messages = next((name for name in _MESSAGES if isinstance(row.get(name), lists)), None)
-        if self._tokenize:
-            row.update(_joined([self._tokens_of(where, name, row) for name in self._tokenize]))
+        if tokenized:
+            row.update(_joined([self._tokens_of(where, name, row) for name in tokenized]))
             row = {name: value for name, value in row.items() if name not in self._tokenize}
         elif messages and any(
             isinstance(one, Mapping) and one.get("token_ids") is not None for one in row[messages]
@@ -123,6 +148,14 @@ class TokenRows:
                 f"columns are {', '.join(row)}",
             )
         at = f"{where}: --tokenize {name}"
+        columns, is_masked = self._made(at, name, row)
+        mask = columns["loss_mask"] if is_masked else None
+        if name not in self._take_row:
+            mask = self._with_masks_of(where, name, row, (columns["tokens"], mask))
+        return {"tokens": columns["tokens"], **({} if mask is None else {"loss_mask": mask})}
+
+    def _made(self, at: str, name: str, row: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Return the columns that the function makes of a column, and whether it made a mask."""
         made = self._call(at, name, row)
         if isinstance(made, tuple):
             if len(made) != 2:
@@ -136,11 +169,7 @@ class TokenRows:
         made = {**made} if isinstance(made, Mapping) else {"input_ids": made}
         columns = _from_ids(at, made)
         is_masked = _first(made, (*_MASKS, "labels")) is not None
-        if name not in self._take_row:
-            self._check_masks(where, name, row, is_masked)
-        return {
-            key: columns[key] for key in (("tokens", "loss_mask") if is_masked else ("tokens",))
-        }
+        return columns, is_masked
 
     def _call(self, where: str, name: str, row: Mapping[str, Any]) -> Any:
         """Call the function of a column; if it fails, raise a DataError with its name and line."""
@@ -159,10 +188,20 @@ class TokenRows:
                 place,
             ) from error
 
-    def _check_masks(self, where: str, name: str, row: Mapping[str, Any], is_masked: bool) -> None:
-        """Raise DataError for masks in the source that a column's function cannot have applied."""
-        if is_messages(row[name]):
-            check_applied(where, row, row[name], is_masked)
+    def _with_masks_of(
+        self,
+        where: str,
+        name: str,
+        row: Mapping[str, Any],
+        made: tuple[np.ndarray, np.ndarray | None],
+    ) -> np.ndarray | None:
+        """Return the mask of a column's tokens with the masks by message of the row.
+
+        Args:
+            made: The tokens of the column's function, and its mask.
+        Raises:
+            DataError: A mask of tokens, which the function cannot have applied.
+        """
         for key in (*_MASKS, "labels"):
             if isinstance(row.get(key), (list, np.ndarray)):
                 raise DataError(
@@ -171,6 +210,15 @@ class TokenRows:
                     None,
                     TAKE_ROW,
                 )
+        if not is_messages(row[name]):
+            return made[1]
+        at = f"{where}: --tokenize {name}"
+
+        def tokens_of(messages: Sequence[Any]) -> np.ndarray:
+            tokens: np.ndarray = self._made(at, name, {**row, name: messages})[0]["tokens"]
+            return tokens
+
+        return apply_losses(where, row, row[name], made, tokens_of)
 
 
 def _shown(function: str | Callable[..., Any]) -> str:

@@ -233,6 +233,46 @@ inline void GatherGoals(const FieldList& fields, const int64_t* held, const Reso
   });
 }
 
+// The fields of a gather, checked against their tensors: what follows depends on the resolutions.
+struct CheckedFields {
+  FieldList fields;
+  c10::SmallVector<int64_t, 16> held;  // rows of each column
+  bool are_goals = false, follow_steps = false;
+
+  CheckedFields(at::TensorList outs, at::TensorList masks, at::TensorList columns,
+                at::TensorList shifts, at::TensorList gains, at::IntArrayRef spec,
+                at::ArrayRef<double> pad_values, int64_t count, const Device& device)
+      : fields(FieldsOf(outs, &masks, columns, shifts, gains, spec, pad_values, count)) {
+    are_goals = !fields.empty() && fields[0].follows == cpu::kGoal;
+    for (size_t f = 0; f < fields.size(); ++f) {
+      TORCH_CHECK((fields[f].follows == cpu::kGoal) == are_goals && (Device::kIsHost || !are_goals),
+                  "gear: goals are gathered on the host, in a call of their own");
+      follow_steps |= fields[f].follows != cpu::kAnchor;
+      if (fields[f].column != nullptr) device.Check("every column", columns[f]);
+      if (fields[f].gain != nullptr) device.Check("shift and gain", shifts[f]);
+      if (fields[f].gain != nullptr) device.Check("shift and gain", gains[f]);
+      held.push_back(columns[f].numel() / fields[f].elements);
+    }
+  }
+
+  void CheckSteps(const int64_t* n_steps) const {
+    TORCH_CHECK(!follow_steps || n_steps != nullptr,
+                "gear: n_steps must be given for a field that follows it");
+  }
+};
+
+// Gathers checked fields on the host.
+inline void GatherChecked(const CheckedFields& checked, const Resolution* records,
+                          const int64_t* n_steps, int64_t count, int64_t threads,
+                          int64_t* counters) {
+  checked.CheckSteps(n_steps);
+  const FieldList& fields = checked.fields;
+  if (checked.are_goals)
+    return GatherGoals(fields, checked.held.data(), records, n_steps, count, counters);
+  CheckWindows(fields, checked.held.data(), records, count, n_steps);
+  if (count > 0) GatherInThreads(fields, records, n_steps, count, threads, counters);
+}
+
 inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters,
                    at::TensorList columns, at::TensorList shifts, at::TensorList gains,
                    const at::Tensor& resolutions, const std::optional<at::Tensor>& n_steps,
@@ -244,27 +284,15 @@ inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counte
   int64_t* counter = Values<int64_t>(counters, "counters");
   TORCH_CHECK(counters.numel() >= 3, "gear: counters must have 3 elements");
   const Device device(counters, "every tensor", outs, masks, resolutions, n_steps, order);
-  const FieldList fields = FieldsOf(outs, &masks, columns, shifts, gains, spec, pad_values, count);
-  c10::SmallVector<int64_t, 16> held;  // rows of each column
-  const bool goals = !fields.empty() && fields[0].follows == cpu::kGoal;
-  for (size_t f = 0; f < fields.size(); ++f) {
-    TORCH_CHECK((fields[f].follows == cpu::kGoal) == goals && (Device::kIsHost || !goals),
-                "gear: goals are gathered on the host, in a call of their own");
-    TORCH_CHECK(!fields[f].follows || n_steps.has_value(),
-                "gear: n_steps must be given for a field that follows it");
-    if (fields[f].column != nullptr) device.Check("every column", columns[f]);
-    if (fields[f].gain != nullptr) device.Check("shift and gain", shifts[f]);
-    if (fields[f].gain != nullptr) device.Check("shift and gain", gains[f]);
-    held.push_back(columns[f].numel() / fields[f].elements);
-  }
+  const CheckedFields checked(outs, masks, columns, shifts, gains, spec, pad_values, count, device);
   if constexpr (Device::kIsHost) {
     if (samples != nullptr) CheckOrder(samples, count);
-    if (goals) return GatherGoals(fields, held.data(), records, offsets, count, counter);
-    CheckWindows(fields, held.data(), records, count, offsets);
-    if (count > 0) GatherInThreads(fields, records, offsets, count, threads, counter);
+    GatherChecked(checked, records, offsets, count, threads, counter);
   } else {
-    cuda::Gather(fields.data(), held.data(), static_cast<int64_t>(fields.size()), records, offsets,
-                 samples, count, threads > 1 ? threads : 0, counter, device.stream());
+    checked.CheckSteps(offsets);
+    cuda::Gather(checked.fields.data(), checked.held.data(),
+                 static_cast<int64_t>(checked.fields.size()), records, offsets, samples, count,
+                 threads > 1 ? threads : 0, counter, device.stream());
   }
 }
 

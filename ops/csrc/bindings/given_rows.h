@@ -1,15 +1,18 @@
 // Rows of a column as a program gives them, in the stored form: rows of that form are read in
-// place, Python and NumPy numbers of other types are converted. What is left to Python:
-// conversions of large arrays, and all that it refuses (data/trajectory_checks.py, `cast`).
+// place, Python and NumPy numbers of other types, and lists of numbers, are converted. What is left
+// to Python: conversions of large arrays, and all that it refuses (data/trajectory_checks.py,
+// `cast`).
 #pragma once
 #include <Python.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -114,7 +117,104 @@ inline bool WriteNumber(const RowForm& form, const Number& number, char* to) {
   }
 }
 
-// Reads the rows of one column, call after call. Not thread-safe.
+// From here on `into` takes converted rows. Null: they are left to Python.
+
+inline const char* ConvertedNumber(const RowForm& form, const Number& number,
+                                   std::vector<char>* into) {
+  into->resize(static_cast<size_t>(form.item_bytes));
+  return WriteNumber(form, number, into->data()) ? into->data() : nullptr;
+}
+
+// To a narrower type, as the float64 rewards of environments and the int64 tokens of tokenizers
+// need: a loop that vectorizes. Finite values become finite, integers stay as they are.
+template <typename From, typename To>
+const char* Narrowed(const void* values, Py_ssize_t count, std::vector<char>* into) {
+  into->resize(static_cast<size_t>(count) * sizeof(To));
+  const auto* from = static_cast<const From*>(values);
+  auto* to = reinterpret_cast<To*>(into->data());
+  bool fits = true;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    to[i] = static_cast<To>(from[i]);
+    if constexpr (std::is_floating_point_v<To>)
+      fits &= std::isfinite(to[i]) || !std::isfinite(from[i]);
+    else
+      fits &= static_cast<From>(to[i]) == from[i];
+  }
+  return fits ? into->data() : nullptr;
+}
+
+inline const char* ConvertedArray(const RowForm& form, const Py_buffer& view,
+                                  std::vector<char>* into) {
+  // A larger array is converted by NumPy, which is faster by element.
+  constexpr Py_ssize_t kMostNumbers = 4096;
+  const Py_ssize_t count = view.len / view.itemsize;
+  const char kind = KindOf(view.format);
+  if (view.itemsize == 8 && form.item_bytes == 4 && kind == form.kind) {
+    if (kind == 'f') return Narrowed<double, float>(view.buf, count, into);
+    if (kind == 'i') return Narrowed<int64_t, int32_t>(view.buf, count, into);
+  }
+  // Unsigned rows with a shape may be the bytes of opaque values.
+  const bool may_be_opaque = form.kind == 'u' && !form.shape.empty();
+  if (may_be_opaque || count > kMostNumbers) return nullptr;
+  into->resize(static_cast<size_t>(count * form.item_bytes));
+  const auto* from = static_cast<const char*>(view.buf);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const auto number = ReadNumber(view.format, view.itemsize, from + i * view.itemsize);
+    char* to = into->data() + i * form.item_bytes;
+    if (!number.has_value() || !WriteNumber(form, *number, to)) return nullptr;
+  }
+  return into->data();
+}
+
+// The numbers of a list or a tuple, as NumPy converts them: with a float among them all become
+// float64, which holds integers up to 2^53 exactly.
+inline const char* ConvertedList(const RowForm& form, PyObject* list, std::vector<char>* into) {
+  constexpr int64_t kMostExact = int64_t{1} << 53;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
+  PyObject** items = PySequence_Fast_ITEMS(list);
+  into->resize(static_cast<size_t>(count * form.item_bytes));
+  bool has_float = false, is_exact = true;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const std::optional<Number> number = ReadNumber(items[i]);
+    char* to = into->data() + i * form.item_bytes;
+    if (!number.has_value() || !WriteNumber(form, *number, to)) return nullptr;
+    has_float |= number->is_float;
+    is_exact &= number->is_float || std::abs(number->integer) <= kMostExact;
+  }
+  return is_exact || !has_float ? into->data() : nullptr;
+}
+
+// The rows of a trajectory's column, and their number; 1 of a column of one value.
+struct ColumnRows {
+  const char* rows;
+  int64_t count;
+};
+
+// Reads the rows of a trajectory's column: [rows, *shape], or [*shape] of a `single` value. They
+// are valid while `buffers` hold the object, and `into` is not changed.
+inline ColumnRows ReadColumn(const RowForm& form, PyObject* object, bool single,
+                             std::vector<Buffer>* buffers, std::vector<char>* into) {
+  constexpr ColumnRows kLeft{nullptr, 0};
+  if (form.shape.empty() && single) {
+    const std::optional<Number> number = ReadNumber(object);
+    if (number.has_value()) return {ConvertedNumber(form, *number, into), 1};
+  }
+  if (form.shape.empty() && !single && (PyList_CheckExact(object) || PyTuple_CheckExact(object)))
+    return {ConvertedList(form, object, into), PySequence_Fast_GET_SIZE(object)};
+  if (PyBytes_Check(object)) return kLeft;  // text for NumPy
+  const Buffer& buffer = buffers->emplace_back(object);
+  if (!buffer.held()) return kLeft;
+  const Py_buffer& view = buffer.view();
+  const int lead = single ? 0 : 1;
+  if (view.ndim != static_cast<int>(form.shape.size()) + lead) return kLeft;
+  if (!std::equal(form.shape.begin(), form.shape.end(), view.shape + lead)) return kLeft;
+  const int64_t count = single ? 1 : view.shape[0];
+  const bool is_stored = KindOf(view.format) == form.kind && view.itemsize == form.item_bytes;
+  if (is_stored) return {static_cast<const char*>(view.buf), count};
+  return {ConvertedArray(form, view, into), count};
+}
+
+// Reads the rows of one column of environments' steps, call after call. Not thread-safe.
 class GivenRows {
  public:
   explicit GivenRows(RowForm form) : form_(std::move(form)) {}
@@ -129,25 +229,22 @@ class GivenRows {
     const bool may_be_number = admits_numbers && num_rows == 1 && form_.shape.empty();
     if (may_be_number) {
       const std::optional<Number> number = ReadNumber(object);
-      if (number.has_value()) return Converted(*number);
+      if (number.has_value()) return ConvertedNumber(form_, *number, &converted_);
     }
     const Buffer& buffer = buffers->emplace_back(object);
     if (!buffer.held()) return nullptr;
     const Py_buffer& view = buffer.view();
     if (may_be_number && view.ndim == 0) {
       const std::optional<Number> number = ReadNumber(view.format, view.itemsize, view.buf);
-      return number.has_value() ? Converted(*number) : nullptr;
+      return number.has_value() ? ConvertedNumber(form_, *number, &converted_) : nullptr;
     }
     if (!HasShape(view, num_rows)) return nullptr;
     if (KindOf(view.format) == form_.kind && view.itemsize == form_.item_bytes)
       return static_cast<const char*>(view.buf);
-    return Convert(view);
+    return ConvertedArray(form_, view, &converted_);
   }
 
  private:
-  // A larger array is converted by NumPy, which is faster by element.
-  static constexpr Py_ssize_t kMostNumbers = 4096;
-
   bool HasShape(const Py_buffer& view, int64_t num_rows) const {
     const auto rank = static_cast<int>(form_.shape.size());
     const int lead = num_rows == 1 && view.ndim == rank && rank > 0 ? 0 : 1;
@@ -155,40 +252,6 @@ class GivenRows {
     if (rank == 0) return view.ndim == 1 || (view.ndim == 2 && view.shape[1] == 1);
     if (view.ndim != rank + lead) return false;
     return std::equal(form_.shape.begin(), form_.shape.end(), view.shape + lead);
-  }
-
-  const char* Converted(const Number& number) {
-    converted_.resize(static_cast<size_t>(form_.item_bytes));
-    return WriteNumber(form_, number, converted_.data()) ? converted_.data() : nullptr;
-  }
-
-  const char* Convert(const Py_buffer& view) {
-    const bool narrows = form_.kind == 'f' && form_.item_bytes == 4 && view.itemsize == 8 &&
-                         KindOf(view.format) == 'f';
-    // Unsigned rows with a shape may be the bytes of opaque values.
-    const bool may_be_opaque = form_.kind == 'u' && !form_.shape.empty();
-    const Py_ssize_t count = view.len / view.itemsize;
-    if (!narrows && (may_be_opaque || count > kMostNumbers)) return nullptr;
-    converted_.resize(static_cast<size_t>(count * form_.item_bytes));
-    if (narrows) return Narrow(static_cast<const double*>(view.buf), count);
-    const auto* from = static_cast<const char*>(view.buf);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      const auto number = ReadNumber(view.format, view.itemsize, from + i * view.itemsize);
-      char* to = converted_.data() + i * form_.item_bytes;
-      if (!number.has_value() || !WriteNumber(form_, *number, to)) return nullptr;
-    }
-    return converted_.data();
-  }
-
-  // float64 to float32, which the rewards of most environments need: a loop that vectorizes.
-  const char* Narrow(const double* from, Py_ssize_t count) {
-    auto* to = reinterpret_cast<float*>(converted_.data());
-    bool fits = true;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      to[i] = static_cast<float>(from[i]);
-      fits &= std::isfinite(to[i]) || !std::isfinite(from[i]);
-    }
-    return fits ? converted_.data() : nullptr;
   }
 
   RowForm form_;

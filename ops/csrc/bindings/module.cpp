@@ -10,6 +10,7 @@
 #include "bindings/store.h"
 #include "bindings/stream.h"
 #include "bindings/vector_steps.h"
+#include "bindings/whole_rows.h"
 #include "store/bell.h"
 #include "store/mutex.h"
 
@@ -34,7 +35,13 @@ PyMethodDef kMethods[] = {
                                          "after its owner died, 2 timed out, 3 broken"),
     Function<gear::cpu::MutexUnlock>("mutex_unlock", "mutex_unlock(address) -> None"),
     Function<gear::python::AddTrajectory>(
-        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot) or None"),
+        "store_add", "store_add(reader, trajectory, timeout_s) -> (id, slot, late) or None"),
+    Function<gear::python::WriteGroup>(
+        "group_write",
+        "group_write(reader, trajectories, number, slots, timeout_s) -> 0, refusal or "
+        "None"),
+    Function<gear::python::CommitGroup>(
+        "group_commit", "group_commit(store, slots, present, version, born) -> ids"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Function<gear::python::WriteLateRows>(
@@ -50,7 +57,10 @@ PyMethodDef kMethods[] = {
     Function<gear::python::GatherInto, true>("gather_into",
                                              "gather_into(call, resolutions, n_steps) -> None"),
     Function<gear::python::TakeSelection>(
-        "stream_take", "stream_take(stream, number, alpha, beta, part, num_parts) -> part or None"),
+        "stream_take",
+        "stream_take(stream, number, alpha, beta, part, num_parts, call) -> part or None"),
+    Function<gear::python::ReportPriorities, true>(
+        "stream_report", "stream_report(stream, resolutions, priorities, batch) -> whether done"),
     Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
     Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
     Function<gear::cpu::Fence>("fence", "fence() -> None"),
@@ -86,6 +96,7 @@ PyObject* MakeModule() {
     BindGatherCall(classes);
     BindStream(classes);
     BindVectorSteps(classes);
+    BindTrajectories(classes);
   } catch (pybind11::error_already_set& error) {
     error.restore();
     Py_CLEAR(made);

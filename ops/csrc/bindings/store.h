@@ -283,32 +283,13 @@ inline Store MakeStore(const WordMap& words) {
   ReadWords(words, "peers", &store.peers, "spare_rows", &store.spare_rows);
   ReadWords(words, "groups", &store.groups, "group_counts", &store.group_counts);
   ReadWords(words, "frees_in_parts", &store.frees_in_parts);
+  ReadWords(words, "group_column", &store.group_column, "most_of_group", &store.most_of_group);
+  ReadWords(words, "shared_prompts", &store.shared_prompts);
   return store;
 }
 
 // Functions called for each trajectory, step or row take the address of their object (`address`)
 // and are direct calls.
-
-// Takes the lock. Id or refusal, and slot; None: a column has another dtype or shape than stored,
-// and nothing has changed.
-inline PyObject* AddTrajectory(Store& store, const std::vector<Buffer>& columns, int64_t num_steps,
-                               double timeout_s) {
-  if (columns.size() != store.forms.size()) Py_RETURN_NONE;
-  std::vector<const void*> sources;
-  sources.reserve(columns.size());
-  for (size_t i = 0; i < columns.size(); ++i) {
-    const int64_t rows = store.columns[i].rows;
-    const bool single = rows == cpu::kPerTrajectory;
-    if (!store.forms[i].Fits(columns[i], single ? -1 : num_steps + rows)) Py_RETURN_NONE;
-    sources.push_back(columns[i].view().buf);
-  }
-  cpu::Added added{};
-  {
-    const WithoutLock unlocked;
-    added = cpu::Add(store, sources.data(), num_steps, timeout_s);
-  }
-  return Py_BuildValue("LL", static_cast<long long>(added.id), static_cast<long long>(added.slot));
-}
 
 // Whether one row has its stored dtype and shape, and no NaN or infinity unless allowed.
 inline bool RowFits(const RowTargets& targets, int64_t target, const Buffer& row) {

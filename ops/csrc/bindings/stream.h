@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/direct.h"
+#include "bindings/gather_call.h"
 #include "bindings/store.h"
 #include "select/stream.h"
 
@@ -51,9 +52,9 @@ inline cpu::Stream MakeStream(const WordMap& words, const std::vector<int64_t>& 
 }
 
 // The part of a selection that a process gathers: its head, records and weights, or None. They are
-// copies, valid after the ring entry is reused.
+// copies, valid after the ring entry is reused. With a call the part is gathered, too.
 inline PyObject* TakeSelection(cpu::Stream& stream, int64_t number, int64_t alpha, int64_t beta,
-                               int64_t part, int64_t num_parts) {
+                               int64_t part, int64_t num_parts, GatherCall* call) {
   int64_t words[cpu::kNumSet];
   at::Tensor taken, weights;
   const auto take = [&] {
@@ -65,12 +66,14 @@ inline PyObject* TakeSelection(cpu::Stream& stream, int64_t number, int64_t alph
     auto* records = reinterpret_cast<Resolution*>(taken.mutable_data_ptr<int64_t>());
     const Resolution* samples = stream.ring + entry * stream.batch + part;
     for (int64_t i = 0; i < count; ++i) records[i] = samples[i * num_parts];
-    if (!stream.has_priorities) return true;
-    weights = at::detail::empty_cpu({count}, at::kFloat);
-    cpu::Importance(records, count, static_cast<uint64_t>(words[cpu::kNumerator]),
-                    static_cast<uint64_t>(words[cpu::kDivisor]),
-                    static_cast<uint64_t>(words[cpu::kExponent]),
-                    weights.mutable_data_ptr<float>());
+    if (stream.has_priorities) {
+      weights = at::detail::empty_cpu({count}, at::kFloat);
+      cpu::Importance(records, count, static_cast<uint64_t>(words[cpu::kNumerator]),
+                      static_cast<uint64_t>(words[cpu::kDivisor]),
+                      static_cast<uint64_t>(words[cpu::kExponent]),
+                      weights.mutable_data_ptr<float>());
+    }
+    if (call != nullptr) call->Run(records, count, nullptr);
     return true;
   };
   if (!take()) Py_RETURN_NONE;
@@ -80,6 +83,17 @@ inline PyObject* TakeSelection(cpu::Stream& stream, int64_t number, int64_t alph
     PyList_SET_ITEM(head, i, PyLong_FromLongLong(words[i]));
   return Py_BuildValue("NNN", head, THPVariable_Wrap(std::move(taken)),
                        THPVariable_Wrap(std::move(weights)));
+}
+
+// Appends priorities of this process's samples to its log; false: Python must do it.
+inline bool ReportPriorities(cpu::Stream& stream, const at::Tensor& resolutions,
+                             const at::Tensor& priorities, int64_t batch) {
+  const int64_t count = priorities.numel();
+  const Resolution* records = Rows<Resolution>(resolutions, "resolutions", count);
+  const float* values = Values<float>(priorities, "priorities");
+  if (!cpu::HasRoom(stream, count)) return false;
+  CheckPriorities(values, count);
+  return cpu::Publish(stream, records, values, count, batch);
 }
 
 inline void BindStream(py::module_& module) {

@@ -35,29 +35,30 @@ struct Hit {
 
 // One step from a node of level + 1 down to the child that holds the remainder. From the root {0,
 // coordinate}, with coordinate in [0, total), down to level 0 it ends at the item that the
-// coordinate hits. Cost: 31 additions, no branch: first the part of the children that holds the
-// remainder, then the child.
+// coordinate hits. Cost: 31 additions: first the part of the children that holds the remainder,
+// then the child.
+//
+// The sums before each part and child are in arrays, which a count of comparisons indexes: compilers
+// make branches of a choice between variables, and each one that is predicted wrongly ends the
+// overlap of cache misses between draws. This takes half the time.
 GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, int level, Hit hit) {
   constexpr int kParts = 4, kPart = kFanOut / kParts;
   const uint64_t* children = sums + shape.offset[level] + hit.item * kFanOut;
-  uint64_t end = 0, begin = 0;  // of the part
-  int child = 0;
+  uint64_t before[kParts] = {0};
   for (int part = 1; part < kParts; ++part) {
-    for (int i = 0; i < kPart; ++i) end += children[(part - 1) * kPart + i];
-    const bool is_after = hit.remainder >= end;
-    child = is_after ? part * kPart : child;
-    begin = is_after ? end : begin;
+    uint64_t sum = 0;
+    for (int i = 0; i < kPart; ++i) sum += children[(part - 1) * kPart + i];
+    before[part] = before[part - 1] + sum;
   }
-  const uint64_t rest = hit.remainder - begin;
-  end = begin = 0;  // of the child, from the part on
-  const uint64_t* first = children + child;
-  for (int i = 0; i < kPart - 1; ++i) {
-    end += first[i];
-    const bool is_after = rest >= end;
-    child += is_after;
-    begin = is_after ? end : begin;
-  }
-  return {hit.item * kFanOut + child, rest - begin};
+  int part = 0;
+  for (int i = 1; i < kParts; ++i) part += hit.remainder >= before[i];
+  const uint64_t rest = hit.remainder - before[part];
+  const uint64_t* first = children + part * kPart;
+  uint64_t before_child[kPart] = {0};
+  for (int i = 1; i < kPart; ++i) before_child[i] = before_child[i - 1] + first[i - 1];
+  int child = 0;
+  for (int i = 1; i < kPart; ++i) child += rest >= before_child[i];
+  return {hit.item * kFanOut + part * kPart + child, rest - before_child[child]};
 }
 
 // Sets the mass of an item and repairs the nodes above it.

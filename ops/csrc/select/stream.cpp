@@ -78,9 +78,18 @@ void TakeReports(Stream& stream, int64_t number) {
   for (int64_t peer = 0; peer < given.num_peers; ++peer) {
     int64_t* ends = given.ends + peer * kLogEndWords;
     const Report* log = given.logs + peer * given.log_size;
-    int64_t at = ends[kLogHead];
-    for (; at < ends[kLogTail] && log[at % given.log_size].batch < until; ++at)
-      stream.reports.push_back(log[at % given.log_size]);
+    // The waiting entries of a ring are one or two runs of memory.
+    const int64_t head = ends[kLogHead], tail = ends[kLogTail];
+    int64_t at = head;
+    while (at < tail) {
+      const Report* run = log + at % given.log_size;
+      const Report* run_end = run + Min(tail - at, log + given.log_size - run);
+      const Report* due_end =
+          std::find_if(run, run_end, [&](const Report& report) { return report.batch >= until; });
+      stream.reports.insert(stream.reports.end(), run, due_end);
+      at += due_end - run;
+      if (due_end < run_end) break;
+    }
     ends[kLogNext] = at;
   }
 }
@@ -215,6 +224,27 @@ bool Select(Stream& stream, int64_t number, int64_t alpha, int64_t beta) {
   if (held.refusal() != 0 || !SelectHeld(stream, number, alpha, beta)) return false;
   const bool is_turn = stream.num_peers > 1 && (number + 1) % stream.num_peers == stream.peer;
   if (is_turn) DrawAhead(stream, number + 1);
+  return true;
+}
+
+bool HasRoom(const Stream& stream, int64_t count) {
+  const int64_t* ends = stream.priorities.ends + stream.peer * kLogEndWords;
+  return count <= stream.priorities.log_size - (ends[kLogTail] - ends[kLogHead]);
+}
+
+bool Publish(Stream& stream, const Resolution* samples, const float* priorities, int64_t count,
+             int64_t batch) {
+  const StreamPriorities& given = stream.priorities;
+  int64_t* ends = given.ends + stream.peer * kLogEndWords;
+  Report* log = given.logs + stream.peer * given.log_size;
+  const int64_t tail = ends[kLogTail], waiting = tail - ends[kLogHead];
+  // After a load no batch was requested; the log stays in order.
+  if (waiting > 0) batch = Max(batch, log[(tail - 1) % given.log_size].batch);
+  if (count > 0) AppendReports(log, given.log_size, samples, priorities, count, tail, batch);
+  // The lock orders the entries before the tail, for the process that selects next.
+  const Held held(stream.mutex, stream.holder, stream.timeout_s);
+  if (held.refusal() != 0) return false;
+  ends[kLogTail] = tail + count;
   return true;
 }
 

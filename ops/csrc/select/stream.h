@@ -97,4 +97,13 @@ struct Stream {
 // selection were written to the tree, as Python does again.
 bool Select(Stream& stream, int64_t number, int64_t alpha, int64_t beta);
 
+// Whether this process's log has room for so many more priorities.
+bool HasRoom(const Stream& stream, int64_t count);
+
+// Appends the priorities of samples to this process's log, which has room, as of a global batch,
+// and publishes them; takes the lock. False: Python must do it, as the lock was refused; nothing is
+// published.
+bool Publish(Stream& stream, const Resolution* samples, const float* priorities, int64_t count,
+            int64_t batch);
+
 }  // namespace gear::cpu

@@ -74,17 +74,50 @@ int64_t RowsOf(const Store& store, int64_t num_steps) {
   return num_steps;
 }
 
-// Copies a trajectory into its slot; returns whether all values are finite where they must be.
-bool Write(Store& store, int64_t slot, const void* const* sources, int64_t num_steps) {
+// Copies a trajectory into its slot, all but its first `before` steps, which another slot holds;
+// late columns that it has not become zeros. Returns whether all values are finite where they must
+// be. Of 5 steps and a `before` of 2, a column of T+1 rows has the rows [2, 6) copied.
+bool Write(Store& store, int64_t slot, const Whole& whole, int64_t before = 0) {
   const int64_t first = store.slots[slot].first_row;
   for (size_t i = 0; i < store.columns.size(); ++i) {
     const ColumnOf& column = store.columns[i];
     const bool single = column.rows == kPerTrajectory;
-    const int64_t rows = single ? 1 : num_steps + column.rows;
+    const int64_t skipped = single ? 0 : before * column.row_bytes;
+    const int64_t rows = single ? 1 : whole.num_steps + column.rows;
+    const int64_t bytes = rows * column.row_bytes - skipped;
     char* to = column.base + (single ? slot : first) * column.row_bytes;
-    if (!CopyFinite(to, sources[i], rows * column.row_bytes, column.checked)) return false;
+    if (whole.sources[i] == nullptr) {
+      std::memset(to, 0, static_cast<size_t>(bytes));
+      continue;
+    }
+    const char* from = static_cast<const char*>(whole.sources[i]) + skipped;
+    if (!CopyFinite(to, from, bytes, column.checked)) return false;
   }
   return true;
+}
+
+// Resets the words of a reserved slot's group, before its commit: TableGroups.begin.
+void BeginGroup(Store& store, int64_t slot) {
+  if (store.groups == nullptr) return;
+  int64_t* words = store.groups + slot * kGroupWords;
+  std::fill_n(words, kGroupWords, 0);
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();  // Python's monotonic_ns
+  words[kGroupTime] = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// Whether the group of a written slot has its most trajectories: TableGroups.check_room.
+bool IsGroupFull(const Store& store, int64_t slot) {
+  if (store.most_of_group == 0) return false;
+  const ColumnOf& numbers = store.columns[store.group_column];
+  const auto bytes = static_cast<size_t>(numbers.row_bytes);
+  const char* number = numbers.base + slot * numbers.row_bytes;
+  int64_t count = 0;
+  for (int64_t other = 0; other < store.num_slots; ++other) {
+    const bool is_stored = store.slots[other].state == kCommitted;
+    const char* of_other = numbers.base + other * numbers.row_bytes;
+    count += is_stored && std::memcmp(of_other, number, bytes) == 0;
+  }
+  return count >= store.most_of_group;
 }
 
 // The global batch that is selected next.
@@ -246,7 +279,7 @@ int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
 }
 
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born,
-               const std::vector<double>* block) {
+               const std::vector<double>* block, Marks marks) {
   Slot& record = store.slots[slot];
   const bool counts = store.moments.head != nullptr;
   if (counts)
@@ -260,7 +293,10 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
   record.born = born;
   record.id = store.control[kNextId] * store.id_count + store.id_index;
   ++store.control[kNextId];
-  std::fill_n(store.retention + slot * kRetentionWords, kOpen, 0);
+  int64_t* retention = store.retention + slot * kRetentionWords;
+  std::fill_n(retention, kOpen, 0);
+  retention[kPresent] = marks.present;
+  retention[kVersion] = marks.version;
   // The commit point: pairs with the acquire of processes that read the state without the lock.
   __atomic_store_n(&record.state, kCommitted, __ATOMIC_RELEASE);
   if (counts) PublishMoments(store);
@@ -475,7 +511,8 @@ int64_t ReserveWithRemoval(Store& store, const Wanted& wanted) {
   }
 }
 
-Added Add(Store& store, const void* const* sources, int64_t num_steps, double timeout_s) {
+Added Add(Store& store, const Whole& whole, double timeout_s) {
+  const int64_t num_steps = whole.num_steps;
   int64_t slot = -1;
   {
     const Held held(store.mutex, store.holder, timeout_s);
@@ -483,7 +520,7 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
     slot = ReserveWithRemoval(store, {RowsOf(store, num_steps), num_steps, num_steps});
     if (slot < 0) return {slot, -1};
   }
-  const bool finite = Write(store, slot, sources, num_steps);  // the rows belong to this process
+  const bool finite = Write(store, slot, whole);  // the rows belong to this process
   std::vector<double> block;
   if (finite && store.moments.head != nullptr) block = MomentsOf(store, slot, 0, num_steps);
   const Held held(store.mutex, store.holder, timeout_s);
@@ -493,7 +530,50 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
     return {kNotFinite, -1};
   }
   if (held.refusal() != 0) return {held.refusal(), slot};
-  return {Commit(store, slot, num_steps, store.slots[slot].num_rows, BornNow(store), &block), slot};
+  if (IsGroupFull(store, slot)) return {kGroupFull, slot};
+  BeginGroup(store, slot);
+  const int64_t num_rows = store.slots[slot].num_rows;
+  const Marks marks{whole.present, 0};
+  return {Commit(store, slot, num_steps, num_rows, BornNow(store), &block, marks), slot};
+}
+
+int64_t WriteGroup(Store& store, const Whole* members, int64_t count, int64_t shared,
+                   int64_t* slots, double timeout_s) {
+  {
+    const Held held(store.mutex, store.holder, timeout_s);
+    if (held.refusal() != 0) return held.refusal();
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t steps = members[i].num_steps - (i == 0 ? 0 : shared);
+      const int64_t slot = ReserveWithRemoval(store, {RowsOf(store, steps), steps, steps});
+      if (slot >= 0) {
+        slots[i] = slot;
+        continue;
+      }
+      for (int64_t reserved = 0; reserved < i; ++reserved) {
+        Free(store, slots[reserved]);
+        slots[reserved] = -1;
+      }
+      return slot;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t before = i == 0 ? 0 : shared;
+    Write(store, slots[i], members[i], before);
+    int64_t* words = store.shared_prompts + slots[i] * 2;
+    words[0] = before;
+    words[1] = i == 0 ? 0 : slots[0];
+  }
+  return 0;
+}
+
+void CommitGroup(Store& store, const int64_t* slots, const int64_t* present, int64_t count,
+                 int64_t version, int64_t born, int64_t* ids) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Slot& record = store.slots[slots[i]];
+    BeginGroup(store, slots[i]);
+    const Marks marks{present[i], version};
+    ids[i] = Commit(store, slots[i], record.num_steps, record.num_rows, born, nullptr, marks);
+  }
 }
 
 namespace {
@@ -619,6 +699,7 @@ int64_t AddStaged(Store& store, const Staged& staged) {
   const int64_t slot = ReserveWithRemoval(store, {num_rows, staged.num_steps, staged.num_steps});
   if (slot < 0) return slot;
   WriteSteps(store, slot, staged, 0, 0, staged.num_steps);
+  BeginGroup(store, slot);
   return Commit(store, slot, staged.num_steps, num_rows, BornNow(store));
 }
 

@@ -54,8 +54,8 @@ enum Control : int64_t {
 enum Link : int64_t { kBefore, kAfter, kOlder, kNewer, kLinkWords };
 
 // Of a slot: how often it was drawn and so on, 0 at first. kPresent: bits of the late columns that
-// were filled; kOpen: its trajectory still grows.
-inline constexpr int64_t kRetentionWords = 4, kPresent = 1, kOpen = 3;
+// were filled; kVersion: policy version; kOpen: its trajectory still grows.
+inline constexpr int64_t kRetentionWords = 4, kPresent = 1, kVersion = 2, kOpen = 3;
 
 // What `Reserve` and `Add` return instead of a slot or an id.
 enum Refusal : int64_t {
@@ -71,6 +71,7 @@ enum Refusal : int64_t {
   kNeedsVictim = -10,  // the caller must evict one: policies that choose in Python, and groups
   // The caller must release what dead processes have reserved and read, and call again.
   kNeedsRelease = -11,
+  kGroupFull = -12,  // the group has its most trajectories
 };
 
 // What writers read of a batch stream and, where rows move or become free, change.
@@ -88,7 +89,7 @@ struct StreamView {
 // Words of an attached process, and of a slot in a table of groups, as records.py and group_spec.py
 // of deepspeed_gear/store have them.
 enum PeerWord : int64_t { kPid, kPeerWords = 8 };
-enum GroupWord : int64_t { kLeader, kGroupWords = 9 };
+enum GroupWord : int64_t { kLeader, kGroupTime = 2, kGroupWords = 9 };
 enum GroupCount : int64_t { kGroupsHeld = 2, kGroupsInserted };
 
 struct ColumnOf {
@@ -140,8 +141,13 @@ struct Store {
   std::vector<ColumnOf> columns;
   std::vector<StreamView> streams;
   const int64_t* peers = nullptr;         // [peers, kPeerWords]
-  const int64_t* groups = nullptr;        // [slots, kGroupWords]; null: the table has no groups
+  int64_t* groups = nullptr;              // [slots, kGroupWords]; null: the table has no groups
   const int64_t* group_counts = nullptr;  // by GroupCount; null likewise
+  size_t group_column = 0;                // of the groups' numbers
+  int64_t most_of_group = 0;              // trajectories; 0: any number may come
+  // Of each slot: first steps that another slot holds, and this one; null: the table has no
+  // prompts.
+  int64_t* shared_prompts = nullptr;
   RunningMoments moments;
   Removal removal = kNoEviction;
   size_t value_column = 0;  // of kLowestValue, with the code of its dtype
@@ -182,9 +188,15 @@ void TakeOut(Store& store, int64_t slot, Link back, Link on);
 // Logs a changed slot, and wakes a sampler that waits.
 void Note(Store& store, int64_t slot);
 int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps);  // a slot, or a refusal
+// Words of a slot that come with its trajectory: bits of the late columns that it has, and the
+// policy version of its group.
+struct Marks {
+  int64_t present = 0, version = 0;
+};
+
 // `block`: the moments of its rows, where they were computed before; null: here.
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born,
-               const std::vector<double>* block = nullptr);
+               const std::vector<double>* block = nullptr, Marks marks = {});
 void Retire(Store& store, int64_t slot);
 void Free(Store& store, int64_t slot);
 // Whether a pass is under way in a stream, whose items stay until its end.
@@ -225,16 +237,36 @@ struct Wanted {
 // kNeedsVictim and kNeedsRelease the caller does what they say, and calls again.
 int64_t ReserveWithRemoval(Store& store, const Wanted& wanted);
 
+// A whole trajectory in the stored form, in the memory of the program.
+struct Whole {
+  // By column of the store, its rows one after the other; null: a late column that it has not.
+  const void* const* sources;
+  int64_t num_steps;
+  int64_t present;  // bits of the late columns that it has
+};
+
 // ---- takes the lock
 struct Added {
   int64_t id;    // or a refusal
   int64_t slot;  // reserved and written; -1 if nothing was
 };
-// Reserves, copies `sources` (one per column, its rows one after the other) and commits. Values are
-// checked while they are copied; after kNotFinite the slot is free again, but what was evicted for
-// it stays evicted. With a slot and another refusal the caller has to commit it; with a slot and
-// kNotFinite, to free it: the lock could not be taken.
-Added Add(Store& store, const void* const* sources, int64_t num_steps, double timeout_s);
+// Reserves, copies and commits a trajectory. Values are checked while they are copied; after
+// kNotFinite the slot is free again, but what was evicted for it stays evicted. With a slot and
+// another refusal the caller has to commit it; with a slot and kNotFinite, to free it: the lock
+// could not be taken.
+Added Add(Store& store, const Whole& whole, double timeout_s);
+// Reserves and writes the trajectories of a group of a lease, `slots` [count], and lets the first
+// one hold the first `shared` steps of the others. Values were checked before. Returns 0 or a
+// refusal; then nothing is reserved. A caller that dies or ends frees the slots, or CommitGroup
+// publishes them.
+int64_t WriteGroup(Store& store, const Whole* members, int64_t count, int64_t shared,
+                   int64_t* slots, double timeout_s);
+
+// ---- with the lock held
+// Commits the written slots of a group, one after the other: `ids` [count]. A group is whole once
+// its ledger's entry is held (store/prompt_ledger.py), which is written after this.
+void CommitGroup(Store& store, const int64_t* slots, const int64_t* present, int64_t count,
+                 int64_t version, int64_t born, int64_t* ids);
 
 // A trajectory that grows: its slot as its writer reserved it, and what is published of it.
 struct Growing {

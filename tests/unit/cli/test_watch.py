@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,6 +135,23 @@ def test_a_reading_has_the_statistics_of_the_run(running: Callable[..., Replay])
     assert (rank.rank, rank.process, rank.batches, rank.lives) == (0, os.getpid(), 3, True)
     assert rank.wait_s == replay.metrics.sums["wait_s"] > 0
     assert rank.late_s is None, "no other rank is there to wait for it"
+
+
+def test_ages_are_left_out_where_other_nodes_store_all_samples(
+    running: Callable[..., Replay], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading = live_run(running("watched")).read()
+    (table,) = reading.tables
+    assert table.batch is not None
+    assert "gear_batch_age" in exposition([reading])
+    batch = replace(table.batch, ages=np.empty(0, np.float64))
+    elsewhere = replace(reading, tables=(replace(table, batch=batch),))
+    assert "gear_batch_age" not in exposition([elsewhere])
+    node = SimpleNamespace(read=lambda: elsewhere)
+    watch.Console(width=120).print(watch.RunView(node).frame())
+    shown = capsys.readouterr().out
+    assert "effective sample size" in shown
+    assert "newer trajectories" not in shown
 
 
 def test_a_frame_of_groups(capsys: pytest.CaptureFixture[str]) -> None:

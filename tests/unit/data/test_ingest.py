@@ -209,6 +209,28 @@ def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4r
     assert np.isnan(dataset.trajectory(2)["action"][1, 1])
 
 
+def test_progress_is_in_bytes_with_the_time_left(
+    tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    ingest([tmp_path / "a.hdf5"], tmp_path / "quiet")
+    assert capsys.readouterr().err == ""
+    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "out", progress=True, threads=1)
+    num_bytes = dataset.num_steps * dataset.schema.row_bytes
+    last = capsys.readouterr().err.rsplit("ingest:")[-1]
+    assert f"{num_bytes:.0f}/{num_bytes:.0f}" in last
+    assert "100%" in last
+    assert f"B/s, {dataset.num_steps} steps" in last
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, True])
+def test_threads_are_a_positive_integer(tmp_path: Path, d4rl: Maker, threads: Any) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    with pytest.raises(ConfigError, match="threads must be at least 1"):
+        ingest([tmp_path / "a.hdf5"], tmp_path / "out", threads=threads)
+    assert not (tmp_path / "out").exists()
+
+
 def test_row_reader_serves_any_rising_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

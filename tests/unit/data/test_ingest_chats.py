@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,14 @@ def whole_row(messages: list[dict[str, str]], row: dict[str, Any]) -> tuple[list
 
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(encode=encode, template=template, whole_row=whole_row, list=list)
+    module = SimpleNamespace(
+        encode=encode,
+        template=template,
+        template_ids=lambda messages: template(messages)["input_ids"],
+        answer=lambda answer: template([answer] if isinstance(answer, dict) else answer),
+        whole_row=whole_row,
+        list=list,
+    )
     monkeypatch.setitem(sys.modules, "chat_functions", module)
 
 
@@ -74,21 +82,8 @@ def masked(*mask: float) -> dict[str, Any]:
 NO_MEANING = "must not mask messages: the meaning of this key is ambiguous"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
-        masked(0, 0, 0, 1),
-        "message_loss_mask must be applied to the tokens of each message, got [0, 0, 0, 1]",
-    ),
-    (
         masked(0, 0.5, 0, 1),
         "message_loss_mask[1] must be 0 or 1: a loss mask has no weights, got 0.5",
-    ),
-    (weighted("weight", None, 0, None, 1), "weight must be applied to the tokens of each message"),
-    (
-        weighted("loss", None, False, None, None),
-        "loss must be applied to the tokens of each message",
-    ),
-    (
-        weighted("train", True, True, None, None),
-        "train must be applied to the tokens of each message",
     ),
     (
         weighted("weight", None, 0.5, None, 1),
@@ -128,11 +123,58 @@ def test_masks_of_messages_are_refused_unless_the_function_takes_the_row(
 def test_masks_that_say_what_a_template_says_are_applied(
     tmp_path: Path, row: dict[str, Any]
 ) -> None:
-    """Without a mask of the function all tokens would have loss, so it needs one."""
+    """A function whose tokens are not those of the messages one after the other is refused."""
     data = Dataset.from_iterable([row], tmp_path / "out", tokenize={"messages": template})
     assert data.columns["loss_mask"].tolist() == USUAL
     with pytest.raises(DataError, match="must be applied to the tokens of each message"):
         Dataset.from_iterable([row], tmp_path / "x", tokenize={"messages": lambda _: [1, 2]})
+
+
+@pytest.mark.parametrize("function", ["template", "template_ids"])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (masked(0, 0, 0, 1), [0, 0, 0, 0, 0, 1]),
+        (masked(1, 1, 0, 0), [1, 1, 1, 1, 0, 0]),
+        (weighted("weight", None, 0, None, 1), [0, 0, 0, 0, 0, 1]),
+        (weighted("loss", None, False, None, None), [0, 0, 0, 0, 0, 1]),
+        (weighted("train", True, True, None, None), [1, 1, 1, 1, 0, 1]),
+    ],
+)
+def test_masks_by_message_are_applied_to_the_tokens_of_each(
+    tmp_path: Path, row: dict[str, Any], expected: list[int], function: str
+) -> None:
+    """Also where the function makes no mask, and in a folder's other form of messages."""
+    source = write(tmp_path / "a.jsonl", [row])
+    dest = str(tmp_path / "out")
+    assert run_command(command, source, dest, f"--tokenize=messages=chat_functions:{function}") == 0
+    assert Dataset.open(dest).columns["loss_mask"].tolist() == expected
+    assert Dataset.open(dest).columns["tokens"].tolist() == encode("abcdef")
+
+
+def test_the_mask_of_a_template_counts_in_the_messages_with_loss(tmp_path: Path) -> None:
+    """It leaves out the headers of messages; a message with loss of another role has all of its."""
+
+    def headed(messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+        parts = [(one["role"] == "assistant", encode(one["content"])) for one in messages]
+        ids = [token for _, tokens in parts for token in (9, *tokens)]
+        return ids, [own and n > 0 for own, tokens in parts for n in range(len(tokens) + 1)]
+
+    data = Dataset.from_iterable(
+        [masked(1, 1, 0, 0)], tmp_path / "a", tokenize={"messages": headed}
+    )
+    assert data.columns["loss_mask"].tolist() == [1, 1, 1, 0, 1, 1, 0, 0, 0, 0]
+
+    def backwards(messages: list[dict[str, str]]) -> list[int]:
+        return encode("".join(one["content"] for one in reversed(messages)))
+
+    text = (
+        "message_loss_mask must be applied to the tokens of each message, and those of the first 1"
+    )
+    with pytest.raises(DataError, match=text):
+        Dataset.from_iterable(
+            [masked(1, 1, 0, 0)], tmp_path / "b", tokenize={"messages": backwards}
+        )
 
 
 def test_a_sample_without_loss_and_messages_of_sharegpt(tmp_path: Path) -> None:
@@ -237,29 +279,64 @@ def pair(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-PREFERENCES: list[dict[str, Any]] = [
-    pair("a", "b", "c"),
-    {**pair("a", CHAT, CHAT), "score_chosen": 1.0, "score_rejected": 0.5},
-    {
-        "chosen": [{**one, "turn": 1} for one in CHAT],
-        "rejected": [{**one, "turn": 1} for one in CHAT],
-    },
-    pair(CHAT[:1], CHAT[1:2], CHAT[1:2]),
-    {"messages": CHAT, "rejected_response": "c"},
-    {"messages": CHAT, "rejected_messages": CHAT},
-    {"conversations": [{"from": "human", "value": "a"}], **pair("", CHAT[1], CHAT[1])},
-    {"input": {"messages": CHAT}, "preferred_output": CHAT[1:], "non_preferred_output": CHAT[1:]},
-    {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]},
-    {"prompt_input_ids": [1, 2], "chosen_input_ids": [3], "rejected_input_ids": [4, 5]},
+USER = [{"role": "user", "content": "p"}]
+GOOD = [{"role": "assistant", "content": "good"}]
+BAD = [{"role": "assistant", "content": "no"}]
+TURN = {"from": "human", "value": "p"}
+IDS = encode("p"), encode("good"), encode("no")
+# Rows of a pair with the prompt "p" and the answers "good" and "no", and the functions of columns.
+PAIRS: list[tuple[dict[str, Any], dict[str, str]]] = [
+    (pair("p", "good", "no"), {"prompt": "encode", "chosen": "encode", "rejected": "encode"}),
+    ({"chosen": USER + GOOD, "rejected": USER + BAD}, {"chosen": "answer", "rejected": "answer"}),
+    (
+        pair(USER, GOOD, BAD),
+        {"prompt": "template_ids", "chosen": "answer", "rejected": "answer"},
+    ),
+    (
+        {
+            "conversations": [TURN],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "no"},
+        },
+        {"conversations": "template", "chosen": "answer", "rejected": "answer"},
+    ),
+    (
+        {"input": "p", "preferred_output": GOOD, "non_preferred_output": BAD},
+        {"input": "encode", "preferred_output": "answer", "non_preferred_output": "answer"},
+    ),
+    (dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), IDS, strict=True)), {}),
+    (
+        {
+            "prompt_input_ids": IDS[0],
+            "chosen_input_ids": IDS[0] + IDS[1],
+            "rejected_input_ids": IDS[0] + IDS[2],
+        },
+        {},
+    ),
+    (
+        {
+            "prompt_input_ids": IDS[0],
+            "chosen_input_ids": IDS[0] + IDS[1] + [0],
+            "chosen_attention_mask": [1, 1, 1, 1, 1, 0],
+            "chosen_labels": [-100, *IDS[1]],
+            "rejected_input_ids": IDS[0] + IDS[2] + [0],
+            "rejected_attention_mask": [1, 1, 1, 0],
+            "rejected_labels": [-100, *IDS[2]],
+        },
+        {},
+    ),
 ]
 
 
-@pytest.mark.parametrize("row", PREFERENCES, ids=range(len(PREFERENCES)))
+@pytest.mark.parametrize(("row", "by_column"), PAIRS, ids=range(len(PAIRS)))
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_pairs_of_answers_are_no_trajectories(
-    tmp_path: Path, row: dict[str, Any], form: str
+def test_a_pair_of_answers_is_a_group_of_two(
+    tmp_path: Path, row: dict[str, Any], by_column: dict[str, str], form: str
 ) -> None:
-    """Neither with the rule of missing rewards, nor as tokens one after the other."""
+    """In several files the pairs have different numbers, also where they are added."""
+    is_openai = "preferred_output" in row
+    sides = ("preferred", "non_preferred") if is_openai else ("chosen", "rejected")
+    row = {**row, f"score_{sides[0]}": 9, f"score_{sides[1]}": 4}
     source = write(tmp_path / "a.jsonl", [row] * 2)
     dest = str(tmp_path / "out")
     if form == "parquet":
@@ -267,20 +344,44 @@ def test_pairs_of_answers_are_no_trajectories(
         parquet = pytest.importorskip("pyarrow.parquet")
         source = str(tmp_path / "a.parquet")
         parquet.write_table(arrow.Table.from_pylist([row] * 2), source)
-    texts = [name for name, value in row.items() if isinstance(value, (str, list, dict))]
-    every = [f"--tokenize={name}=chat_functions:list" for name in texts]
+    other = str(shutil.copy(source, tmp_path / f"b.{form}"))
+    given = [f"--tokenize={name}=chat_functions:{f}" for name, f in by_column.items()]
+    assert run_command(command, source, dest, *given) == 0
+    assert run_command(command, other, dest, *given, "--append") == 0
+    data = Dataset.open(dest)
+    assert data.columns["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert data.columns["reward"].tolist() == [1, 0] * 4
+    assert data.columns["score"].tolist() == [9, 4] * 4
+    for number, answer in ((0, "good"), (1, "no"), (7, "no")):
+        stored = data.trajectory(number)
+        assert stored["tokens"].tolist() == encode(f"p{answer}")
+        assert stored["loss_mask"].tolist() == [0, *[1] * len(answer)]
+
+
+REFUSED_PAIRS: list[dict[str, Any]] = [
+    pair("a", "b", "c"),
+    {"chosen": USER + GOOD, "rejected": USER + BAD},
+    {"messages": CHAT, "rejected_response": "c"},
+    {"messages": CHAT, "rejected_messages": CHAT},
+]
+
+
+@pytest.mark.parametrize("row", REFUSED_PAIRS, ids=range(len(REFUSED_PAIRS)))
+def test_pairs_without_tokens_of_both_answers_are_refused(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    """Also with the rule of missing rewards, and where both would be one conversation."""
+    source = write(tmp_path / "a.jsonl", [row] * 2)
+    every = [f"--tokenize={name}=chat_functions:list" for name in row if "messages" in row]
     for options in ([], ["--reward", "none"], every):
         with pytest.raises(DataError) as caught:
-            run_command(command, source, dest, *options)
-        assert str(caught.value).startswith(
-            f"{source}: row 0 must not be a pair of answers: a trajectory is"
-        )
-        assert "make two rows of each, with the same prompt_id and the rewards 1 and 0" in str(
-            caught.value
-        )
-        assert not Path(dest).exists()
+            run_command(command, source, str(tmp_path / "out"), *options)
+        text = "must not be a pair of answers whose tokens are unknown"
+        assert str(caught.value).startswith(f"{source}: row 0 {text}")
+        assert "--tokenize chosen=... --tokenize rejected=..." in str(caught.value)
     with pytest.raises(DataError, match="must not be a pair of answers"):
-        Dataset.from_iterable([row], dest, reward="none")
+        Dataset.from_iterable([row], tmp_path / "out", reward="none")
+    assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_one_answer_of_a_pair_and_labels_of_answers_are_conversations(tmp_path: Path) -> None:
@@ -298,11 +399,14 @@ def test_one_answer_of_a_pair_and_labels_of_answers_are_conversations(tmp_path: 
         f"{source}: --role label=reward must have a value for each step, got 'one per trajectory'; "
         "--rename label=reward makes it the reward of a trajectory"
     )
-    remedy = ["--rename", "label=reward", "--dtype", "reward=float32"]
-    assert run_command(command, source, dest, *options, *remedy) == 0
-    data = Dataset.open(dest)
-    assert data.columns["loss_mask"].tolist() == [0, 1, 0, 1]
-    assert data.columns["reward"].tolist() == [1, 0]
+    for remedy in ([], ["--rename", "label=reward"]):
+        assert run_command(command, source, dest, *options, *remedy, "--overwrite") == 0
+        data = Dataset.open(dest)
+        assert data.columns["loss_mask"].tolist() == [0, 1, 0, 1]
+        assert data.columns["reward"].tolist() == [1, 0]
+        assert ("label of an answer (KTO)" in data.source["sources"][0]["notes"][-1]) == (
+            not remedy
+        )
     rows = [{"prompt": CHAT[:1], "completion": CHAT[1:2], "label": True}]
     for rule in ({}, {"reward": "none"}):  # messages are no steps
         with pytest.raises(

@@ -578,3 +578,38 @@ def test_files_that_describe_a_source_are_none(tmp_path: Path) -> None:
     (tmp_path / "set" / "schema.json").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(DataError, match=r"schema.json must contain the data, got 'a Git LFS"):
         open_source(tmp_path / "set")
+
+
+def test_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of episodes, in blocks of any size, compressed or not; nulls and names are checked."""
+    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows._BLOCK_BYTES", 256)
+    rows = list(step_rows())
+    lines = ["episode_index,observation.x,observation.y,reward,dones,timeouts,task"]
+    for row in rows:
+        x, y = row["state"]
+        flags = f"{row['dones']},{row['timeouts']}".lower()
+        lines.append(
+            f'{row["episode_index"]},{x!r},{y!r},{row["reward"]!r},{flags},"a, {len(lines)}"'
+        )
+    text = "\n".join(lines)
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(text.encode()))
+    assert run_command(command, str(tmp_path / "a.csv"), str(tmp_path / "out")) == 0
+    data = Dataset.open(tmp_path / "out")
+    assert data.fingerprint == ingest([tmp_path / "b.csv.gz"], tmp_path / "gz").fingerprint
+    assert data.lengths.tolist() == list(LENGTHS)
+    for name, column in (("x", 0), ("y", 1)):
+        given = [row["state"][column] for row in rows]
+        assert data.columns[f"observation.{name}"].tolist() == given
+    assert data.columns["reward"].tolist() == [row["reward"] for row in rows]
+    assert data.columns["truncated"].sum() == 1
+    assert data.trajectory(1)["task"] == [f"a, {n}" for n in range(4, 11)]
+    (tmp_path / "a.csv").write_text("episode_id,action,reward\n0,1,1.5\n0,,2.5\n")
+    with pytest.raises(DataError, match=r"episode 0: action\[1\] must not be null"):
+        open_source(tmp_path / "a.csv")
+    for broken in ("action,action\n1,2\n", "action,reward\n1,2\n1,2,3\n", ""):
+        (tmp_path / "a.csv").write_text(broken)
+        with pytest.raises(
+            DataError, match=r"a.csv must (be a readable csv|have a different name)"
+        ):
+            open_source(tmp_path / "a.csv")

@@ -45,7 +45,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "force": {"normalize": "mean_std"},
     "force32": {"column": "force", "as": "float32", "normalize": "min_max"},
     "half": {"normalize": "mean_std", "as": "engine"},
-    "brain": {"normalize": "min_max"},
+    "brain": {"normalize": "quantile"},
     "token": {},
     "tokens": {"column": "token", "normalize": "mean_std"},
     "reward": {"scale": 0.1},

@@ -427,3 +427,11 @@ def test_refusals(options: dict[str, Any], text: str) -> None:
         ConfigError, match=r"it is normalised with what a run adds, got None|use Normalizer.load"
     ):
         Normalizer.from_config(section(), schemas={"main": SCHEMA})
+
+
+def test_quantiles_need_a_data_set() -> None:
+    fields = {"observation": {"normalize": "quantile"}}
+    with pytest.raises(
+        ConfigError, match="must not be given for a quantile of a table to which row"
+    ):
+        replay_of(fields=fields)

@@ -12,6 +12,8 @@ from process_support import exit_status, in_child
 from replay_support import filled, streams_of
 
 from deepspeed_gear import Batch, Replay
+from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.sampling.sample_counts import sample_ages
 
 LENGTHS = (1, 2, 5, 9, 14, 3)
 STEPS = {"kind": "prioritized", "unit": "step", "beta": 1.0}
@@ -116,6 +118,21 @@ def test_ages_in_global_batches() -> None:
         # Drawn: batch 5 of trajectory 2 (born at 4), 6 and 7 of 3 (6), 8 of 4 (8).
         assert age["batches"] == {"mean": 0.5, "max": 1.0}
         assert age["trajectories"] == {"mean": 1.0, "max": 2.0}
+
+
+def test_ages_over_nodes() -> None:
+    """A node knows the ages of the samples that it stores, by its own counter of ids."""
+    slots = np.zeros((4, Slot.NUM_WORDS), np.int64)
+    slots[:, Slot.GENERATION] = (5, 6, 7, 8)
+    drawn = ((0, 5, 9), (3, 8, 15), (3, 7, 1), (4, 0, 14))  # slot, generation and id
+    resolutions = np.zeros((len(drawn), Resolution.NUM_WORDS), np.int64)
+    words = [Resolution.SLOT, Resolution.GENERATION, Resolution.ID]
+    resolutions[:, words] = drawn
+    # Node 1 of 2 has received 8 trajectories: 1, 3, ..., 15. The third one was evicted, and the
+    # fourth lies on node 0.
+    assert sample_ages(resolutions, slots, 8, 2).tolist() == [3, 0]
+    assert sample_ages(resolutions, slots, 16, 1).tolist() == [6, 0, 14, 1]
+    assert sample_ages(resolutions[3:], slots, 0, 2).tolist() == []
 
 
 def test_a_new_trajectory_begins_with_no_draws() -> None:
