@@ -109,7 +109,8 @@ def test_a_port_changes_what_the_page_says() -> None:
     after = port(RING)
     assert num_changed(RING, after) == MOST_LINES
     assert 'device,\n        batch_size=args.batch_size,\n        autoreset="same_step",\n' in after
-    rows = re.findall(r"^\|(.*)\| `(.*)` \|$", PAGE.read_text(), re.M)
+    _, section = PAGE.read_text().split("## From CleanRL or Stable-Baselines3\n")
+    rows = re.findall(r"^\|(.*)\| `(.*)` \|$", section.split("\n## ")[0], re.M)
     lines = [line.strip(" ,") for _, new in PORT[:-1] for line in new.splitlines()]
     assert sorted(new for _, new in rows if "rb.add" not in new) == sorted(lines)
     assert [new for _, new in rows if "rb.add" in new] == ["rb.add(..., terminations, truncations)"]

@@ -42,12 +42,13 @@ struct GatherCall {
 
   // Gathers samples. A program may have given a tensor of a batch other memory, or another form:
   // then they are all checked again, so that an unfit one is an error.
-  void Run(const Resolution* records, int64_t count, const int64_t* n_steps) {
+  void Run(const Resolution* records, int64_t count, const std::optional<at::Tensor>& n_steps) {
     // A backward pass that has saved old values raises.
     for (const at::Tensor& tensor : overwritten) tensor.unsafeGetTensorImpl()->bump_version();
     if (count != num_samples || !AreKnown()) Check(count);
-    GatherChecked(*checked, records, n_steps, count, threads,
-                  counters.mutable_data_ptr<int64_t>());
+    checked->CheckSteps(n_steps.has_value());
+    const int64_t* steps = n_steps ? Values<int64_t>(*n_steps, "n_steps", count) : nullptr;
+    GatherChecked(*checked, records, steps, count, threads, counters.mutable_data_ptr<int64_t>());
   }
 
  private:
@@ -107,7 +108,7 @@ inline GatherCall MakeGatherCall(const py::object& outs, const py::object& masks
 inline void GatherInto(GatherCall& call, const at::Tensor& resolutions,
                        const std::optional<at::Tensor>& n_steps) {
   const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
-  call.Run(records, count, n_steps ? Values<int64_t>(*n_steps, "n_steps", count) : nullptr);
+  call.Run(records, count, n_steps);
 }
 
 inline void BindGatherCall(py::module_& module) {

@@ -255,17 +255,16 @@ struct CheckedFields {
     }
   }
 
-  void CheckSteps(const int64_t* n_steps) const {
-    TORCH_CHECK(!follow_steps || n_steps != nullptr,
+  void CheckSteps(bool are_given) const {
+    TORCH_CHECK(!follow_steps || are_given,
                 "gear: n_steps must be given for a field that follows it");
   }
 };
 
-// Gathers checked fields on the host.
+// Gathers checked fields on the host, after `CheckSteps`.
 inline void GatherChecked(const CheckedFields& checked, const Resolution* records,
                           const int64_t* n_steps, int64_t count, int64_t threads,
                           int64_t* counters) {
-  checked.CheckSteps(n_steps);
   const FieldList& fields = checked.fields;
   if (checked.are_goals)
     return GatherGoals(fields, checked.held.data(), records, n_steps, count, counters);
@@ -285,11 +284,11 @@ inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counte
   TORCH_CHECK(counters.numel() >= 3, "gear: counters must have 3 elements");
   const Device device(counters, "every tensor", outs, masks, resolutions, n_steps, order);
   const CheckedFields checked(outs, masks, columns, shifts, gains, spec, pad_values, count, device);
+  checked.CheckSteps(n_steps.has_value());
   if constexpr (Device::kIsHost) {
     if (samples != nullptr) CheckOrder(samples, count);
     GatherChecked(checked, records, offsets, count, threads, counter);
   } else {
-    checked.CheckSteps(offsets);
     cuda::Gather(checked.fields.data(), checked.held.data(),
                  static_cast<int64_t>(checked.fields.size()), records, offsets, samples, count,
                  threads > 1 ? threads : 0, counter, device.stream());

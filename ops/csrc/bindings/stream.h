@@ -73,7 +73,7 @@ inline PyObject* TakeSelection(cpu::Stream& stream, int64_t number, int64_t alph
                       static_cast<uint64_t>(words[cpu::kExponent]),
                       weights.mutable_data_ptr<float>());
     }
-    if (call != nullptr) call->Run(records, count, nullptr);
+    if (call != nullptr) call->Run(records, count, std::nullopt);
     return true;
   };
   if (!take()) Py_RETURN_NONE;

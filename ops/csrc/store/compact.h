@@ -15,7 +15,7 @@ namespace gear::cpu {
 // those with the fewest. Where one of n rows is free, they have at most about n rows for each row
 // of the run, and those whose gap is too short are copied twice. A table is compacted as long as
 // more than one of 32 rows is free: 2.8 rows were copied for each row added, with uniform eviction
-// and random lengths (docs/design/0003-data-and-store.md).
+// and random lengths (docs/design/0020-reserving-rows.md).
 bool MakeRun(Store& store, int64_t num_rows);
 
 // Moves an extent to free rows before it; the order of the extents stays. It moves in pieces: a
