@@ -55,8 +55,9 @@ def dense(name: str, tensor: object) -> torch.Tensor:
             "give a tensor on a CPU or GPU with plain values",
         )
     values = tensor.detach() if tensor.requires_grad else tensor
-    # The imaginary part of a conjugate has a mark in place of signs.
-    return values.resolve_neg() if values.is_neg() else values
+    # The imaginary part of a conjugate has a mark in place of signs. A trace cannot ask for it.
+    is_marked = torch.compiler.is_compiling() or values.is_neg()
+    return values.resolve_neg() if is_marked else values
 
 
 def array(name: str, value: object) -> np.ndarray:
