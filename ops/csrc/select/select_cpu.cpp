@@ -7,71 +7,19 @@
 namespace gear::cpu {
 namespace {
 
-// The top levels of a tree as one sorted list: begins[i] is the sum of the masses before node i of
-// `level`. A search of it takes the place of the descent through all levels above, which reads a
-// whole node of 32 sums at each.
-//
-// For nodes of the masses [3, 0, 2] the begins are [0, 3, 3, 5]: coordinate 3 lies in node 2, the
-// last one that begins at most there.
-class TopLevels {
- public:
-  TopLevels(const uint64_t* sums, const TreeShape& shape, int64_t num_draws) {
-    // Summing the nodes of a level pays where draws share it.
-    constexpr int64_t kNodesPerDraw = 4;
-    const int64_t most = Min(kMostNodes, kNodesPerDraw * num_draws);
-    level_ = shape.levels - 1;
-    while (level_ > 0 && NumNodes(shape, level_ - 1) <= most) --level_;
-    const int64_t count = NumNodes(shape, level_);
-    while (size_ < count) size_ *= 2;
-    const uint64_t* nodes = sums + shape.offset[level_];
-    uint64_t sum = 0;
-    begins_[0] = 0;
-    for (int64_t i = 0; i < count; ++i) begins_[i + 1] = sum += nodes[i];
-    for (int64_t i = count; i < size_; ++i) begins_[i + 1] = sum;
-  }
-
-  int level() const { return level_; }
-
-  // The node of `level` that a coordinate in [0, total) hits. No branch: 10 steps for 1024 nodes.
-  Hit Find(uint64_t coordinate) const {
-    int64_t node = 0;
-    for (int64_t half = size_ / 2; half > 0; half /= 2)
-      node += begins_[node + half] <= coordinate ? half : 0;
-    return {node, coordinate - begins_[node]};
-  }
-
- private:
-  static constexpr int64_t kMostNodes = 1024;  // 8 KiB: they stay in the nearest cache
-
-  static int64_t NumNodes(const TreeShape& shape, int level) {
-    return level == 0 ? shape.width[0] : shape.width[level - 1] / kFanOut;
-  }
-
-  int level_;
-  int64_t size_ = 1;
-  uint64_t begins_[kMostNodes + 1];
-};
-
 // Finds the items that up to kBlock coordinates hit. They descend the tree together, level by
 // level, so that their cache misses overlap; `prefetch` starts the load of what follows an item.
 template <typename Prefetch>
-void DescendTogether(const uint64_t* sums, const TreeShape& shape, const TopLevels& top,
-                     const int64_t* coordinates, int64_t count, Hit* hits,
-                     const Prefetch& prefetch) {
-  const auto prefetch_below = [&](int level, int64_t node) {
-    if (level > 0)
-      PrefetchNode(sums + shape.offset[level - 1] + node * kFanOut);
-    else
-      prefetch(node);
-  };
-  for (int64_t i = 0; i < count; ++i) {
-    hits[i] = top.Find(static_cast<uint64_t>(coordinates[i]));
-    prefetch_below(top.level(), hits[i].item);
-  }
-  for (int level = top.level() - 1; level >= 0; --level) {
+void DescendTogether(const uint64_t* sums, const TreeShape& shape, const int64_t* coordinates,
+                     int64_t count, Hit* hits, const Prefetch& prefetch) {
+  for (int64_t i = 0; i < count; ++i) hits[i] = {0, static_cast<uint64_t>(coordinates[i])};
+  for (int level = shape.levels - 1; level >= 0; --level) {
     for (int64_t i = 0; i < count; ++i) {
       hits[i] = Descend(sums, shape, level, hits[i]);
-      prefetch_below(level, hits[i].item);
+      if (level > 0)
+        PrefetchNode(sums + shape.offset[level - 1] + hits[i].item * kFanOut);
+      else
+        prefetch(hits[i].item);
     }
   }
 }
@@ -137,11 +85,10 @@ void Resolve(const uint64_t* sums, const Slot* slots, int64_t num_slots, const i
              int64_t count, const AnchorRule& rule, int64_t unit, uint64_t seed, uint32_t stream,
              int64_t first, Resolution* resolutions) {
   const TreeShape shape = ShapeOfTree(num_slots);
-  const TopLevels top(sums, shape, count);
   Hit hits[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t n = Min(kBlock, count - begin);
-    DescendTogether(sums, shape, top, coordinates + begin, n, hits,
+    DescendTogether(sums, shape, coordinates + begin, n, hits,
                     [&](int64_t item) { __builtin_prefetch(slots + item); });
     for (int64_t i = 0; i < n; ++i) {
       const Hit& hit = hits[i];
@@ -158,11 +105,10 @@ int64_t ResolveRows(const uint64_t* sums, const Slot* slots, int64_t num_slots,
                     const int32_t* row_slots, int64_t num_rows, const int64_t* coordinates,
                     int64_t count, int64_t first, Resolution* resolutions) {
   const TreeShape shape = ShapeOfTree(num_rows);
-  const TopLevels top(sums, shape, count);
   Hit hits[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t n = Min(kBlock, count - begin);
-    DescendTogether(sums, shape, top, coordinates + begin, n, hits,
+    DescendTogether(sums, shape, coordinates + begin, n, hits,
                     [&](int64_t row) { __builtin_prefetch(row_slots + row); });
     for (int64_t i = 0; i < n; ++i) Prefetch(slots, row_slots[hits[i].item]);
     for (int64_t i = 0; i < n; ++i) {
