@@ -112,7 +112,7 @@ def built_library(name: str) -> Path | None:
     if given is not None:
         roots = [Path(given)]
     else:
-        # A folder for each Python and accelerator; the hash in the name tells their builds apart.
+        # A folder for each Python and accelerator; a hash in the name separates their builds.
         caches: str = user_cache_dir("torch_extensions")  # type: ignore[no-untyped-call]
         roots = [*Path(caches).resolve().glob("py*")]
     for root in roots:

@@ -270,7 +270,7 @@ class Rollout(PublicNames):
                 trajectory, at predicting places. Bool, the same on all ranks.
         Raises:
             ShapeError: `keep` has another shape or dtype.
-            PeerError: Another rank failed, or a node has other values.
+            PeerError: Another rank failed, or has other values.
         """
         self.check_open()
 
@@ -286,7 +286,7 @@ class Rollout(PublicNames):
             return array
 
         array = self._context.agree(check)
-        self._context.check_same("rollout.mask: keep", zlib.crc32(array.tobytes()))
+        self._context.control_plane.compare("rollout.mask: keep", zlib.crc32(array.tobytes()))
         if len(array) != self.num_tokens:
             array = array.repeat(self._trajectories.lengths)
         self._context.agree(partial(self.batch_columns.narrow, array))

@@ -8,6 +8,7 @@ a time; every rank compares its weights with it.
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from trainers import EngineTrainer, ModuleTrainer, Weights
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from deepspeed_gear import MicroBatch, Replay, Rollout
+from deepspeed_gear.errors import PeerError
 from deepspeed_gear.frameworks.engine_place import place_of
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.replay.rollout import TrainStep
@@ -247,6 +249,9 @@ def narrowed_step(rollout: Rollout) -> TrainStep:
         rollout.trajectory_id.tolist(), rollout.lengths.tolist(), strict=True
     ):
         places.append(np.append(kept(number, length)[1:], False))  # at predicting places
+    if dist.get_world_size() > 1:  # refused on all ranks, and nothing changes
+        with pytest.raises(PeerError, match=r"rollout\.mask: keep"):
+            rollout.mask(np.full(rollout.num_tokens, dist.get_rank() == 0))
     rollout.mask(np.concatenate(places))
     return rollout.step(0)
 

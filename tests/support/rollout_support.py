@@ -103,3 +103,13 @@ def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:
         for d in range(world)
         for s in range(sequence)
     ]
+
+
+def mean_of(values: list[np.ndarray], normalize: Any, count_masked: bool) -> float:
+    """The intended mean, from the loss tokens' values of each sequence."""
+    counted = [v for v in values if len(v) or count_masked]
+    if normalize == "token":
+        return float(np.concatenate(values).mean())
+    if normalize == "sequence":
+        return sum(v.mean() for v in values if len(v)) / len(counted)
+    return sum(v.sum() for v in values) / normalize["constant"] / len(counted)
