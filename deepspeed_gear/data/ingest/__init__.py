@@ -31,6 +31,7 @@ from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
+from deepspeed_gear.data.ingest.rlds import RldsReader
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import (
     MAX_EXPANSION,
@@ -51,6 +52,7 @@ _CLASSES: tuple[type[Reader], ...] = (
     MinariReader,
     RobomimicReader,
     LerobotReader,
+    RldsReader,
     OgbenchReader,
     NpzReader,
     PickleReader,
