@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -230,10 +230,9 @@ def flags_of(is_compiled: bool, only_captured: bool, is_cuda: bool) -> list[tupl
 
 def measured(
     programs: Programs, systems: Collection[str], options: argparse.Namespace
-) -> list[Row]:
-    """Return a row for each program and its flags; the programs of an algorithm run in turns."""
+) -> Iterator[Row]:
+    """Yield a row for each program and its flags; the programs of an algorithm run in turns."""
     flags = flags_of(options.compile, options.cudagraphs, torch.cuda.is_available())
-    rows = list[Row]()
     for case in (each for each in CASES if each.algorithm in options.algorithms):
         runs = [("gear", each) for each in flags]
         runs += [("LeanRL", each) for each in flags] if "LeanRL" in systems and case.lean else []
@@ -258,9 +257,9 @@ def measured(
             per_seed = {
                 seed: round(speed.per_s, 1) for seed, speed in zip(seeds, speeds, strict=True)
             }
-            rows.append({**row, "steps_per_s_by_seed": per_seed, "note": case.note})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+            row |= {"steps_per_s_by_seed": per_seed, "note": case.note}
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            yield row
 
 
 def main() -> None:
@@ -286,14 +285,19 @@ def main() -> None:
             report.parser.error(
                 f"{folder} must be a checkout of {name}: it has no folder {name.lower()}/"
             )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = {
+        "peers": versions(options.peer_python, folders) if folders else {},
+        "kernel_sources": CudaOp().source_digest(),
+        "device": card(device),
+    }
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         programs = Programs(options.peer_python, folders, options.quick, Path(scratch))
-        rows = measured(programs, folders, options)
+        for row in measured(programs, folders, options):
+            rows.append(row)
+            report.write(rows, **facts)  # rows so far stay if a later program fails
     print_rows(rows, "algorithm env envs system flags steps_per_s steps_per_cpu_s")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peers = versions(options.peer_python, folders) if folders else {}
-    sources = CudaOp().source_digest()
-    report.write(rows, peers=peers, kernel_sources=sources, device=card(device))
 
 
 if __name__ == "__main__":

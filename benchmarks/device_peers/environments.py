@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from peers.environments import FOLDER, Peer, python_of
 
+PATIENCE = ("--retries", "1", "--timeout", "15")  # a GPU is waiting
 OWN = ("gear", "columns")  # they run in this project's environment
 
 
@@ -117,7 +118,7 @@ def _share_packages(python: Path) -> None:
 
 
 def _pip(python: Path, *wanted: str) -> subprocess.CompletedProcess[str]:
-    command = [str(python), "-m", "pip", "install", "-q", *wanted]
+    command = [str(python), "-m", "pip", "install", "-q", *PATIENCE, *wanted]
     return subprocess.run(command, capture_output=True, text=True)
 
 

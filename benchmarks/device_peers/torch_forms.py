@@ -53,6 +53,8 @@ class TorchTable(Table):
         self.td = 1 - torch.rand(case.batch, device=case.device)
         self._compiler = compiler
         self._is_cuda = case.device == "cuda"
+        if self._is_cuda and torch.cuda.current_stream() == torch.cuda.default_stream():
+            torch.cuda.set_stream(torch.cuda.Stream())  # as a Replay's
         torch._dynamo.reset()  # one function of an adapter is compiled for many tables
         if case.length == 1:
             self.given = self.on_device(contents.steps(case.items, case.added))
