@@ -340,7 +340,19 @@ def stage_c(here: Machine) -> list[Wave]:
     return [*builds(here), [*sanitizers, hopper], [profiles], [again]]
 
 
-STAGES = {"A": stage_a, "B": stage_b, "C": stage_c}
+def stage_m(here: Machine) -> list[Wave]:
+    """What blocks of a launch pass to each other: draws replayed beside another stream."""
+    order = pytest_step(
+        "order of memory",
+        "tests/gpu/test_memory_order.py",
+        limit_s=480,
+        dry=tests("tests/unit/test_gpu_support.py", "-k", "digest"),
+        elsewhere="nothing: the host has no blocks at once",
+    )
+    return [*builds(here), [order]]
+
+
+STAGES = {"A": stage_a, "B": stage_b, "C": stage_c, "M": stage_m}
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -507,7 +519,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C", help="run in this order"
+        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C|M", help="run in this order"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results (out/gpu)"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # All checks that need a GPU, in stages of less than nine minutes.
 #
-#   bash launch/test_gpu.sh A|B|C... [--out DIR] [--cache DIR] [--dry-run]
+#   bash launch/test_gpu.sh A|B|C|M... [--out DIR] [--cache DIR] [--dry-run]
 #
 #   A  facts of the machine, both builds, ops against the reference, figures, captured and compiled steps
 #   B  equivalence in 4 processes, host placement, transfer ways, two ranks on one card, examples
 #   C  compute-sanitizer, profiles by ncu, the figures once more, the Hopper job
+#   M  order of memory: draws replayed 100,000 times beside a busy kernel, compared with the CPU
 #
 # Results are JSON in the folder that --out names, written after every step. A step that fails does not end a stage;
 # the exit code is 1 then. --dry-run needs no GPU. Python is the first one whose torch sees a CUDA device: that of the
