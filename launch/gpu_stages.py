@@ -364,6 +364,18 @@ def stage_d(here: Machine) -> list[Wave]:
     return [*builds(here), [beside], [agents]]
 
 
+def stage_m(here: Machine) -> list[Wave]:
+    """What blocks of a launch pass to each other: draws replayed beside another stream."""
+    order = pytest_step(
+        "order of memory",
+        "tests/gpu/test_memory_order.py",
+        limit_s=480,
+        dry=tests("tests/unit/test_gpu_support.py", "-k", "digest"),
+        elsewhere="nothing: the host has no blocks at once",
+    )
+    return [*builds(here), [order]]
+
+
 PEERS = "gpu_peers.json"
 AGENTS = "gpu_lean.json"
 # Checkouts of LeanRL and CleanRL, and an interpreter that has what they need.
@@ -372,7 +384,7 @@ PROGRAMS = {
     "--cleanrl": "GEAR_CLEANRL",
     "--peer-python": "GEAR_LEAN_PYTHON",
 }
-STAGES = {"A": stage_a, "B": stage_b, "C": stage_c, "D": stage_d}
+STAGES = {"A": stage_a, "B": stage_b, "C": stage_c, "D": stage_d, "M": stage_m}
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -539,7 +551,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C|D", help="run in this order"
+        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C|D|M", help="run in this order"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results (out/gpu)"
