@@ -31,7 +31,7 @@ _COLUMNS = (
 _EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
 _COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"
 OPTIONS: Options = {
-    "SOURCE": ("file or folder", {"nargs": "+"}),
+    "SOURCE": ("file or folder, or its address: hf://, s3://, gs:// or https://", {"nargs": "+"}),
     "DEST": "folder to make",
     "--format FORMAT": (
         "auto (by the content, default), one of docs/how-to/formats.md, or module:Class",
@@ -84,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
     """Ingest the sources, and print the size of the data set."""
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
+    from deepspeed_gear.data.sources import check_local
 
     if args.overwrite and args.append:
         raise ConfigError(
             "--append", "must not be given together with --overwrite", None, "drop one"
         )
+    check_local("DEST", args.dest)
     check_destination(Path(args.dest), args.overwrite or args.append)
     columns = listed(args.columns)
     own = {name: getattr(args, name, None) for reader in READERS.values() for name in reader.takes}
@@ -103,7 +105,15 @@ def run(args: argparse.Namespace) -> int:
     options["compress"] = listed(args.compress)
     naming = {name: pairs[name] or None for name in ("rename", "role")}
     sources = [
-        open_source(path, args.format, columns, args.max_expansion, **naming, **own)
+        open_source(
+            path,
+            args.format,
+            columns,
+            args.max_expansion,
+            show_progress=not args.quiet,
+            **naming,
+            **own,
+        )
         for path in args.source
     ]
     dataset = ingest(sources, args.dest, split=split or None, progress=not args.quiet, **options)
