@@ -68,6 +68,11 @@ OPTIONS: Options = {
         "as any other), observation (only the one after the last step), or reward (as observation, "
         "and each row has the reward of the step before it)"
     ),
+    "--images COLUMN[,COLUMN]": (
+        "columns of a table with paths of images, or one image as bytes; objects of bytes and path "
+        "are found without it",
+        {"action": "append"},
+    ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
     "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
     "--threads N": (
@@ -95,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     columns = listed(args.columns)
     own = {name: getattr(args, name, None) for reader in READERS.values() for name in reader.takes}
     pairs = {option: _pairs(args, option) for option in _PAIRS}
+    own["images"] = listed(args.images)
     own["tokenize"] = pairs.pop("tokenize") or None
     with ConfigError.on(
         "--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"
