@@ -43,6 +43,7 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
+from deepspeed_gear.data.ingest.webdataset import WebdatasetReader
 from deepspeed_gear.data.ingest.zarr import ZarrReader
 from deepspeed_gear.data.sources import check_local, is_address, source_path
 from deepspeed_gear.data.sources.remote_path import RemotePath
@@ -63,6 +64,7 @@ _CLASSES: tuple[type[Reader], ...] = (
     NpzReader,
     PickleReader,
     RllibReader,
+    WebdatasetReader,
     TableReader,
 )
 _MOST_FILES = 64  # of a folder that are looked at where its layout is unknown
@@ -109,7 +111,10 @@ def _open_path(
         str(path), "must be readable", OSError, remedy="check the path and its permissions"
     ):
         if not path.exists():
-            raise DataError(str(path), "must exist", None, "check the path of the source")
+            remedy = "check the path of the source"
+            if "{" in path.name:
+                remedy = "give the folder, or the name without quotes: the shell expands braces"
+            raise DataError(str(path), "must exist", None, remedy)
         if (path / SCHEMA_FILE).is_file():
             check_no_pointer(path / SCHEMA_FILE)
             raise DataError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class TableReader(Reader):
     """
 
     format = "table"
-    takes = (
+    takes: ClassVar[tuple[str, ...]] = (
         "episode_id",
         "tokenize",
         "images",
@@ -95,14 +95,8 @@ class TableReader(Reader):
             names = ("length",) if schema.role("reward") is None else ("length", "return")
             self.columns = tuple(column for column in schema if column.name not in names)
             return
-        if "rows" not in self.options and not table_files(self.path):
-            raise DataError(
-                str(self.path),
-                "must be named .parquet, .arrow, .feather, .csv, .jsonl or .json, or be a folder "
-                "of such files",
-                remedy="rename the file, or name its format with --format",
-            )
-        self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
+        files = [] if "rows" in self.options else self._source_files()
+        self._file_bytes = sum(file.stat().st_size for file in files)
         blocks = self._given_blocks(True)
         given = next((block for block in blocks if any(map(len, block.values()))), None)
         if given is None:
@@ -155,6 +149,18 @@ class TableReader(Reader):
             c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
         )
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
+
+    def _source_files(self) -> list[Path]:
+        """Return the files of the source; DataError if there is none."""
+        files = table_files(self.path)
+        if not files:
+            raise DataError(
+                str(self.path),
+                "must be named .parquet, .arrow, .feather, .csv, .jsonl or .json, or be a folder "
+                "of such files",
+                remedy="rename the file, or name its format with --format",
+            )
+        return files
 
     def _find_last_step(self) -> None:
         """Set what the last row of an episode holds, where flags mark rows.

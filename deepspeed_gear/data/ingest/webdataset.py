@@ -1,0 +1,229 @@
+"""WebDataset: shards in tar files, in which files of one key are a sample."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from numpy.lib import format as npy
+
+from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry, read_header
+from deepspeed_gear.data.ingest.reader import decode_images
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_bytes
+from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
+from deepspeed_gear.data.ingest.tables import TableReader
+from deepspeed_gear.errors import DataError
+
+_NAMES = (".tar", ".tar.gz", ".tgz")
+_MAGIC = b"ustar"
+_GZIP = b"\x1f\x8b"
+_MAGIC_AT = 257
+_IMAGES = ("jpg", "jpeg", "png")
+_TEXTS = ("txt", "text", "transcript")
+_TEXT = "name it .txt if it is a text"
+_NUMBERS = ("cls", "cls2", "index", "inx", "id")  # as in the package webdataset
+
+
+class WebdatasetReader(TableReader):
+    """Reads a shard, or the shards of a folder sorted by name, one after the other.
+
+    A sample is a row of a table: a step, an episode or a conversation (`TableReader`). Its files
+    are `KEY.FIELD`, where FIELD is everything after the first dot of the name. `reward.npy` gives
+    the column `reward`, and `npy` the column `npy`; the values of a JSON object and the arrays of
+    an npz file are columns of their own names.
+    """
+
+    format = "webdataset"
+    takes = ("episode_id", "tokenize", "last_step")
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return bool(_shards(path))
+
+    def _source_files(self) -> list[Path]:
+        files = _shards(self.path)
+        if not files:
+            rule = f"must be a file named {', '.join(_NAMES)}, or a folder of such files"
+            raise DataError(str(self.path), rule, None, "give the shards, or their folder")
+        return files
+
+    def _given_blocks(self, is_nested: bool) -> Iterator[Block]:
+        self._num_skipped = 0
+        self._unknown = set[str]()
+        for file in self._source_files():
+            check_no_pointer(file)
+            self.file = file
+            yield from row_blocks(self._samples(file), str(file), is_nested)
+
+    def open(self) -> None:
+        super().open()
+        if self._num_skipped:
+            self.notes.append(f"{self._num_skipped} files without a key or a field: left out")
+        if self._unknown:
+            self.notes.append(
+                f"files of unknown kinds, left out: {', '.join(sorted(self._unknown))}"
+            )
+
+    def _samples(self, shard: Path) -> Iterator[dict[str, Any]]:
+        sample: dict[str, Any] = {}
+        last = ""
+        for name, content in self._members(shard):
+            folder, _, base = name.rpartition("/")
+            stem, _, field = base.partition(".")
+            if not stem or not field or base.startswith("__"):
+                self._num_skipped += 1
+                continue
+            key = f"{folder}/{stem}" if folder else stem
+            if key != last and sample:
+                yield sample
+                sample = {}
+            last = key
+            where = f"{shard}: {name}"
+            for column, value in self._decoded(where, field.lower(), content, shard):
+                if column in sample:
+                    rule = f"must give the sample {key} the column {column} once"
+                    raise DataError(where, rule, None, "rename one of its files or keys")
+                sample[column] = value
+        if sample:
+            yield sample
+
+    def _members(self, shard: Path) -> Iterator[tuple[str, bytes]]:
+        """Yield the name and the content of each file of a shard, in one pass over it."""
+        kinds = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error)
+        with (
+            DataError.on(str(shard), "must be a readable tar file", *kinds, remedy=DAMAGED),
+            shard.open("rb") as file,
+            tarfile.open(fileobj=self._content(shard, file), mode="r|") as archive,
+        ):
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
+                where = f"{shard}: {member.name}"
+                if member.isdir():
+                    continue
+                if not member.isreg() or member.issparse():
+                    rule = "must be a whole file, and no link"
+                    remedy = "write the shard again, with copies in place of links"
+                    raise DataError(where, rule, f"type {member.type!r}", remedy)
+                part = archive.extractfile(member)
+                content = b"" if part is None else part.read()
+                if len(content) != member.size:
+                    rule = f"must have {member.size} bytes, as the shard states"
+                    raise DataError(where, rule, len(content), DAMAGED)
+                yield member.name, content
+
+    def _content(self, shard: Path, file: Any) -> Any:
+        if first_bytes(shard, len(_GZIP)) != _GZIP:
+            return file
+        return _Inflated(file, str(shard), self.expansion, shard.stat().st_size)
+
+    def _decoded(
+        self, where: str, field: str, content: bytes, shard: Path
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values of the columns in a file."""
+        name, _, kind = field.rpartition(".")
+        column = name or kind
+        if kind == "npy":
+            yield column, _array(where, content)
+        elif kind == "npz":
+            yield from self._arrays(where, content, name)
+        elif kind == "json":
+            with DataError.on(where, "must be JSON", ValueError, RecursionError, remedy=DAMAGED):
+                value = parse_json(content.decode())
+            if isinstance(value, dict):
+                head = f"{name}." if name else ""
+                yield from ((f"{head}{key}", one) for key, one in value.items())
+            else:
+                yield column, value
+        elif kind in _TEXTS or kind in _NUMBERS:
+            with DataError.on(where, "must be a text in UTF-8", ValueError, remedy=DAMAGED):
+                text = content.decode()
+            if kind in _TEXTS:
+                yield column, text
+                return
+            with DataError.on(
+                where, "must be a whole number", ValueError, value=text[:80], remedy=_TEXT
+            ):
+                yield column, int(text)
+        elif kind in _IMAGES:
+            file_bytes = shard.stat().st_size
+            yield column, decode_images(where, [content], self.expansion, file_bytes)[0]
+        else:
+            self._unknown.add(kind)
+
+    def _arrays(self, where: str, content: bytes, name: str) -> Iterator[tuple[str, Any]]:
+        """Yield the arrays of an npz file."""
+        head = f"{name}." if name else ""
+        # A malformed file can raise any exception.
+        with (
+            DataError.on(where, "must be a readable npz file", Exception, remedy=DAMAGED),
+            zipfile.ZipFile(io.BytesIO(content)) as archive,
+        ):
+            entries = [one for one in archive.infolist() if one.filename.endswith(NPY)]
+            declared = sum(entry.file_size for entry in entries)
+            self.expansion.check(where, declared, len(content))
+            arrays = {
+                entry.filename.removesuffix(NPY): read_entry(
+                    f"{where}: {entry.filename}", archive, entry, partial(_refuse_objects, where)
+                )
+                for entry in entries
+            }
+        for key, array in arrays.items():
+            yield head + key.replace("/", "."), array if array.ndim else array[()]
+
+
+class _Inflated(io.RawIOBase):
+    """The content of a gzip file, up to the bound of its expansion.
+
+    tarfile reads as many bytes as a header states, so members are not enough to check.
+    """
+
+    def __init__(self, file: Any, where: str, expansion: Expansion, file_bytes: int) -> None:
+        self._file = gzip.GzipFile(fileobj=file)
+        self._where = where
+        self._expansion = expansion
+        self._file_bytes = file_bytes
+        self._num_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._file.read(len(buffer))
+        buffer[: len(content)] = content
+        self._num_bytes += len(content)
+        self._expansion.check(self._where, self._num_bytes, self._file_bytes)
+        return len(content)
+
+
+def _array(where: str, content: bytes) -> Any:
+    file = io.BytesIO(content)
+    # A malformed file can raise any exception.
+    with DataError.on(where, "must be a readable npy file", Exception, remedy=DAMAGED):
+        dtype = read_header(where, file, len(content))
+        if dtype.hasobject:
+            _refuse_objects(where, b"")
+        file.seek(0)
+        array = npy.read_array(file, allow_pickle=False)
+    return array if array.ndim else array[()]
+
+
+def _refuse_objects(where: str, content: bytes) -> NoReturn:
+    remedy = "write numbers, or a JSON file in place of it"
+    raise DataError(where, "must not be Python objects", "object", remedy)
+
+
+def _shards(path: Path) -> list[Path]:
+    if not path.is_dir():
+        is_named = path.name.lower().endswith(_NAMES)
+        head = first_bytes(path, _MAGIC_AT + len(_MAGIC))
+        return [path] if is_named or head[_MAGIC_AT:] == _MAGIC else []
+    return [file for file in sorted(path.iterdir()) if file.name.lower().endswith(_NAMES)]

@@ -1,0 +1,161 @@
+"""Ingest of WebDataset shards: those that webdataset wrote, and shards of a small writer."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from range_server import serving
+
+from deepspeed_gear.cli.main import main
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.errors import DataError
+
+MINI = Path(__file__).parents[2] / "support" / "formats" / "mini_webdataset"
+
+
+def samples(name: str) -> list[dict[str, Any]]:
+    """Return the fields of each sample as webdataset read them (make_webdataset.py)."""
+    read: dict[int, dict[str, Any]] = {}
+    with np.load(MINI / "expected.npz") as expected:
+        for key in expected:
+            of, number, field = key.split("/")
+            if of == name:
+                read.setdefault(int(number), {})[field] = expected[key]
+    return [read[number] for number in sorted(read)]
+
+
+def npy(value: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.asarray(value))
+    return file.getvalue()
+
+
+def write(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def step(key: str, **more: bytes) -> dict[str, bytes]:
+    fields = {
+        "obs.npy": npy([1.0, 2.0]),
+        "action.npy": npy(3),
+        "json": json.dumps({"episode": 0, "reward": 0.5}).encode(),
+        **more,
+    }
+    return {f"{key}.{field}": content for field, content in fields.items()}
+
+
+def test_shards_of_steps_are_read_as_by_webdataset(tmp_path: Path) -> None:
+    """An episode goes on in the next shard."""
+    pytest.importorskip("PIL")
+    assert main(["ingest", str(MINI / "steps"), str(tmp_path / "out"), "--quiet"]) == 0
+    dataset = Dataset.open(tmp_path / "out")
+    assert dataset.lengths.tolist() == [3, 5, 4]
+    names = ("observation.state", "observation.image", "action", "reward")
+    fields = ("observation.state.npy", "observation.image.png", "action.npy", "reward.npy")
+    expected = samples("steps")
+    low = 0
+    for number, length in enumerate(dataset.lengths.tolist()):
+        trajectory = dataset.trajectory(number)
+        for name, field in zip(names, fields, strict=True):
+            rows = np.stack([one[field] for one in expected[low : low + length]])
+            assert trajectory[name].dtype == rows.dtype
+            np.testing.assert_array_equal(trajectory[name], rows)
+        assert trajectory["cls"].tolist() == [number % 2] * length
+        assert trajectory["txt"] == f"task {number}".encode()
+        assert trajectory["terminated"].tolist() == [0] * (length - 1) + [1]
+        low += length
+
+
+def test_a_shard_of_episodes_is_read_as_by_webdataset(tmp_path: Path) -> None:
+    dataset = ingest([MINI / "episodes.tar.gz"], tmp_path / "out")
+    expected = samples("episodes")
+    assert len(dataset) == len(expected)
+    for number, sample in enumerate(expected):
+        trajectory = dataset.trajectory(number)
+        for name, field in {"observation": "obs", "action": "actions", "reward": "rewards"}.items():
+            np.testing.assert_array_equal(trajectory[name], sample[f"npz.{field}"])
+        assert trajectory["seed"] == number
+
+
+def test_names_skipped_files_and_a_remote_shard(tmp_path: Path) -> None:
+    more = {"NPY": npy([1, 2]), "flow.mp4": b"video"}
+    files = {"__info__.json": b"{}", "README": b"", **step("a/0", **more), **step("a/1", **more)}
+    source = write(tmp_path / "part.tar", files)
+    dataset = ingest([source], tmp_path / "out", rename={"npy": "state"})
+    assert dataset.lengths.tolist() == [2]
+    assert dataset.trajectory(0)["state"].tolist() == [[1, 2], [1, 2]]
+    assert dataset.source["sources"][0]["notes"][-2:] == [
+        "2 files without a key or a field: left out",
+        "files of unknown kinds, left out: mp4",
+    ]
+    with serving({"/part.tar": source.read_bytes()}) as server:
+        address = f"{server.url}/part.tar"
+        remote = ingest([address], tmp_path / "remote", rename={"npy": "state"})
+    assert remote.fingerprint == dataset.fingerprint
+
+
+BROKEN: list[tuple[dict[str, bytes], str]] = [
+    ({"obs.npy": npy([1.0, 2.0])[:-1]}, "0.obs.npy must have the size of its entry"),
+    ({"obs.npy": b"none"}, "0.obs.npy must be a readable npy file"),
+    ({"obs.npz": b"none"}, "0.obs.npz must be a readable npz file"),
+    ({"extra.npy": npy([None])}, "0.extra.npy must not be Python objects"),
+    ({"json": b"{"}, "0.json must be JSON"),
+    ({"cls": b"cat"}, "0.cls must be a whole number, got 'cat'"),
+    ({"txt": b"\xff"}, "0.txt must be a text in UTF-8"),
+    ({"reward.npy": npy(1.0)}, "must give the sample 0 the column reward once"),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), BROKEN)
+def test_broken_samples_are_refused(tmp_path: Path, fields: dict[str, bytes], text: str) -> None:
+    source = write(tmp_path / "part.tar", step("0", **fields))
+    with pytest.raises(DataError) as caught:
+        ingest([source], tmp_path / "out")
+    assert text in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_broken_shards_are_refused(tmp_path: Path) -> None:
+    def refusal(path: Path) -> str:
+        with pytest.raises(DataError) as caught:
+            ingest([path], tmp_path / "out")
+        return str(caught.value)
+
+    assert "without quotes" in refusal(tmp_path / "part-{000..003}.tar")
+    whole = write(tmp_path / "whole.tar", step("0")).read_bytes()
+    for content in (b"none" * 200, whole[:700], gzip.compress(whole)[:-300]):
+        (tmp_path / "cut.tar").write_bytes(content)
+        assert "cut.tar must be a readable tar file" in refusal(tmp_path / "cut.tar")
+    with tarfile.open(tmp_path / "link.tar", "w") as archive:
+        member = tarfile.TarInfo("0.obs.npy")
+        member.type = tarfile.SYMTYPE
+        member.linkname = "/etc/passwd"
+        archive.addfile(member)
+    assert "0.obs.npy must be a whole file, and no link" in refusal(tmp_path / "link.tar")
+
+
+def test_a_gzip_file_takes_no_more_memory_than_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tarfile reads what the header of a long name states, here many zeros, before any member."""
+    monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
+    header = tarfile.TarInfo("././@LongLink")
+    header.type = tarfile.GNUTYPE_LONGNAME
+    header.size = 1 << 22
+    content = gzip.compress(header.tobuf() + bytes(header.size))
+    (tmp_path / "bomb.tar.gz").write_bytes(content)
+    with pytest.raises(DataError, match="must hold at most 100 bytes for each of the"):
+        ingest([tmp_path / "bomb.tar.gz"], tmp_path / "out")
