@@ -461,3 +461,18 @@ def map_guard_add(address: int, num_bytes: int, path: bytes, /) -> int:
 
 def map_guard_remove(entry: int, /) -> None:
     """Remove an entry, before its memory is unmapped."""
+
+def read_ahead_add(address: int, num_bytes: int, most_bytes: int, /) -> int:
+    """Mark the map of a file: gathers request its rows before they copy them.
+
+    Args:
+        address: First byte of the map.
+        num_bytes: Its size.
+        most_bytes: That a gather requests and has not copied yet.
+    Returns:
+        The entry for `read_ahead_remove`; -1 where all 256 are taken: its rows are read by page
+        faults.
+    """
+
+def read_ahead_remove(entry: int, /) -> None:
+    """Remove an entry, before its memory is unmapped."""
