@@ -321,6 +321,21 @@ def order_statistics(
 ) -> None:
     """Find the finite values around quantiles of elements [first, first + count); by address."""
 
+def digits_count(
+    values: int,
+    dtype: int,
+    num_rows: int,
+    num_elements: int,
+    first: int,
+    count: int,
+    keep: int,
+    passes: int,
+    num_passes: int,
+    counts: int,
+    /,
+) -> None:
+    """Count digits of the keys of elements [first, first + count); by address."""
+
 def store_add(reader: int, trajectory: Any, timeout_s: float, /) -> tuple[int, int, int] | None:
     """Make room for a trajectory, copy and commit it; takes the lock.
 
