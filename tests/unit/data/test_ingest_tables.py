@@ -113,6 +113,23 @@ def test_several_tables_have_room_for_the_longest_text(tmp_path: Path) -> None:
     assert len(Dataset.open(tmp_path / "out")) == 3
 
 
+def test_episode_ids_of_several_tables_stand_for_one_episode_each(tmp_path: Path) -> None:
+    """Shards of one data set keep their ids; appending gives what one ingest gives."""
+    ids = {"a": [0, 1, 2], "b": [1, 0], "c": [7, 3], "d": [5, 9]}
+    for name, numbers in ids.items():
+        rows = [
+            {"episode_index": n, "reward": 1.0, "action": [n, n]} for n in numbers for _ in "12"
+        ]
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    sources = [tmp_path / f"{name}.jsonl" for name in ids]
+    data = ingest(sources, tmp_path / "out")
+    assert data.columns["episode_index"].tolist() == [0, 1, 2, 3, 4, 7, 5, 6, 9]
+    grown = ingest(sources[:1], tmp_path / "grown")
+    for source in sources[1:]:
+        grown = ingest([source], tmp_path / "grown", append=True)
+    assert grown.fingerprint == data.fingerprint
+
+
 def step_rows() -> Iterator[dict[str, Any]]:
     for number, row in enumerate(episodes()):
         for step in range(LENGTHS[number]):
