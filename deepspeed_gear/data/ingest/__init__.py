@@ -353,7 +353,7 @@ def ingest(
                         arrays["source"] = np.asarray(number, dtype=np.int64)
                     groups.set_in(output, name, arrays)
                     texts.set_in(output, arrays)
-                    numbers.set_in(output, arrays)
+                    numbers.set_in(output, name, arrays)
                     writer.add(arrays, name, split_by_flags=divides)
                     num_steps += length
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)

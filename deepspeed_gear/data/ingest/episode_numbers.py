@@ -10,6 +10,7 @@ import numpy as np
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.group_scope import DistinctNumbers
+from deepspeed_gear.errors import DataError
 
 
 class EpisodeNumbers:
@@ -36,20 +37,35 @@ class EpisodeNumbers:
         """Return whether a source's column, by the reader's name, gets the data set's numbers."""
         return output.names.get(name, name) in self._columns[id(output)]
 
-    def set_in(self, output: OutputColumns, arrays: dict[str, Any]) -> None:
-        """Replace the numbers in a trajectory's columns by those of the data set."""
+    def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
+        """Replace the numbers in a trajectory's columns by those of the data set.
+
+        Args:
+            name: Name of the trajectory, for errors.
+            arrays: Its columns, of which those numbers are changed.
+        Raises:
+            DataError: The column's dtype cannot hold the free number.
+        """
         if output is not self._output:
             self._output = output
             self._own = {name: {} for name in self._numbers}
-        for name in self._columns[id(output)]:
-            if name not in arrays or arrays[name] is None:
+        for column, dtype in self._columns[id(output)].items():
+            if column not in arrays or arrays[column] is None:
                 continue
-            number = int(arrays[name])
-            own = self._own[name]
+            number = int(arrays[column])
+            own = self._own[column]
             if number not in own:
-                own[number] = self._numbers[name].take(number)
-                self._num_changed[name] += own[number] != number
-            arrays[name] = np.asarray(own[number])
+                free = self._numbers[column].take(number)
+                if free != number and free > np.iinfo(dtype).max:
+                    raise DataError(
+                        f"{name}: {column}",
+                        f"must have a free number for each episode of all sources in {dtype}",
+                        f"{free} in place of {number}, which an earlier source has",
+                        f'leave the column out (--columns "!{column}"), or store it as int64',
+                    )
+                own[number] = free
+                self._num_changed[column] += free != number
+            arrays[column] = np.asarray(own[number])
 
     def notes(self) -> list[str]:
         """Return notes for the user on the numbers that were replaced."""
@@ -60,17 +76,20 @@ class EpisodeNumbers:
         ]
 
 
-def _counted(output: OutputColumns) -> list[str]:
-    """Return the columns of whole numbers, one per trajectory, that each source counts anew."""
+def _counted(output: OutputColumns) -> dict[str, np.dtype[Any]]:
+    """Return the dtypes of the columns of whole numbers that each source counts anew.
+
+    They have one number per trajectory.
+    """
     counted = {output.names.get(name, name) for name in output.reader.counted}
-    return [
-        column.name
+    return {
+        column.name: column.numpy_dtype
         for column in output.columns
         if column.name in counted
         and column.rows == "1"
         and not (column.shape or column.is_opaque or column.is_floating)
         and column.dtype != "bool"
-    ]
+    }
 
 
 def _taken(name: str, known: Dataset | None) -> list[int]:
