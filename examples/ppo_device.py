@@ -6,8 +6,7 @@ graphs.
     python examples/ppo_device.py --all                   # all of them, in turns per second
 
 A roll-out is a trajectory of T steps of each environment. The table holds one roll-out: adding the
-next one evicts it. Minibatches are drawn uniformly, with replacement (a table on a device has no
-epoch sampler).
+next one evicts it. The sampler `epoch` gives minibatches in which every step is once in each epoch.
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
@@ -44,7 +43,7 @@ COLUMNS = ("observation", "action", "log_probability", "advantage", "value")
 
 
 def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the `gear` section: one roll-out, its steps drawn uniformly."""
+    """Return the `gear` section: one roll-out, every step once in each epoch."""
     columns: dict[str, dict[str, Any]] = {name: {"dtype": "float32"} for name in COLUMNS}
     columns["observation"] = {"dtype": "float32", "shape": list(envs.shape), "role": "observation"}
     columns["action"] = {"dtype": "int64", "role": "action"}
@@ -54,7 +53,7 @@ def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
         "max_length": STEPS,
         "capacity_trajectories": envs.num,
     }
-    options: dict[str, Any] = {"sampler": {"kind": "uniform", "unit": "step"}}
+    options: dict[str, Any] = {"sampler": {"kind": "epoch", "unit": "step"}}
     options |= {
         "fields": {name: {} for name in COLUMNS},
         "batch_size": envs.num * STEPS // MINIBATCHES,
