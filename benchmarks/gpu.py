@@ -11,19 +11,17 @@ code is 1; a bound that is not met is reported only.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import support  # noqa: F401  # puts the checkout first
 import gpu_device_table
 import gpu_host_table
 import torch
 from support.report import Report, Row, print_rows
-from gpu_clock import Clock
+from gpu_clock import Clock, card
 
 from deepspeed_gear.ops.native_op import CudaOp
 
@@ -66,28 +64,6 @@ def measured(name: str, figure: Figure) -> Iterator[Row]:
     except Exception as error:
         traceback.print_exc()
         yield {"figure": name, "error": f"{type(error).__name__}: {error}"}
-
-
-def card(device: torch.device) -> dict[str, Any]:
-    """Describe the device as far as it decides the numbers."""
-    if device.type != "cuda":
-        return {"name": "cpu"}
-    facts = torch.cuda.get_device_properties(device)
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
-            "\n"
-        )[0]
-    except (OSError, subprocess.CalledProcessError) as error:
-        driver = f"unknown: {error}"
-    size = {"memory_bytes": facts.total_memory, "multiprocessors": facts.multi_processor_count}
-    return {
-        "name": facts.name,
-        "capability": f"{facts.major}.{facts.minor}",
-        **size,
-        "driver": driver,
-        "torch_cuda": torch.version.cuda,
-    }
 
 
 def show(rows: list[Row]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,4 +179,26 @@ def rows_against(
         )
         for name, seconds in times.items()
         if name != ceiling
+    }
+
+
+def card(device: torch.device) -> dict[str, Any]:
+    """Describe the device as far as it decides the numbers."""
+    if device.type != "cuda":
+        return {"name": "cpu"}
+    facts = torch.cuda.get_device_properties(device)
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
+            "\n"
+        )[0]
+    except (OSError, subprocess.CalledProcessError) as error:
+        driver = f"unknown: {error}"
+    size = {"memory_bytes": facts.total_memory, "multiprocessors": facts.multi_processor_count}
+    return {
+        "name": facts.name,
+        "capability": f"{facts.major}.{facts.minor}",
+        **size,
+        "driver": driver,
+        "torch_cuda": torch.version.cuda,
     }

@@ -1,12 +1,13 @@
 """Steps per second of the *_device.py examples, beside the programs of LeanRL and CleanRL.
 
     python benchmarks/lean.py --lean FOLDER --cleanrl FOLDER --peer-python P --json F [--compile]
-    [--quick]
+    [--cudagraphs] [--seeds 0 1 2] [--quick]
 
 The peers run from their own checkouts, unchanged, by an interpreter that has their packages
 (gymnasium 0.29, torch, tyro, tqdm, wandb, tensorboard, torchrl, tensordict). Without a folder its
 programs are left out. Where torch sees a GPU, LeanRL's and these examples also run with
-`--cudagraphs`, alone and compiled.
+`--cudagraphs`, alone and compiled; `--cudagraphs` here leaves their other runs out. Each program
+runs once with each seed, and the programs of an algorithm take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,9 @@ from typing import NamedTuple
 import torch
 from support import ROOT
 from support.report import Report, Row, print_rows
+from gpu_clock import card
+
+from deepspeed_gear.ops.native_op import CudaOp
 
 RANDOM_STEPS = 500
 # of PPO
@@ -159,7 +163,7 @@ class Programs:
         self._quick = quick
         self._scratch = scratch
 
-    def speed(self, case: Case, system: str, flags: tuple[str, ...]) -> Speed:
+    def speed(self, case: Case, system: str, flags: tuple[str, ...], seed: int) -> Speed:
         """Run a program; return its speed between two steps of its environments.
 
         Raises:
@@ -171,22 +175,26 @@ class Programs:
             root = ROOT
             program = ROOT / "examples" / f"{case.algorithm}_device.py"
             options = ("--steps", str(last + 1), *case.ours)
+            # Packages may lie in folders beside torch, as launch/test_gpu.sh puts them.
+            paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         else:
             python = self._python
             root = self._folders[system]
+            paths = [str(root)]
             name, *rest = (case.clean if system == "CleanRL" else case.lean) or ("",)
             program = root / system.lower() / name
             options = ("--total-timesteps", str((last + case.rollout) * case.envs), *rest)
         environment = {
             **os.environ,
-            "PYTHONPATH": str(root),
+            "PYTHONPATH": os.pathsep.join(paths),
             "WANDB_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
+        seeded = ("--seed", str(seed))
         clock = str(Path(__file__).with_name("lean_clock.py"))
         run = subprocess.run(
-            [python, clock, str(first), str(last), str(program), *options, *flags],
+            [python, clock, str(first), str(last), str(program), *options, *flags, *seeded],
             cwd=self._scratch,
             env=environment,
             capture_output=True,
@@ -201,22 +209,39 @@ class Programs:
         return Speed(steps / taken["seconds"], steps / taken["cpu_seconds"])
 
 
+def flags_of(is_compiled: bool, only_captured: bool, is_cuda: bool) -> list[tuple[str, ...]]:
+    """Return the flags with which LeanRL's programs and the examples run, a run for each.
+
+    Args:
+        is_compiled: Whether compiled programs are asked for.
+        only_captured: Whether the others are left out.
+        is_cuda: Whether there is a device to capture on.
+    """
+    plain: list[tuple[str, ...]] = [()]
+    if is_compiled:
+        plain.append(("--compile",))
+    captured: list[tuple[str, ...]] = []
+    if is_cuda:
+        captured.append(("--cudagraphs",))
+        if is_compiled or not only_captured:
+            captured.append(("--compile", "--cudagraphs"))
+    return captured if only_captured else [*plain, *captured]
+
+
 def measured(
     programs: Programs, systems: Collection[str], options: argparse.Namespace
-) -> list[Row]:
-    """Return a row for each program and its flags; the programs of an algorithm run in turns."""
-    flags: list[tuple[str, ...]] = [()]
-    flags += [("--compile",)] if options.compile else []
-    flags += [("--cudagraphs",), ("--compile", "--cudagraphs")] if torch.cuda.is_available() else []
-    rows = list[Row]()
+) -> Iterator[Row]:
+    """Yield a row for each program and its flags; the programs of an algorithm run in turns."""
+    flags = flags_of(options.compile, options.cudagraphs, torch.cuda.is_available())
     for case in (each for each in CASES if each.algorithm in options.algorithms):
         runs = [("gear", each) for each in flags]
         runs += [("LeanRL", each) for each in flags] if "LeanRL" in systems and case.lean else []
         runs += [("CleanRL", ())] if "CleanRL" in systems else []
         found: dict[tuple[str, tuple[str, ...]], list[Speed]] = {run: [] for run in runs}
-        for _ in range(1 if options.quick else options.rounds):
+        seeds = options.seeds[:1] if options.quick else options.seeds
+        for seed in seeds:
             for system, each in runs:
-                found[system, each].append(programs.speed(case, system, each))
+                found[system, each].append(programs.speed(case, system, each, seed))
         for (system, each), speeds in found.items():
             row = {
                 "algorithm": case.algorithm,
@@ -228,11 +253,13 @@ def measured(
             cpu = sorted(speed.per_cpu_s for speed in speeds)
             row |= {"steps_per_s": round(statistics.median(speed.per_s for speed in speeds), 1)}
             row |= {"steps_per_cpu_s": round(statistics.median(cpu), 1)}
-            rows.append(
-                {**row, "least": round(cpu[0], 1), "most": round(cpu[-1], 1), "note": case.note}
-            )
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+            row |= {"least": round(cpu[0], 1), "most": round(cpu[-1], 1)}
+            per_seed = {
+                seed: round(speed.per_s, 1) for seed, speed in zip(seeds, speeds, strict=True)
+            }
+            row |= {"steps_per_s_by_seed": per_seed, "note": case.note}
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            yield row
 
 
 def main() -> None:
@@ -244,10 +271,13 @@ def main() -> None:
         cleanrl=(Path, "a checkout of vwxyzjn/cleanrl"),
         peer_python=(sys.executable, "an interpreter for both"),
         compile=(False, "measure compiled programs too"),
-        rounds=(3, "runs of each program, in turns"),
+        cudagraphs=(False, "captured programs only; needs a CUDA device"),
+        seeds=((0, 1, 2), "a run of each program for each of them, in turns"),
         algorithms=(tuple(case.algorithm for case in CASES), "some of them"),
     )
     options = report.options
+    if options.cudagraphs and not torch.cuda.is_available():
+        report.parser.error("--cudagraphs needs a CUDA device: torch sees none")
     given = {"LeanRL": options.lean, "CleanRL": options.cleanrl}
     folders = {name: folder.resolve() for name, folder in given.items() if folder is not None}
     for name, folder in folders.items():
@@ -255,11 +285,19 @@ def main() -> None:
             report.parser.error(
                 f"{folder} must be a checkout of {name}: it has no folder {name.lower()}/"
             )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = {
+        "peers": versions(options.peer_python, folders) if folders else {},
+        "kernel_sources": CudaOp().source_digest(),
+        "device": card(device),
+    }
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         programs = Programs(options.peer_python, folders, options.quick, Path(scratch))
-        rows = measured(programs, folders, options)
+        for row in measured(programs, folders, options):
+            rows.append(row)
+            report.write(rows, **facts)  # rows so far stay if a later program fails
     print_rows(rows, "algorithm env envs system flags steps_per_s steps_per_cpu_s")
-    report.write(rows, peers=versions(options.peer_python, folders) if folders else {})
 
 
 if __name__ == "__main__":

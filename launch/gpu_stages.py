@@ -340,7 +340,51 @@ def stage_c(here: Machine) -> list[Wave]:
     return [*builds(here), [*sanitizers, hopper], [profiles], [again]]
 
 
-STAGES = {"A": stage_a, "B": stage_b, "C": stage_c}
+def stage_d(here: Machine) -> list[Wave]:
+    """Tables of other systems and their programs, beside this project's."""
+    tables = (PYTHON, "benchmarks/gpu_peers.py", "--json", str(here.out / PEERS))
+    tiny = ("--device", "cpu", "--smoke", "--systems", "gear", "columns", "--kinds", "prioritized")
+    beside = Step(
+        "tables beside peers",
+        tables,
+        400,
+        dry=(*tables, *tiny, "--forms", "eager", "captured"),
+        elsewhere="tests/unit/test_gpu_peers.py",
+    )
+    options: list[str] = []
+    for option, name in PROGRAMS.items():
+        options += [option, os.environ[name]] if os.environ.get(name) else []
+    captured = (PYTHON, "benchmarks/lean.py", "--cudagraphs", "--seeds", "0", "1", "2")
+    agents = Step(
+        "captured agents",
+        (*captured, "--json", str(here.out / AGENTS), *options),
+        300,
+        elsewhere="tests/unit/test_benchmarks.py",
+    )
+    return [*builds(here), [beside], [agents]]
+
+
+def stage_m(here: Machine) -> list[Wave]:
+    """What blocks of a launch pass to each other: draws replayed beside another stream."""
+    order = pytest_step(
+        "order of memory",
+        "tests/gpu/test_memory_order.py",
+        limit_s=480,
+        dry=tests("tests/unit/test_gpu_support.py", "-k", "digest"),
+        elsewhere="nothing: the host has no blocks at once",
+    )
+    return [*builds(here), [order]]
+
+
+PEERS = "gpu_peers.json"
+AGENTS = "gpu_lean.json"
+# Checkouts of LeanRL and CleanRL, and an interpreter that has what they need.
+PROGRAMS = {
+    "--lean": "GEAR_LEANRL",
+    "--cleanrl": "GEAR_CLEANRL",
+    "--peer-python": "GEAR_LEAN_PYTHON",
+}
+STAGES = {"A": stage_a, "B": stage_b, "C": stage_c, "D": stage_d, "M": stage_m}
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -355,7 +399,7 @@ class Stage:
     """One run of a stage, and its record.
 
     Args:
-        name: A, B or C.
+        name: A, B, C or D.
         here: The machine.
         is_dry: Whether commands are those of a machine without a GPU.
     """
@@ -507,7 +551,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C", help="run in this order"
+        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C|D|M", help="run in this order"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results (out/gpu)"
@@ -530,6 +574,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     here = machine(out, cache, options.dry_run)
     failed = sum(Stage(name, here, options.dry_run).run() for name in options.stages)
+    if not options.dry_run:
+        # The checkout stays as it is: `benchmarks/gpu_results.py FOLDER` takes them into it.
+        collect = [PYTHON, "benchmarks/gpu_results.py", str(out), "--to", str(out / "results")]
+        failed += subprocess.run(collect, cwd=ROOT, check=False).returncode != 0
     print(f"test_gpu.sh: {failed} steps failed; results in {out}", flush=True)
     sys.exit(1 if failed else 0)
 

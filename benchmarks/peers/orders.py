@@ -9,7 +9,7 @@ import select
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Child:
         python: Its interpreter.
         *arguments: Of the program.
         checkout: Where this project's package is taken from.
+        env: Laid over the environment.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Child:
         python: Path | str,
         *arguments: str,
         checkout: Path = ROOT,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         path = [
             str(ROOT / "benchmarks"),
@@ -51,6 +53,7 @@ class Child:
             "DS_ACCELERATOR": "cpu",
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",
+            **(env or {}),
         }
         environment.pop(
             "PYTHONDONTWRITEBYTECODE", None

@@ -47,7 +47,11 @@ def steps(first: int, count: int) -> Rows:
     """Return transitions by number: every EPISODE steps a trajectory ends. [count, ...] each, 105 B
     a row.
     """
-    number = np.arange(first, first + count)
+    return transitions(np.arange(first, first + count))
+
+
+def transitions(number: Array) -> Rows:
+    """Return transitions of any numbers, as `steps` does. [n] -> [n, ...] each."""
     return {
         "observation": observation(number),
         "next_observation": observation(number + 1),

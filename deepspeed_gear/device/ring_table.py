@@ -21,6 +21,7 @@ from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import (
     HIGHEST_SO_FAR,
+    MOST_INDICES,
     MOST_MASS_BITS,
     ONE_Q62,
     minima_size,
@@ -163,10 +164,20 @@ class RingTable:
     steps.
 
     Raises:
+        ConfigError: There are more rows or slots than 32 bits can number.
         SchemaError: Steps are added one by one, and a column of ends has another dtype than bool.
     """
 
     def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
+        for what, count in (("rows", spec.num_rows), ("slots", spec.num_slots)):
+            if count > MOST_INDICES:
+                raise ConfigError(
+                    f"the table on the device: {what}",
+                    f"must be at most {MOST_INDICES}, because 32 bits number them",
+                    count,
+                    "lower capacity_steps or capacity_trajectories, divide the data set, or keep "
+                    "the table in host memory",
+                )
         self.schema = spec.schema
         self.items = spec.items
         self.ops = ops
@@ -325,8 +336,13 @@ class RingTable:
         self.state[RingState.HEAD] = self.num_rows
         self.state[RingState.STEPS] = int(lengths.sum())
 
-    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor) -> None:
-        """Add trajectories that `added_columns` has checked. Mutates fixed tensors only."""
+    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor, most_steps: int) -> None:
+        """Add trajectories that `added_columns` has checked. Mutates fixed tensors only.
+
+        Args:
+            most_steps: Steps of the longest that `columns` have room for. How many rows are added
+                at most, not how many the table admits, decides how the kernels are launched.
+        """
         # Allocated by each call: a tensor of a trace or a capture cannot be used outside of it.
         placed = torch.empty(
             len(lengths), PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device
@@ -340,7 +356,8 @@ class RingTable:
             self.priorities,
             self.row_slots,
         )
-        self.ops.ring_add_(*known, placed, lengths, *self._item_rule)
+        anchors, shape, *masses = self._item_rule
+        self.ops.ring_add_(*known, placed, lengths, anchors, [*shape[:3], most_steps], *masses)
         self._scatter({name: columns[name] for name in self.columns}, placed)
         if len(self.returns_to_go) and self._rewards is not None:
             extents = placed[:, 1:3].contiguous()  # 0 steps where nothing was added

@@ -25,6 +25,7 @@ def most_mass_bits(num_items: int) -> int:
 
 
 # common/slot.h
+MOST_INDICES = (1 << 31) - 2  # rows and slots of a table on a device, which 32 bits number
 MOST_STEPS = 1 << 40  # bound of lengths and offsets
 
 # pack/plan.h

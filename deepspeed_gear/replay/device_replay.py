@@ -223,7 +223,7 @@ class DeviceReplay(ReplayBase):
         elif steps < into.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
         lengths = added_columns.without_inner_ends(into.table, columns, lengths, steps)
-        into.table.add_(columns, into.filter.lengths(columns, lengths))
+        into.table.add_(columns, into.filter.lengths(columns, lengths), steps)
         into.mark_filled()
 
     def add_transitions_(

@@ -2,8 +2,10 @@
 lost.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -381,6 +383,17 @@ def test_what_cannot_be_is_refused(careful: Ops) -> None:
     assert not any(tensor.any() for name, tensor in envs.tensors.items() if name != "state")
 
 
+def test_equal_priorities_of_more_warps_than_a_block_has(kernels: Ops) -> None:
+    """Counts of warps are summed by one block, in several turns."""
+    rows = 1100 * 256  # 1,024 blocks of eight warps count
+    ring = Ring(kernels, rows, rows, 0, 1, MassUnit.STEP, ALL_ANCHORS, True)
+    for first in range(0, rows // 2, rows // 8):
+        ring.add([1] * (rows // 8 - 1 - first % 2))
+    oldest = int(ring.state[RingState.TAIL])
+    records, _ = ring.top_k(700, [1, 2, 1, 0, 0, 0])
+    assert records[:, Resolution.ID].tolist() == list(range(oldest, oldest + 700))
+
+
 # ---- nodes of a captured graph -------------------------------------------------------------------
 
 
@@ -417,6 +430,35 @@ def test_nodes_of_a_graph(
     assert tuple(map(len, (added, drawn, launched()))) == nodes
     ring.prioritized = False  # without weights there is nothing to do after all have been drawn
     ring.select(1500, [1, 2, 1, 0, 0, Normalize.NONE], [ONE_Q62])
+    assert len(launched()) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "unit", "most_steps", "threads"),
+    [
+        (16, MassUnit.STEP, 1, 128),  # a warp for each scheduler
+        (256, MassUnit.STEP, 1, 256),
+        (40, MassUnit.STEP, 5, 224),
+        (1, MassUnit.STEP, 16000, 1024),
+        (300, MassUnit.TRAJECTORY, 50, 320),
+    ],
+)
+def test_an_add_has_the_warps_that_it_needs(
+    kernels_on_host: Ops,
+    host_library: Path,
+    launched: Launched,
+    count: int,
+    unit: int,
+    most_steps: int,
+    threads: int,
+) -> None:
+    """All of them execute the whole kernel."""
+    rows = (count + 2) * most_steps
+    ring = Ring(kernels_on_host, rows, count + 2, 0, most_steps, unit, ALL_ANCHORS, True)
+    ring.add([1] * count)
+    of_launches = (ctypes.c_uint * 10)()
+    taken = ctypes.CDLL(str(host_library)).gear_host_threads(of_launches, len(of_launches))
+    assert list(of_launches[:taken]) == [threads]
     assert len(launched()) == 1
 
 

@@ -2,14 +2,20 @@
 // indices, alignment, padding, the order of sums. It stands in for the toolkit's header; launches
 // are rewritten to gear_host::Launch. The lanes of a warp are fibers that meet at its collectives,
 // the warps of a block take turns from one barrier to the next, and one block runs at a time, so
-// that what it shares is static. It shows nothing about speed, races or memory order.
+// that what it shares is static. Blocks run in a random order, what they share is poisoned before
+// each of them, and an access that is not aligned to its type is an error (SANITIZERS of
+// host_kernels.py). It shows nothing about speed, races or memory order.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -120,13 +126,57 @@ inline bool RunWarp(Warp* running) {
   }
 }
 
+// An access through a pointer that is not aligned to its type, as -fsanitize=alignment finds it.
+extern "C" __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1(void*, uintptr_t at) {
+  char text[80];
+  std::snprintf(text, sizeof text, "gear: an access at %#lx is not aligned to its type",
+                static_cast<unsigned long>(at));
+  throw std::runtime_error(text);
+}
+
+// The variables that blocks share: host_kernels.py adds a call of Share after each declaration.
+inline constexpr int kPoison = 0xA5;
+inline std::map<void*, size_t> shared;
+
+template <typename... Variables>
+void Share(Variables&... variables) {
+  const auto add = [](auto& variable) {
+    if (shared.emplace(&variable, sizeof variable).second)
+      std::memset(static_cast<void*>(&variable), kPoison, sizeof variable);
+  };
+  (add(variables), ...);
+}
+
+inline void PoisonShared() {
+  for (const auto& [variable, bytes] : shared) std::memset(variable, kPoison, bytes);
+}
+
+// The order of the blocks of a launch: another one each time, and the same in each run of a program.
+inline std::vector<unsigned> OrderOfBlocks(unsigned blocks) {
+  static std::mt19937 random(1);
+  std::vector<unsigned> order(blocks);
+  std::iota(order.begin(), order.end(), 0u);
+  for (unsigned left = blocks; left > 1; --left)
+    std::swap(order[left - 1], order[random() % left]);
+  return order;
+}
+
 inline std::vector<unsigned> launched;  // blocks of each launch, 0 for a memset: nodes of a graph
+inline std::vector<unsigned> threads_of_launches;
 
 // Gives the blocks of the first `most` launches since the last call. Returns how many there were.
 extern "C" __attribute__((used)) inline size_t gear_host_launched(unsigned* blocks, size_t most) {
   const size_t count = launched.size();
   for (size_t i = 0; i < count && i < most; ++i) blocks[i] = launched[i];
   launched.clear();
+  threads_of_launches.clear();
+  return count;
+}
+
+// Gives the threads of a block of the first `most` launches since gear_host_launched; it clears them.
+extern "C" __attribute__((used)) inline size_t gear_host_threads(unsigned* threads, size_t most) {
+  const size_t count = threads_of_launches.size();
+  for (size_t i = 0; i < count && i < most; ++i) threads[i] = threads_of_launches[i];
   return count;
 }
 
@@ -145,7 +195,7 @@ extern "C" __attribute__((used)) inline void gear_host_streamed(size_t* vectors)
   streamed = astray = 0;
 }
 
-// Blocks, warps and lanes run from the last to the first: what relies on their order shows.
+// Warps and lanes run from the last to the first, blocks in any order: what relies on it shows.
 template <typename Body>
 void Launch(unsigned blocks, int threads, const Body& body) {
   static std::vector<std::unique_ptr<Warp>> warps;  // kept: their stacks are large
@@ -153,8 +203,10 @@ void Launch(unsigned blocks, int threads, const Body& body) {
   launched.push_back(blocks);
   gridDim.x = blocks;
   blockDim.x = static_cast<unsigned>(threads);
-  for (unsigned block = blocks; block-- > 0;) {
+  threads_of_launches.push_back(static_cast<unsigned>(threads));
+  for (const unsigned block : OrderOfBlocks(blocks)) {
     blockIdx.x = block;
+    PoisonShared();
     size_t waiting = 0;  // warps, which lie in front; one that does not wait leaves its place
     for (int first = (threads - 1) / kLanes * kLanes; first >= 0; first -= kLanes) {
       if (warps.size() == waiting) warps.push_back(std::make_unique<Warp>());
@@ -203,6 +255,22 @@ T __shfl_down_sync(unsigned, T value, int by) {
   const int self = gear_host::warp->lane;
   return gear_host::Exchange(
       value, [&](auto of) { return of(self + by < gear_host::kLanes ? self + by : self); });
+}
+
+inline int __reduce_add_sync(unsigned, int value) {
+  return gear_host::Exchange(value, [](auto of) {
+    int sum = 0;
+    for (int i = 0; i < gear_host::kLanes; ++i) sum += of(i);
+    return sum;
+  });
+}
+
+inline int __reduce_max_sync(unsigned, int value) {
+  return gear_host::Exchange(value, [](auto of) {
+    int highest = of(0);
+    for (int i = 1; i < gear_host::kLanes; ++i) highest = of(i) > highest ? of(i) : highest;
+    return highest;
+  });
 }
 
 inline unsigned __ballot_sync(unsigned, bool value) {
@@ -282,5 +350,6 @@ inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
   gear_host::launched.push_back(0);
+  gear_host::threads_of_launches.push_back(0);
   return cudaSuccess;
 }

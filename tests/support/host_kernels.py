@@ -17,7 +17,17 @@ from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 from deepspeed_gear.ops import toolchain
 
 HOST = ROOT / "tests" / "host"
+# Found by the compiler, reported by cuda_runtime.h: accesses that are not aligned to their type.
+SANITIZERS = ("-fsanitize=alignment", "-fsanitize-recover=alignment")
 CSRC = toolchain.csrc_root()
+
+SHARED = re.compile(r"__shared__ [\w:]+ ([^;=]+);")
+
+
+def shared(declaration: re.Match[str]) -> str:
+    """Return the declaration of variables that a block shares, and a call that registers them."""
+    names = re.sub(r"\[[^\]]*\]", "", declaration[1])
+    return f"{declaration[0]} gear_host::Share({names});"
 
 
 def library(folders: pytest.TempPathFactory) -> Path:
@@ -52,6 +62,8 @@ def build(folder: Path) -> Path:
             r"gear_host::Launch(\2, \3, [&] { \1(\4); });", file.read_text()
         )
         assert launches == file.read_text().count("<<<")
+        text, variables = SHARED.subn(shared, text)
+        assert variables == text.count("__shared__ ")
         copy = folder / file.relative_to(CSRC).with_suffix(".h" if file.suffix == ".h" else ".cpp")
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(text)
@@ -73,6 +85,7 @@ def build(folder: Path) -> Path:
         "-O1",
         "-ffp-contract=off",
         "-fPIC",
+        *SANITIZERS,
         "-U_FORTIFY_SOURCE",  # its longjmp refuses to go to another fiber
         "-DTORCH_EXTENSION_NAME=gear_on_host",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",

@@ -136,6 +136,10 @@ def test_lean_runs(tmp_path: Path) -> None:
     versions = json.loads((tmp_path / "lean.json").read_text())["peers"]
     assert versions["torch"] == torch.__version__
     assert len(versions["CleanRL"]) == 40
+    assert gear["steps_per_s_by_seed"].keys() == {"0"}  # of --quick, which takes the first seed
+    document = json.loads((tmp_path / "lean.json").read_text())
+    assert document["device"]["name"]
+    assert len(document["kernel_sources"]) == 64
     result = run("lean", "--lean", str(tmp_path))
     assert result.returncode == 2
     assert "must be a checkout of LeanRL" in result.stderr
@@ -284,3 +288,30 @@ def test_a_difference_of_batches_is_seen(load: Load) -> None:
     assert [(row["variant"], row["equal"]) for row in rows] == [
         *zip(names, (True, True, False, True), strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "only_captured", "is_cuda", "flags"),
+    [
+        (False, False, False, [()]),
+        (True, False, False, [(), ("--compile",)]),
+        (False, True, True, [("--cudagraphs",)]),
+        (True, True, True, [("--cudagraphs",), ("--compile", "--cudagraphs")]),
+        (False, False, True, [(), ("--cudagraphs",), ("--compile", "--cudagraphs")]),
+    ],
+)
+def test_the_flags_of_captured_programs(
+    load: Load,
+    is_compiled: bool,
+    only_captured: bool,
+    is_cuda: bool,
+    flags: list[tuple[str, ...]],
+) -> None:
+    assert load("lean").flags_of(is_compiled, only_captured, is_cuda) == flags
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_captured_programs_need_a_gpu() -> None:
+    result = run("lean", "--cudagraphs")
+    assert result.returncode == 2
+    assert "needs a CUDA device" in result.stderr

@@ -3,10 +3,12 @@
 The numbers themselves: test_docs_numbers.py.
 """
 
+import importlib
 import json
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,13 +69,66 @@ def test_claims_of_a_gpu_name_the_commit_that_ran(
         assert wrong == [], pattern
 
 
+@pytest.fixture
+def gpu_pages(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
+    """The module that writes the pages from the results of a GPU."""
+    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
+    return importlib.import_module("gpu_pages")
+
+
 def test_pages_say_whether_the_kernels_have_changed(
-    pages: dict[str, str], commits: dict[str, str]
+    pages: dict[str, str], commits: dict[str, str], gpu_pages: ModuleType, checkout: Path
 ) -> None:
-    """Since the last run on a GPU. Another run replaces the results, and then the sentences."""
-    changed = CudaOp().source_digest() not in commits.values()
-    for name in ("README.md", "docs/how-to/gpu.md"):
-        assert ("kernel sources have changed since" in pages[name]) == changed, name
+    """Beside each claim, since the runs that it names: `python benchmarks/gpu_results.py`."""
+    ran = gpu_pages.runs()
+    assert {commit: {digest} for commit, digest in commits.items()}.items() <= ran.items()
+    digest = CudaOp().source_digest()
+    for name in pages:
+        text = (checkout / name).read_text(encoding="utf-8")
+        assert gpu_pages.marked(text, ran, digest) == text, name
+        if "H100" in text:
+            assert gpu_pages.MARK.search(text), f"{name} must have a mark beside its claim"
+        assert "\n<!-- since" not in re.sub(r"\n +", "\n", text), f"{name}: HTML, no sentence"
+
+
+def test_a_sentence_is_there_exactly_when_no_run_had_the_sources(gpu_pages: ModuleType) -> None:
+    ran = {"00000000": {"old"}, "11111111": {"new"}}
+    text = "It passed. <!-- since 00000000{} -->{}<!-- end since -->"
+    stale = text.format("", gpu_pages.CHANGED)
+    assert gpu_pages.marked(text.format("", ""), ran, "new") == stale
+    assert gpu_pages.marked(stale, ran, "old") == text.format("", "")
+    both = text.format(" 11111111", gpu_pages.CHANGED)
+    assert gpu_pages.marked(both, ran, "new") == text.format(" 11111111", "")
+    with pytest.raises(KeyError):
+        gpu_pages.marked(text.format(" 22222222", ""), ran, "new")
+
+
+def test_a_recorded_digest_is_that_of_its_commit(
+    checkout: Path, commits: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the clone has the commit."""
+    for commit, digest in commits.items():
+        archive = ["git", "archive", "--format=tar", commit, "ops/csrc"]
+        found = subprocess.run(archive, cwd=checkout, capture_output=True)
+        if found.returncode != 0:
+            pytest.skip(f"{commit} is not in this clone")
+        folder = tmp_path / commit
+        folder.mkdir()
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=found.stdout, check=True)
+        op = CudaOp()
+        monkeypatch.setattr(op, "csrc", folder / "ops" / "csrc")
+        assert op.source_digest() == digest
+
+
+def test_the_tables_of_a_gpu_are_those_of_the_results(
+    checkout: Path, gpu_pages: ModuleType
+) -> None:
+    text = (checkout / gpu_pages.PAGE).read_text(encoding="utf-8")
+    tables = {gpu_pages.BEGIN: gpu_pages.peers_table(), gpu_pages.AGENTS: gpu_pages.agents_table()}
+    ran = gpu_pages.runs()
+    for begin, table in tables.items():
+        shown = text.split(begin)[1].split(gpu_pages.END)[0]
+        assert shown == gpu_pages.marked(table, ran, CudaOp().source_digest())
 
 
 def test_the_page_of_a_gpu_names_the_card(checkout: Path) -> None:

@@ -4,6 +4,7 @@ is a card.
 
 import pytest
 from device_steps import SAMPLERS, assert_equal, plainly, run_on
+from memory_order import Draws
 from op_arguments import ON_DEVICE, arguments
 from op_arguments import assert_equal as assert_equal_arguments
 from op_kit import REFERENCE, moved
@@ -32,3 +33,20 @@ def test_an_op_has_arguments_that_it_changes(name: str) -> None:
     assert_equal_arguments(got, expected)
     with pytest.raises(AssertionError):
         assert_equal_arguments(before, expected)
+
+
+@pytest.mark.parametrize("is_weighed", [True, False])
+def test_a_digest_of_draws_shows_every_one(is_weighed: bool) -> None:
+    cpu = load_backend("cpu")
+    found = [Draws(ops, "cpu", 40, is_weighed) for ops in (REFERENCE, cpu, cpu)]
+    for _ in range(3):
+        for draws in found:
+            draws.draw()
+    assert len({int(draws.digest) for draws in found}) == 1
+    assert len(found[0]._weights) == (40 if is_weighed else 0)
+    stale = found[2]
+    stale._records[7, 3] += 1
+    stale.digest.add_(stale._sum() - found[1]._sum())
+    for draws in found:
+        draws.draw()
+    assert int(found[0].digest) == int(found[1].digest) != int(stale.digest)

@@ -205,7 +205,7 @@ def test_a_stage_that_is_ended_ends_its_steps(stage_of: Any, tmp_path: Path) -> 
     assert [one["rc"] for one in record_of(tmp_path, "A")["steps"]] == [-signal.SIGTERM] * 2
 
 
-@pytest.mark.parametrize("stage", "ABC")
+@pytest.mark.parametrize("stage", "ABCDM")
 def test_a_stage_on_a_gpu_has_no_step_that_is_left_out(
     stages: ModuleType, tmp_path: Path, stage: str
 ) -> None:
@@ -246,12 +246,12 @@ def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
     if toolchain.cuda_home() is not None:
         compiled_kernels("9.0")  # with the reports that tests/unit/ops reads; a dry run makes none
     script = str(checkout / "launch" / "test_gpu.sh")
-    command = ["bash", script, *"A B C --dry-run --out".split(), str(tmp_path)]
+    command = ["bash", script, *"A B C D M --dry-run --out".split(), str(tmp_path)]
     env = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = {}
-    for stage in "ABC":
+    for stage in "ABCDM":
         record = record_of(tmp_path, stage)
         assert record["dry_run"]
         for step in record["steps"]:
@@ -263,6 +263,8 @@ def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
     lanes = [("A", "environment"), ("A", "build of the CPU op"), ("A", "ops against the reference")]
     lanes += [("A", "figures of device tables"), ("A", "captured and compiled steps 1 of 4")]
     lanes += [("B", "equivalence 1 of 4"), ("B", "rows that kernels read in host memory")]
+    lanes += [("D", "tables beside peers")]
+    lanes += [("M", "order of memory")]
     if toolchain.cuda_home() is not None:
         lanes += [("A", "build of the kernels")]
     assert {lane: ran[lane] for lane in lanes} == dict.fromkeys(lanes, 0)
@@ -273,3 +275,6 @@ def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
         is None
     )
     assert json.loads((tmp_path / "figures-of-device-tables.json").read_text())["rows"]
+    peers = json.loads((tmp_path / "gpu_peers.json").read_text())
+    assert {row["system"] for row in peers["rows"] if "us" in row} == {"gear", "columns"}
+    assert not (tmp_path / "results").exists()  # numbers of a dry run are no results

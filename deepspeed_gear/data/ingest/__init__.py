@@ -23,6 +23,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.episode_numbers import EpisodeNumbers
 from deepspeed_gear.data.ingest.exported import ExportedReader
 from deepspeed_gear.data.ingest.group_scope import GroupNumbers
 from deepspeed_gear.data.ingest.hdf5 import D4rlReader, RobomimicReader
@@ -310,10 +311,12 @@ def ingest(
             schema = schema.allowing_nan()
         groups = GroupNumbers(options.get("group_scope"), outputs, known)
         texts = TextNumbers(outputs, known)
-        for reader in readers[known is None :]:  # the first source of all counts as it likes
-            reader.notes.extend(
+        numbers = EpisodeNumbers(outputs, known)
+        for output in outputs[known is None :]:  # the first source of all counts as it likes
+            output.reader.notes.extend(
                 f"{name} counts anew in each source: the column source distinguishes equal numbers"
-                for name in reader.counted
+                for name in output.reader.counted
+                if not numbers.has(output, name)
             )
         if progress:
             for reader in readers:
@@ -350,11 +353,12 @@ def ingest(
                         arrays["source"] = np.asarray(number, dtype=np.int64)
                     groups.set_in(output, name, arrays)
                     texts.set_in(output, arrays)
+                    numbers.set_in(output, name, arrays)
                     writer.add(arrays, name, split_by_flags=divides)
                     num_steps += length
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
                     bar.update(length * schema.row_bytes)
-            for note in groups.notes():
+            for note in (*groups.notes(), *numbers.notes()):
                 readers[-1].notes.append(note)
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)

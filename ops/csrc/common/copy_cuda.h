@@ -66,57 +66,75 @@ __device__ inline void CopyAligned(const uint4* __restrict__ from, uint4* __rest
       [&](int i, uint4 part) { to[i] = part; });
 }
 
-// The 16 bytes that begin `kWords` words and `bits` bits into two neighbouring vectors.
-template <int kWords>
-__device__ uint4 Join(uint4 low, uint4 high, unsigned bits) {
-  const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  return {__funnelshift_r(words[kWords], words[kWords + 1], bits),
-          __funnelshift_r(words[kWords + 1], words[kWords + 2], bits),
-          __funnelshift_r(words[kWords + 2], words[kWords + 3], bits),
-          __funnelshift_r(words[kWords + 3], words[(kWords + 4) % 8], bits)};
+// The 16 bytes that begin `offset` bytes into two neighbouring vectors. The offset is known only at
+// run time, so that teams of a warp whose sources lie differently do not take turns.
+__device__ inline uint4 JoinAt(uint4 low, uint4 high, unsigned offset) {
+  if (offset & 8) {
+    low = {low.z, low.w, high.x, high.y};
+    high = {high.z, high.w, 0, 0};
+  }
+  if (offset & 4) {
+    low = {low.y, low.z, low.w, high.x};
+    high.x = high.y;
+  }
+  const unsigned bits = (offset & 3) * 8;
+  return {__funnelshift_r(low.x, low.y, bits), __funnelshift_r(low.y, low.z, bits),
+          __funnelshift_r(low.z, low.w, bits), __funnelshift_r(low.w, high.x, bits)};
 }
 
-// The target is aligned to 16 bytes, the source lies `kWords` words and `bits` bits after `from`.
-// Whole vectors are read, one more than are written.
-template <int kWords>
-__device__ void CopyShifted(const uint4* __restrict__ from, unsigned bits, uint4* __restrict__ to,
-                            int count, Lane lane) {
+// The target is aligned to 16 bytes, the source lies `offset` bytes after `from`. Whole vectors are
+// read, where they are shifted one more than are written.
+__device__ inline void CopyShifted(const uint4* __restrict__ from, unsigned offset,
+                                   uint4* __restrict__ to, int count, Lane lane) {
   struct Pair {
     uint4 low, high;
   };
   CopyItems<2>(
-      count, LeadOf(from), lane, [&](int i) { return Pair{from[i], from[i + 1]}; },
-      [&](int i, Pair pair) { to[i] = Join<kWords>(pair.low, pair.high, bits); });
+      count, LeadOf(from), lane,
+      [&](int i) { return Pair{__ldcs(from + i), offset != 0 ? from[i + 1] : uint4{}}; },
+      [&](int i, Pair pair) { to[i] = JoinAt(pair.low, pair.high, offset); });
 }
 
 // `end`: of the memory that `from` points into. Nothing after it is read; bytes before `from`, down
 // to a multiple of 16, may be read, because allocations begin at such addresses.
 __device__ inline void CopyBytes(const char* from, const char* end, char* to, int64_t bytes,
                                  Lane lane) {
+  // Few words, as of rows of scalars: all of them under way at once, without edges. More than half a
+  // line is read by vectors, so that over PCIe a line stays one request.
+  const auto odd = static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) |
+                                         reinterpret_cast<uintptr_t>(to) |
+                                         static_cast<uintptr_t>(bytes)) & 3;
+  if (odd == 0 && bytes <= kLine / 2) {
+    const auto* source = reinterpret_cast<const uint32_t*>(from);
+    auto* target = reinterpret_cast<uint32_t*>(to);
+    CopyItems<4>(
+        static_cast<int>(bytes) / 4, 0, lane, [&](int i) { return source[i]; },
+        [&](int i, uint32_t word) { target[i] = word; });
+    return;
+  }
   const int64_t head = Min<int64_t>(bytes, (16 - (reinterpret_cast<uintptr_t>(to) & 15)) & 15);
   const char* begin = from + head;
   const auto offset = static_cast<unsigned>(reinterpret_cast<uintptr_t>(begin) & 15);
   auto* target = reinterpret_cast<uint4*>(to + head);
   const auto* source = reinterpret_cast<const uint4*>(begin - offset);
-  const unsigned bits = (offset & 3) * 8;
   int64_t whole = (bytes - head) >> 4;
   if (offset != 0) whole = Clamp<int64_t>(((end - begin + offset) >> 4) - 1, 0, whole);
   Require(whole <= kMostVectors);
   const auto vectors = static_cast<int>(whole);
+  // The bytes before and after the vectors, at most 46. Each lane's first one is under way with the
+  // vectors, because a store waits for its load and would hold back the loads after it.
   const auto place = [&](int i) { return i < head ? i : i + (whole << 4); };
-  CopyItems<4>(  // the bytes before and after the vectors
-      static_cast<int>(bytes - (whole << 4)), 0, lane, [&](int i) { return from[place(i)]; },
-      [&](int i, char byte) { to[place(i)] = byte; });
-  if (offset == 0)
+  const auto edges = static_cast<int>(bytes - (whole << 4));
+  const bool has_edge = lane.index < edges;
+  const char edge = has_edge ? from[place(lane.index)] : char{0};
+  if (offset == 0 && lane.team >= kWarp)
     CopyAligned(source, target, vectors, lane);
-  else if (offset < 4)
-    CopyShifted<0>(source, bits, target, vectors, lane);
-  else if (offset < 8)
-    CopyShifted<1>(source, bits, target, vectors, lane);
-  else if (offset < 12)
-    CopyShifted<2>(source, bits, target, vectors, lane);
   else
-    CopyShifted<3>(source, bits, target, vectors, lane);
+    CopyShifted(source, offset, target, vectors, lane);
+  if (has_edge) to[place(lane.index)] = edge;
+  CopyItems<4>(  // of few lanes
+      edges, -lane.team, lane, [&](int i) { return from[place(i)]; },
+      [&](int i, char byte) { to[place(i)] = byte; });
 }
 
 }  // namespace gear::cuda

@@ -15,7 +15,7 @@
 
 namespace gear::cuda {
 
-inline constexpr int kThreads = 256, kWarp = 32;
+inline constexpr int kThreads = 256, kWarpBits = 5, kWarp = 1 << kWarpBits;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 inline constexpr int64_t kMostBlocks = 4096;  // kernels loop over what is left
 
@@ -54,6 +54,15 @@ __device__ inline void Require(bool condition) {
   if (!condition) __trap();
 }
 
+// Asks for the line of an address, which the cache has when it is read soon after. Takes no register.
+__device__ inline void Prefetch(const void* from) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+#else
+  (void)from;
+#endif
+}
+
 __device__ inline void AtomicAdd(uint64_t* to, uint64_t amount) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(amount));
 }
@@ -74,12 +83,17 @@ __device__ inline void AddToCount(int64_t* counts, int which, uint64_t amount) {
     AtomicAdd(reinterpret_cast<uint64_t*>(counts + which), sum);
 }
 
-__device__ inline void RaiseCount(int64_t* counts, int which, int64_t value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2)
-    value = Max(value, __shfl_down_sync(kAllLanes, value, step));
-  if (threadIdx.x % kWarp == 0 && value >= 0)
-    atomicMax(reinterpret_cast<long long*>(counts + which), static_cast<long long>(value));
+// The same for amounts whose sum over a warp is an int, by one instruction.
+__device__ inline void AddFewToCount(int64_t* counts, int which, int amount) {
+  const int sum = __reduce_add_sync(kAllLanes, amount);
+  if (threadIdx.x % kWarp == 0 && sum != 0)
+    AtomicAdd(reinterpret_cast<uint64_t*>(counts + which), static_cast<uint64_t>(int64_t{sum}));
+}
+
+__device__ inline void RaiseCount(int64_t* counts, int which, int value) {
+  const int highest = __reduce_max_sync(kAllLanes, value);
+  if (threadIdx.x % kWarp == 0 && highest >= 0)
+    atomicMax(reinterpret_cast<long long*>(counts + which), static_cast<long long>(highest));
 }
 
 // Sum of the values of the lanes before this one. All lanes of the warp take part.

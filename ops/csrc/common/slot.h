@@ -44,6 +44,9 @@ GEAR_HOST_DEVICE bool IsNoSample(const Resolution& r) {
          (r.generation | r.first_row | r.anchor | r.mass) == 0;
 }
 
+// Rows and slots of a table on a device, whose numbers are stored in 32 bits.
+inline constexpr int64_t kMostIndices = 2147483646;  // 2^31 - 2
+
 // Of trajectories, offsets and lengths, so that no sum of them overflows.
 inline constexpr int64_t kMostSteps = int64_t{1} << 40;
 
@@ -150,17 +153,22 @@ GEAR_HOST_DEVICE int64_t ChooseAnchor(const AnchorRule& rule, int64_t unit, int6
   return AnchorAt(rule, num_steps, static_cast<int64_t>(index));
 }
 
+// Resolves a draw of the store's row `row`, which belongs to `slot`.
+GEAR_HOST_DEVICE bool ResolveRow(const Slot& slot, int64_t slot_index, int64_t row, uint64_t mass,
+                                 int64_t number, Resolution* resolution) {
+  const int64_t anchor = row - slot.first_row;
+  if (slot.first_row < 0 || anchor < 0 || anchor >= slot.num_steps) return false;
+  *resolution = ResolutionOf(slot, slot_index, anchor, mass, number);
+  return true;
+}
+
 // Resolves a draw of the store's row `row`; false, and nothing written, if the row is not a step of
 // its slot.
 GEAR_HOST_DEVICE bool ResolveRow(const Slot* slots, int64_t num_slots, int64_t slot_index,
                                  int64_t row, uint64_t mass, int64_t number,
                                  Resolution* resolution) {
   if (slot_index < 0 || slot_index >= num_slots) return false;
-  const Slot& slot = slots[slot_index];
-  const int64_t anchor = row - slot.first_row;
-  if (slot.first_row < 0 || anchor < 0 || anchor >= slot.num_steps) return false;
-  *resolution = ResolutionOf(slot, slot_index, anchor, mass, number);
-  return true;
+  return ResolveRow(slots[slot_index], slot_index, row, mass, number, resolution);
 }
 
 }  // namespace gear

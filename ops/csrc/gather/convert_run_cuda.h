@@ -43,15 +43,6 @@ __device__ inline uint4 LoadVector(const Source& source, int i) {
   return i >= source.first && i < source.whole ? __ldcs(source.vectors + i) : uint4{};
 }
 
-// As Join in copy_cuda.h, for an offset in bytes that is known only at run time.
-__device__ inline uint4 JoinAt(uint4 low, uint4 high, unsigned offset) {
-  if (offset & 8) low = {low.z, low.w, high.x, high.y}, high = {high.z, high.w, 0, 0};
-  if (offset & 4) low = {low.y, low.z, low.w, high.x}, high.x = high.y;
-  const unsigned bits = (offset & 3) * 8;
-  return {__funnelshift_r(low.x, low.y, bits), __funnelshift_r(low.y, low.z, bits),
-          __funnelshift_r(low.z, low.w, bits), __funnelshift_r(low.w, high.x, bits)};
-}
-
 // Reads the units `unit`, `unit` + `step` and so on. All loads are given out before one is used.
 __device__ inline void LoadUnits(const Source& source, int unit, int step, uint4 (&units)[kUnits]) {
   uint4 next[kUnits];

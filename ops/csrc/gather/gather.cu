@@ -24,6 +24,7 @@ struct Task {
   int64_t held;  // rows of its column
   uint64_t pad;  // bits of the value that pads it
   int kind, team;
+  bool is_plain;  // a window lies at its anchor, and all of it is written
   unsigned first_block, num_blocks;
 };
 
@@ -125,6 +126,16 @@ __device__ void Write(const Task& task, const Read& read, Lane lane) {
   CopyWindow(task.field, task.held, read, lane);
 }
 
+// The real rows of a window. One that lies in its trajectory, as most do, needs no arithmetic of its
+// edges.
+__device__ Span SpanOf(const Batch& batch, const Task& task, int sample, int64_t anchor,
+                       int64_t rows) {
+  const Field& field = task.field;
+  const int64_t begin = anchor + field.window.offset, end = begin + field.part.count;
+  if (task.is_plain && begin >= 0 && end <= rows) return {begin, end, 0, begin, end - 1};
+  return Cut(Bounds(WindowOf(batch, field, sample), anchor, rows), field.part);
+}
+
 // Pads all of a sample that is none: byte by byte, as it is rare.
 __device__ void PadSample(const Task& task, int64_t sample, Lane lane) {
   const Field& field = task.field;
@@ -136,7 +147,7 @@ __device__ void PadSample(const Task& task, int64_t sample, Lane lane) {
   for (int64_t t = lane.index; t < rows; t += lane.team) field.mask[sample * rows + t] = false;
 }
 
-// What is read of a sample's record, one sample ahead.
+// What is read of a sample's record.
 struct Record {
   int sample;
   int64_t first_row, num_steps, anchor;  // first_row: of a row of trajectories its slot
@@ -148,23 +159,20 @@ __device__ Record RecordOf(const Batch& batch, const Field& field, int sample) {
   return {sample, is_single ? r.slot : r.first_row, r.num_steps, r.anchor};
 }
 
-// Windows of a column: a team of lanes for each. Without conversions, which leave no registers for
-// it, the record of the next one is under way while one is copied. Returns the real rows, in the
-// first lanes.
+// Windows of a column: a team of lanes for each. The record of the next one is on its way to the
+// cache while one is copied. Returns the real rows, in the first lanes.
 template <bool kHasConversions>
 __device__ unsigned Gather(const Batch& batch, const Task& task, int64_t thread, int64_t threads) {
   const Field& field = task.field;
   const Lane lane{static_cast<int>(threadIdx.x) & (task.team - 1), task.team};
   const int64_t length = field.part.count;
-  const auto teams = static_cast<int>(threads / task.team);
+  const int bits = __ffs(task.team) - 1;  // a power of two
+  const auto teams = static_cast<int>(threads >> bits);
   unsigned real = 0;  // a team has several windows only where there are many
-  int k = batch.first + static_cast<int>(thread / task.team);
-  if (k >= batch.last) return 0;
-  Record ahead = RecordOf(batch, field, SampleAt(batch, k));
+  int k = batch.first + static_cast<int>(thread >> bits);
   for (; k < batch.last; k += teams) {
-    const Record r = kHasConversions ? RecordOf(batch, field, SampleAt(batch, k)) : ahead;
-    if (!kHasConversions && k + teams < batch.last)
-      ahead = RecordOf(batch, field, SampleAt(batch, k + teams));
+    const Record r = RecordOf(batch, field, SampleAt(batch, k));
+    if (k + teams < batch.last) Prefetch(&batch.resolutions[SampleAt(batch, k + teams)]);
     if (r.num_steps == 0 && IsNoSample(batch.resolutions[r.sample])) {
       PadSample(task, r.sample, lane);
       continue;
@@ -173,7 +181,7 @@ __device__ unsigned Gather(const Batch& batch, const Task& task, int64_t thread,
     if (field.source != cpu::kTrajectoryRow) {
       Require(IsAnchored(r.num_steps, r.anchor));
       const int64_t held = r.num_steps + (field.source == cpu::kStepRowsPlusOne ? 1 : 0);
-      read.span = Cut(Bounds(WindowOf(batch, field, r.sample), r.anchor, held), field.part);
+      read.span = SpanOf(batch, task, r.sample, r.anchor, held);
     }
     const Span& span = read.span;
     Require(IsInside(read.first_row, span, length, field.pad, task.held));
@@ -194,6 +202,9 @@ constexpr int BlocksOf(bool has_conversions) { return has_conversions ? 3 : 4; }
 template <bool kHasConversions>
 __global__ void __launch_bounds__(kThreads, BlocksOf(kHasConversions))
     GatherKernel(const __grid_constant__ Batch batch) {
+  __shared__ uint64_t of_block;  // one addition to a counter a block: all go to one address
+  if (threadIdx.x == 0) of_block = 0;
+  __syncthreads();
   int t = 0;
   while (t + 1 < batch.num_tasks && blockIdx.x >= batch.tasks[t + 1].first_block) ++t;
   const Task& task = batch.tasks[t];
@@ -202,7 +213,9 @@ __global__ void __launch_bounds__(kThreads, BlocksOf(kHasConversions))
   const uint64_t real = SumOfWarp(
       task.kind == kComputes ? Compute(batch, task, thread, threads)
                              : uint64_t{Gather<kHasConversions>(batch, task, thread, threads)});
-  if (threadIdx.x % kWarp == 0 && real != 0) AtomicAdd(batch.counters, real);
+  if (threadIdx.x % kWarp == 0 && real != 0) AtomicAdd(&of_block, real);
+  __syncthreads();
+  if (threadIdx.x == 0 && of_block != 0) AtomicAdd(batch.counters, of_block);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     batch.counters[1] += batch.rows;
     batch.counters[2] += batch.bytes;
@@ -245,7 +258,9 @@ Task TaskOf(const Field& field, int64_t held) {
     throw std::runtime_error("gear: a window must have fewer than 2^31 elements");
   const int64_t bytes = BytesOf(field);
   const int team = kind == kConverts ? TeamOf(bytes, 32, kThreads) : TeamOfCopy(bytes, kThreads);
-  return {field, held, PadOf(field), kind, team, 0, 0};
+  const bool is_plain =
+      !field.follows && field.part.first == 0 && field.part.count == field.window.length;
+  return {field, held, PadOf(field), kind, team, is_plain, 0, 0};
 }
 
 // Samples of a launch: all, or those of about kLaunchBytes where blocks are to be few. Launches are

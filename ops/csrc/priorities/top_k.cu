@@ -138,6 +138,9 @@ __global__ void CountDigitsKernel(const Leaves leaves, int shift, const Search* 
   const auto begins_so = [&](uint64_t order) {
     return (order ^ prefix) >> (shift + kDigitBits) == 0;
   };
+  __shared__ unsigned of_block[kDigits];  // one addition a digit of a block to the global counts
+  for (unsigned digit = threadIdx.x; digit < kDigits; digit += blockDim.x) of_block[digit] = 0;
+  __syncthreads();
   unsigned bins[kBinsOfLane] = {};
   constexpr int64_t kTile = kAtOnce * kWarp;
   const int64_t warps = GlobalThreads() / kWarp;
@@ -167,7 +170,10 @@ __global__ void CountDigitsKernel(const Leaves leaves, int shift, const Search* 
   }
 #pragma unroll
   for (int bin = 0; bin < kBinsOfLane; ++bin)
-    if (bins[bin] != 0) AtomicAdd(&counts[bin * kWarp + lane], bins[bin]);
+    if (bins[bin] != 0) atomicAdd(&of_block[bin * kWarp + lane], bins[bin]);
+  __syncthreads();
+  for (unsigned digit = threadIdx.x; digit < kDigits; digit += blockDim.x)
+    if (of_block[digit] != 0) AtomicAdd(&counts[digit], of_block[digit]);
 }
 
 // Appends the digit of the k-th highest to the prefix; by one warp, from the highest digit on.
@@ -232,15 +238,26 @@ __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __
   if (lane == 0) num_equal[warp] = equal;
 }
 
-// By one warp: replaces each count by the sum of those in front of it.
-__global__ void SumInFrontKernel(uint64_t* counts, int64_t count) {
+inline constexpr int kSummers = 1024;
+
+// By one block: replaces each count by the sum of those in front of it.
+__global__ void __launch_bounds__(kSummers) SumInFrontKernel(uint64_t* counts, int64_t count) {
+  __shared__ uint64_t of_warps[kWarp];
   const int lane = LaneOfWarp();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
   uint64_t sum = 0;
-  for (int64_t begin = 0; begin < count; begin += kWarp) {
-    const int64_t i = begin + lane;
-    const uint64_t own = i < count ? counts[i] : 0, before = SumBefore(own, lane);
-    if (i < count) counts[i] = sum + before;
-    sum += __shfl_sync(kAllLanes, before + own, kWarp - 1);
+  for (int64_t begin = 0; begin < count; begin += blockDim.x) {
+    const int64_t i = begin + threadIdx.x;
+    const uint64_t own = i < count ? counts[i] : 0;
+    const uint64_t in_warp = SumBefore(own, lane);
+    if (lane == kWarp - 1) of_warps[warp] = in_warp + own;
+    __syncthreads();
+    const uint64_t other = lane < static_cast<int>(blockDim.x) / kWarp ? of_warps[lane] : 0;
+    const uint64_t ahead = SumBefore(other, lane);
+    const uint64_t before = sum + __shfl_sync(kAllLanes, ahead, warp) + in_warp;
+    if (i < count) counts[i] = before;
+    sum += __shfl_sync(kAllLanes, ahead + other, kWarp - 1);
+    __syncthreads();  // the next turn writes the sums of the warps
   }
 }
 
@@ -340,7 +357,8 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
   }
   Launch("TopK", TakeAboveKernel, memory.blocks, kThreads, stream, leaves, memory.search,
          memory.found, memory.most, memory.num_equal);
-  Launch("TopK", SumInFrontKernel, 1, kWarp, stream, memory.num_equal, memory.NumWarps());
+  Launch("TopK", SumInFrontKernel, 1, ThreadsOf(memory.NumWarps(), kSummers), stream,
+         memory.num_equal, memory.NumWarps());
   Launch("TopK", TakeEqualKernel, memory.blocks, kThreads, stream, leaves, memory.search,
          memory.found, memory.most, memory.num_equal);
   const Ordered* sorted = Sort(memory.found, memory.other, memory.most, stream);

@@ -116,8 +116,10 @@ void SuffixSum(const void* reward, int64_t dtype, const Extent* extents, int64_t
   if (num_extents == 0) return;
   WithType(dtype, [&](auto one) {
     const auto* rewards = static_cast<const decltype(one)*>(reward);
-    Launch("SuffixSum", SuffixSumKernel<decltype(one)>, Blocks(num_extents * kWarp), kThreads,
-           stream, rewards, extents, num_extents, num_rows, out);
+    // Blocks of one warp: shuffles are limited by multiprocessor, and so each has few of them.
+    const auto blocks = static_cast<unsigned>(Min(num_extents, kMostBlocks));
+    Launch("SuffixSum", SuffixSumKernel<decltype(one)>, blocks, kWarp, stream, rewards, extents,
+           num_extents, num_rows, out);
   });
 }
 

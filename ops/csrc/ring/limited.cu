@@ -44,7 +44,7 @@ __device__ void TakeOut(const Ring& ring, const TreeShape& tree, int64_t item, i
 }
 
 // One block.
-__global__ void __launch_bounds__(kDrawers* kWarp)
+__global__ void __launch_bounds__(kDrawers* kWarp, 1)
     LimitedKernel(const Ring ring, const RingDraw draw, const TreeShape tree, int64_t count,
                   int64_t most, Resolution* resolutions, float* weights) {
   // Of the samples that are drawn at once: slot and mass of each, and its draws before this batch
@@ -72,7 +72,9 @@ __global__ void __launch_bounds__(kDrawers* kWarp)
     if (warp < num_drawn) {
       const int64_t number = NumberOf(draw, ring.state, i);
       const uint64_t point = PointOf(draw, number, total, i, count);
-      const Hit hit = DescendWarp(ring.sums, tree, point, lane);
+      const Hit hit = DescendWarp(ring.sums, tree, LoadTop(ring.sums, tree, lane), point, nullptr,
+                                  ring.NumItems(), lane)
+                          .hit;
       if (lane == 0) {
         Require(ResolveItem(ring, draw, hit, number, &found));
         slots[warp] = found.slot;

@@ -15,9 +15,35 @@ namespace {
 
 constexpr int64_t kMostFinished = 1024;  // samples that the last block of a draw weighs
 constexpr int kMostUpdaters = 1024;      // updates of one block, and its threads
-constexpr int64_t kMostWords = TableWords(kMostUpdaters);  // of its hash table
+constexpr int64_t kMostSize = TableSize(kMostUpdaters);  // of its hash table
 
 // ---- drawing ------------------------------------------------------------------------------------
+
+// Draws a sample by a warp: its slot is one load of eight lanes, and its record one store of them.
+// Returns the mass, in every lane.
+__device__ uint64_t DrawSample(const Ring& ring, const RingDraw& draw, const TreeShape& tree,
+                               const NodesOfWarp& top, uint64_t point, int64_t number,
+                               Resolution* resolution, int lane) {
+  constexpr int kWords = sizeof(Slot) / sizeof(int64_t);
+  static_assert(sizeof(Resolution) == sizeof(Slot), "eight lanes have a word of each");
+  const int32_t* row_slots = ring.rule.by_row ? ring.row_slots : nullptr;
+  const WarpHit drawn =
+      DescendWarp(ring.sums, tree, top, point, row_slots, ring.NumItems(), lane);
+  Require(drawn.slot >= 0 && drawn.slot < ring.shape.num_slots);
+  const auto* words = reinterpret_cast<const int64_t*>(&ring.slots[drawn.slot]);
+  const int64_t own = words[lane % kWords];
+  const auto word = [&](int k) { return __shfl_sync(kAllLanes, own, k); };
+  const Slot slot{kCommitted, word(1), word(2), word(3), word(4), 0, 0, 0};  // what a record needs
+  Resolution found{};
+  Require(ResolveItem(ring, draw, drawn.hit, drawn.slot, slot, drawn.mass, number, &found));
+  const int64_t record[kWords] = {found.id,        found.slot,   found.generation, found.first_row,
+                                  found.num_steps, found.anchor, found.mass,       found.sample_number};
+  int64_t mine = record[0];
+#pragma unroll
+  for (int k = 1; k < kWords; ++k) mine = lane == k ? record[k] : mine;
+  if (lane < kWords) reinterpret_cast<int64_t*>(resolution)[lane] = mine;
+  return drawn.mass;
+}
 
 // A warp for each sample. `finishes`: the last block advances the state, after it has weighed the
 // samples unless `weights` are null. Else WeighKernel follows, and gets the least mass by the
@@ -26,7 +52,8 @@ __global__ void SelectKernel(const Ring ring, const RingDraw draw, const TreeSha
                              int64_t count, Resolution* resolutions, bool finishes,
                              float* weights) {
   const int lane = LaneOfWarp();
-  const uint64_t total = TotalOfWarp(ring.sums, tree, lane);
+  const NodesOfWarp top = LoadTop(ring.sums, tree, lane);
+  const uint64_t total = TotalOf(top);
   uint64_t greatest = 0;  // complement of a mass, which is that of the least mass
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     const int64_t number = NumberOf(draw, ring.state, i);
@@ -35,12 +62,8 @@ __global__ void SelectKernel(const Ring ring, const RingDraw draw, const TreeSha
       continue;
     }
     const uint64_t point = PointOf(draw, number, total, i, count);
-    const Hit hit = DescendWarp(ring.sums, tree, point, lane);
-    if (lane != 0) continue;
-    Resolution found;
-    Require(ResolveItem(ring, draw, hit, number, &found));
-    resolutions[i] = found;
-    greatest = Max(greatest, ~static_cast<uint64_t>(found.mass));
+    const uint64_t mass = DrawSample(ring, draw, tree, top, point, number, &resolutions[i], lane);
+    greatest = Max(greatest, ~mass);
   }
   if (!finishes) {
     // Relaxed: the next kernel reads it.
@@ -79,8 +102,9 @@ struct Values {
 __device__ void FindItems(const Table& table, const Ring& ring, const Values& values,
                           int64_t* items, int64_t thread, int64_t threads) {
   const int64_t unit = ring.rule.by_row ? kStep : kTrajectory;
-  uint64_t refused = 0, stale = 0;
-  int64_t highest = -1;
+  int refused = 0;
+  int stale = 0;
+  int highest = -1;
   for (int64_t i = thread; i < values.count; i += threads) {
     const auto bits = BitCast<uint32_t>(values.priorities[i]);
     const Resolution& r = values.resolutions[i];
@@ -90,15 +114,15 @@ __device__ void FindItems(const Table& table, const Ring& ring, const Values& va
       ++refused;
     } else if (!IsCurrent(ring.slots, ring.shape.num_slots, ring.rule.anchors, unit, update)) {
       ++stale;
-      if (r.slot >= 0) highest = Max(highest, int64_t{OrderOf(bits)});
+      if (r.slot >= 0) highest = Max(highest, static_cast<int>(OrderOf(bits)));
     } else {
       item = ItemOf(ring.slots, unit, update);
       table.Put(item, i);
     }
     items[i] = item;
   }
-  AddToCount(ring.state, kRingRefused, refused);
-  AddToCount(ring.state + kRingCounts, kStale, stale);
+  AddFewToCount(ring.state, kRingRefused, refused);
+  AddFewToCount(ring.state + kRingCounts, kStale, stale);
   RaiseCount(ring.state + kRingCounts, kHighestPriority, highest);
 }
 
@@ -107,8 +131,10 @@ __device__ void SetItems(const Table& table, const Ring& ring, const TreeShape& 
                          const Values& values, const int64_t* items, int64_t thread,
                          int64_t threads) {
   int64_t* counts = ring.state + kRingCounts;
-  uint64_t applied = 0, clamped = 0, drawable = 0;  // drawable modulo 2^64
-  int64_t highest = -1;
+  int applied = 0;
+  int clamped = 0;
+  int drawable = 0;
+  int highest = -1;
   for (int64_t i = thread; i < values.count; i += threads) {
     const int64_t item = items[i];
     if (item < 0) continue;
@@ -118,16 +144,16 @@ __device__ void SetItems(const Table& table, const Ring& ring, const TreeShape& 
     const Mass mass = MassOfPriority(priority, ring.rule.scale);
     ++applied;
     clamped += mass.clamped;
-    highest = Max(highest, int64_t{priority});
+    highest = Max(highest, static_cast<int>(priority));
     if (!is_last) continue;
     ring.sums[item] = mass.value;
     ring.priorities[item] = BitCast<float>(priority);
     AddAbove(ring.sums, tree, item, mass.value - before);
-    drawable += uint64_t{mass.value > 0} - uint64_t{before > 0};
+    drawable += static_cast<int>(mass.value > 0) - static_cast<int>(before > 0);
   }
-  AddToCount(counts, kApplied, applied);
-  AddToCount(counts, kClamped, clamped);
-  AddToCount(counts, kDrawable, drawable);
+  AddFewToCount(counts, kApplied, applied);
+  AddFewToCount(counts, kClamped, clamped);
+  AddFewToCount(counts, kDrawable, drawable);
   RaiseCount(counts, kHighestPriority, highest);
 }
 
@@ -163,11 +189,12 @@ __device__ void MendMinima(const Ring& ring, const TreeShape& tree, const int64_
 
 // One block: all of an update of few samples. `size`: of the hash table.
 __global__ void __launch_bounds__(kMostUpdaters)
-    UpdateKernel(const Ring ring, const TreeShape tree, const Values values, int64_t size) {
-  __shared__ unsigned long long words[kMostWords];
+    UpdateKernel(const Ring ring, const TreeShape tree, const Values values, int size) {
+  __shared__ uint32_t words[2 * kMostSize];
   __shared__ int64_t items[kMostUpdaters];
-  const Table table{words, words + size, static_cast<uint64_t>(size) - 1};
-  for (int64_t i = threadIdx.x; i < 2 * size; i += blockDim.x) words[i] = 0;
+  const Table table{words, words + size, static_cast<uint32_t>(size) - 1};
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * size; i += static_cast<int>(blockDim.x))
+    words[i] = 0;
   __syncthreads();
   FindItems(table, ring, values, items, threadIdx.x, blockDim.x);
   __syncthreads();
@@ -194,6 +221,8 @@ int64_t RingUpdateScratch(int64_t count) { return count + TableWords(count); }
 void RingUpdate(const Ring& ring, const Resolution* resolutions, const float* values, int64_t count,
                 int64_t* scratch, void* stream) {
   if (count == 0) return;
+  if (count > kMostIndices)
+    throw std::runtime_error("gear: an update must have fewer than 2^31 - 1 samples");
   const int64_t num_items = ring.NumItems();
   const TreeShape tree = ShapeOfTree(num_items);
   const Values given{resolutions, values, count};
@@ -201,7 +230,8 @@ void RingUpdate(const Ring& ring, const Resolution* resolutions, const float* va
     // A thread for each sample, and where minima are repaired a team for its node.
     const int threads =
         ThreadsOf(ring.minima == nullptr ? count : count * kNodeTeam, kMostUpdaters);
-    Launch("RingUpdate", UpdateKernel, 1, threads, stream, ring, tree, given, TableSize(count));
+    Launch("RingUpdate", UpdateKernel, 1, threads, stream, ring, tree, given,
+           static_cast<int>(TableSize(count)));
     return;
   }
   int64_t* items = scratch;

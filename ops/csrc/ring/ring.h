@@ -53,20 +53,26 @@ struct ScatterColumn {
   int64_t source;     // a Source of gather/gather.h
 };
 
-// The record of a draw. False, and nothing written, if its item is no step of a slot.
+// The record of a draw of an item of `mass`, in the slot `at`. False, and nothing written, if its item
+// is no step of the slot.
+GEAR_HOST_DEVICE bool ResolveItem(const Ring& ring, const RingDraw& draw, Hit hit, int64_t at,
+                                  const Slot& slot, uint64_t mass, int64_t number,
+                                  Resolution* resolution) {
+  const RingRule& rule = ring.rule;
+  if (rule.by_row) return ResolveRow(slot, at, hit.item, mass, number, resolution);
+  const int64_t anchor = ChooseAnchor(rule.anchors, rule.unit, slot.num_steps, hit.remainder,
+                                      draw.seed, static_cast<uint64_t>(number), draw.stream);
+  *resolution = ResolutionOf(slot, at, anchor, mass, number);
+  return true;
+}
+
+// The same of an item that is only known by its number.
 GEAR_HOST_DEVICE bool ResolveItem(const Ring& ring, const RingDraw& draw, Hit hit, int64_t number,
                                   Resolution* resolution) {
   if (hit.item < 0 || hit.item >= ring.NumItems()) return false;
-  const uint64_t mass = ring.sums[hit.item];
-  const RingRule& rule = ring.rule;
-  if (rule.by_row)
-    return ResolveRow(ring.slots, ring.shape.num_slots, ring.row_slots[hit.item], hit.item, mass,
-                      number, resolution);
-  const Slot& slot = ring.slots[hit.item];
-  const int64_t anchor = ChooseAnchor(rule.anchors, rule.unit, slot.num_steps, hit.remainder,
-                                      draw.seed, static_cast<uint64_t>(number), draw.stream);
-  *resolution = ResolutionOf(slot, hit.item, anchor, mass, number);
-  return true;
+  const int64_t at = ring.rule.by_row ? ring.row_slots[hit.item] : hit.item;
+  if (at < 0 || at >= ring.shape.num_slots) return false;
+  return ResolveItem(ring, draw, hit, at, ring.slots[at], ring.sums[hit.item], number, resolution);
 }
 
 // Number of sample i of the next global batch.

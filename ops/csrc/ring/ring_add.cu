@@ -14,6 +14,7 @@ namespace {
 // Threads of kernels whose amount of work is known only on the device.
 constexpr int64_t kMostThreads = 1 << 16;
 constexpr int kMostPlacers = 1024;  // threads of the block that places
+constexpr int64_t kFewestPlacers = 4 * kWarp;  // a warp for each scheduler of a multiprocessor
 // Rows that one block adds. It writes about 64 bytes a cycle, and 20 bytes a row.
 constexpr int64_t kMostAdded = 1 << 14;
 
@@ -69,22 +70,31 @@ __device__ int64_t RowsThatFit(WarpSums* sums, bool meets_end, int64_t before, i
   return found == 0 ? -1 : __shfl_sync(kAllLanes, own, __ffs(static_cast<int>(found)) - 1);
 }
 
-// Items that an add frees and that it adds, by numbers that never end.
+// Where a place lies that is less than once round a ring after another place of it.
+__device__ int64_t Round(int64_t place, int64_t size) { return place < size ? place : place - size; }
+
+// Items that an add frees and that it adds: numbers that never end, and the first items.
 struct Changes {
   int64_t freed_from, freed_to, added_from, added_to;
+  int64_t first_freed, first_added;
 };
 
-// The ring before and after an add.
+// The ring before and after an add. oldest: number of the first row of `tail`
 struct Advanced {
-  int64_t old_head, old_next, tail, oldest, head,
-      next;  // oldest: number of the first row of `tail`
+  int64_t old_head, old_next, tail, oldest, head, next;
+  int64_t head_row, next_slot, tail_slot;  // places of the first three in their rings
 };
 
 __device__ Changes ChangesOf(const Ring& ring, const Advanced& to, int64_t stays) {
-  if (!ring.rule.by_row) return {to.tail, stays, to.old_next, to.next};
-  const int64_t begin =
-      stays < to.old_next ? ring.begins[stays % ring.shape.num_slots] : to.old_head;
-  return {to.oldest, begin, to.old_head, to.head};
+  const RingShape& shape = ring.shape;
+  if (!ring.rule.by_row)
+    return {to.tail, stays, to.old_next, to.next, to.tail_slot, to.next_slot};
+  // At most as many are stored as there are slots.
+  const int64_t begin = stays < to.old_next
+                            ? ring.begins[Round(to.tail_slot + stays - to.tail, shape.num_slots)]
+                            : to.old_head;
+  const int64_t first_freed = to.oldest == to.old_head ? to.head_row : to.oldest % shape.num_rows;
+  return {to.oldest, begin, to.old_head, to.head, first_freed, to.head_row};
 }
 
 // By one thread: the state after an add.
@@ -98,10 +108,17 @@ __device__ Advanced Place(const Ring& ring, const int64_t* lengths, int64_t coun
   const RingShape& shape = ring.shape;
   const int lane = LaneOfWarp(), warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t* state = ring.state;
-  Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0, 0};
+  Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0, 0, 0, 0, 0};
+  // One division for three remainders: a lane for each.
+  const int64_t number = lane == 0 ? to.old_head : lane == 1 ? to.old_next : to.tail;
+  const int64_t place = number % (lane == 0 ? shape.num_rows : shape.num_slots);
+  to.head_row = __shfl_sync(kAllLanes, place, 0);
+  to.next_slot = __shfl_sync(kAllLanes, place, 1);
+  to.tail_slot = __shfl_sync(kAllLanes, place, 2);
   // Used after the scan: it is under way meanwhile.
-  to.oldest = to.tail < to.old_next ? ring.begins[to.tail % shape.num_slots] : to.old_head;
+  to.oldest = to.tail < to.old_next ? ring.begins[to.tail_slot] : to.old_head;
   int64_t head = to.old_head, next = to.old_next;
+  int64_t at = to.head_row;  // of `head`
   uint64_t refused = 0;
   for (int64_t first = 0; first < count; first += blockDim.x) {
     const int64_t i = first + threadIdx.x;
@@ -117,7 +134,6 @@ __device__ Advanced Place(const Ring& ring, const int64_t* lengths, int64_t coun
     __syncthreads();
     const auto [before, all] = SumOverWarps(sums->rows, in_warp, lane);
     const BlockSum ids = SumOverWarps(sums->coming, __popc(coming & ((1u << lane) - 1)), lane);
-    const int64_t at = head % shape.num_rows;
     // Among trajectories that fit into the ring together, at most one crosses its end: it and those
     // after it begin at row 0 of the ring.
     const bool meets_end = comes && at + before + rows > shape.num_rows;
@@ -128,12 +144,15 @@ __device__ Advanced Place(const Ring& ring, const int64_t* lengths, int64_t coun
       placed[i] = {-1, 0, 0, -1, 0};
       if (comes) {
         const int64_t id = next + ids.before;
-        placed[i] = {id % shape.num_slots, is_beyond ? before - fit : at + before, steps, id,
+        // At most as many are added as there are slots.
+        placed[i] = {Round(to.next_slot + id - to.old_next, shape.num_slots),
+                     is_beyond ? before - fit : at + before, steps, id,
                      head + before + (is_beyond ? left_out : 0)};
       }
     }
     next += ids.all;
     head += all + left_out;
+    at = Round(at + all + left_out, shape.num_rows);
   }
   AddToCount(ring.state, kRingRefused, refused);
   to.head = head, to.next = next;
@@ -157,26 +176,55 @@ __global__ void __launch_bounds__(kMostPlacers)
   SetPlaced(state, to, stays);
 }
 
-__device__ Changes ChangesOf(const int64_t* state) {
-  return {state[kRingFreedFrom], state[kRingFreedTo], state[kRingAddedFrom], state[kRingAddedTo]};
+__device__ Changes ChangesOf(const int64_t* state, int64_t num_items) {
+  const int64_t freed = state[kRingFreedFrom], added = state[kRingAddedFrom];
+  return {freed, state[kRingFreedTo], added, state[kRingAddedTo], freed % num_items,
+          added % num_items};
 }
 
 // Clears a trajectory that is evicted. Returns its steps.
-__device__ uint64_t ClearSlot(const Ring& ring, int64_t id) {
-  Slot& slot = ring.slots[id % ring.shape.num_slots];
+__device__ uint64_t ClearSlot(const Ring& ring, int64_t at) {
+  Slot& slot = ring.slots[at];
   slot.state = 0;
   return static_cast<uint64_t>(slot.num_steps);
 }
 
-// Clears the masses of the freed items.
-__device__ void ClearItems(const Ring& ring, const Changes& changes, int64_t num_items,
-                           int64_t thread, int64_t threads) {
+// Adds what leaves have changed by, modulo 2^64, to the sums above: those of a warp that share a node
+// are added first, most often all. Sums are integers, so their order does not matter. All lanes of the
+// warp take part; a change of 0 is none.
+__device__ void AddDifferences(const Ring& ring, const TreeShape& tree, int64_t item,
+                               uint64_t change) {
+  const int lane = LaneOfWarp();
+  unsigned left = __ballot_sync(kAllLanes, change != 0);
+  while (left != 0) {  // alike in all lanes
+    const int64_t node = item >> kFanOutBits;
+    const int64_t shared = __shfl_sync(kAllLanes, node, __ffs(static_cast<int>(left)) - 1);
+    const bool is_of_it = change != 0 && node == shared;
+    const uint64_t sum = __shfl_sync(kAllLanes, SumOfWarp(is_of_it ? change : 0), 0);
+    const int level = lane + 1;  // a lane for each
+    if (level < tree.levels && sum != 0)
+      AtomicAdd(&ring.sums[tree.offset[level] + (shared >> (lane * kFanOutBits))], sum);
+    left &= ~__ballot_sync(kAllLanes, is_of_it);
+  }
+}
+
+// Clears the masses of the freed items. `tree`: the sums above are changed too, or null.
+__device__ void ClearItems(const Ring& ring, const Changes& changes, const TreeShape* tree,
+                           int64_t num_items, int64_t thread, int64_t threads) {
   uint64_t drawable = 0;  // modulo 2^64
-  for (int64_t i = changes.freed_from + thread; i < changes.freed_to; i += threads) {
-    const int64_t item = i % num_items;
-    drawable -= uint64_t{ring.sums[item] > 0};
-    ring.sums[item] = 0;
-    if (ring.priorities != nullptr) ring.priorities[item] = 0;
+  const int64_t count = changes.freed_to - changes.freed_from;
+  const int lane = static_cast<int>(thread % kWarp);
+  for (int64_t first = thread - lane; first < count; first += threads) {
+    const int64_t i = first + lane;
+    const int64_t item = i < count ? Round(changes.first_freed + i, num_items) : 0;
+    uint64_t before = 0;
+    if (i < count) {
+      before = ring.sums[item];
+      ring.sums[item] = 0;
+      if (ring.priorities != nullptr) ring.priorities[item] = 0;
+    }
+    drawable -= uint64_t{before > 0};
+    if (tree != nullptr) AddDifferences(ring, *tree, item, -before);
   }
   AddToCount(ring.state + kRingCounts, kDrawable, drawable);
 }
@@ -186,9 +234,10 @@ __global__ void ClearKernel(const Ring ring, int64_t num_items) {
   const int64_t from = ring.state[kRingEvictedFrom], to = ring.state[kRingEvictedTo];
   uint64_t steps = 0;  // modulo 2^64
   for (int64_t id = from + GlobalThread(); id < to; id += GlobalThreads())
-    steps -= ClearSlot(ring, id);
+    steps -= ClearSlot(ring, id % ring.shape.num_slots);
   AddToCount(ring.state, kRingSteps, steps);
-  ClearItems(ring, ChangesOf(ring.state), num_items, GlobalThread(), GlobalThreads());
+  ClearItems(ring, ChangesOf(ring.state, num_items), nullptr, num_items, GlobalThread(),
+             GlobalThreads());
 }
 
 // Returns whether the item can be drawn.
@@ -198,35 +247,54 @@ __device__ uint64_t SetNew(const Ring& ring, int64_t item, uint64_t mass, uint32
   return uint64_t{mass > 0};
 }
 
-// Sets slots and items of the added trajectories: a team of lanes for each. `team`: a power of two,
-// at most a warp.
-__device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, int64_t initial,
-                     int team, int64_t thread, int64_t threads) {
+// The priority of new items, and its mass.
+struct Initial {
+  uint64_t mass;
+  uint32_t priority;
+};
+
+__device__ Initial InitialOf(const Ring& ring, int64_t initial) {
+  const auto priority = static_cast<uint32_t>(initial < 0 ? ring.state[kRingInitial] : initial);
+  if (!ring.rule.has_priorities) return {0, priority};
+  return {MassOfPriority(priority, ring.rule.scale).value, priority};
+}
+
+// Sets slots and items of the added trajectories: a team of 2^`bits` lanes for each, at most a warp.
+// `tree`: the sums above are changed too, from masses that were 0, or null.
+__device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, Initial first,
+                     const TreeShape* tree, int bits, int64_t thread, int64_t threads) {
   const RingRule& rule = ring.rule;
-  const int64_t lane = thread % team;
+  const int team = 1 << bits;
+  const int lane = static_cast<int>(thread) & (team - 1);
   int64_t* state = ring.state;
-  const auto priority = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
-  const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.scale).value : 0;
   uint64_t steps = 0, drawable = 0;
-  for (int64_t i = thread / team; i < count; i += threads / team) {
-    const Placed place = placed[i];
-    if (place.slot < 0) continue;
-    if (lane == 0) {
+  const auto set = [&](int64_t item, uint64_t mass, bool is_one) {
+    if (is_one) drawable += SetNew(ring, item, mass, first.priority);
+    if (tree != nullptr) AddDifferences(ring, *tree, item, is_one ? mass : 0);
+  };
+  const int64_t of_warp = thread / kWarp << (kWarpBits - bits);  // first trajectory of the warp
+  const int own = static_cast<int>(thread % kWarp) >> bits;
+  for (int64_t begin = of_warp; begin < count; begin += threads >> bits) {
+    const int64_t i = begin + own;
+    const Placed place = i < count ? placed[i] : Placed{-1, 0, 0, -1, 0};
+    const bool is_added = place.slot >= 0;
+    if (is_added && lane == 0) {
       ring.slots[place.slot] = SlotOfPlaced(ring.shape, place, state[kRingBatch]);
       ring.begins[place.slot] = place.begin;
       steps += static_cast<uint64_t>(place.num_steps);
-      if (!rule.by_row) {
-        const auto own =
-            static_cast<uint64_t>(MassOfSlot(rule.anchors, rule.unit, place.num_steps));
-        drawable += SetNew(ring, place.slot, rule.has_priorities && own > 0 ? mass : own, priority);
-      }
     }
-    if (!rule.by_row) continue;
-    for (int64_t step = lane; step < place.num_steps; step += team) {
+    if (!rule.by_row) {
+      const auto mass = static_cast<uint64_t>(MassOfSlot(rule.anchors, rule.unit, place.num_steps));
+      set(place.slot, rule.has_priorities && mass > 0 ? first.mass : mass, is_added && lane == 0);
+      continue;
+    }
+    for (int64_t step = lane; __ballot_sync(kAllLanes, is_added && step < place.num_steps) != 0;
+         step += team) {
+      const bool is_step = is_added && step < place.num_steps;
       const int64_t row = place.first_row + step;
-      ring.row_slots[row] = static_cast<int32_t>(place.slot);
-      const bool is_anchor = IsAnchor(rule.anchors, place.num_steps, step);
-      drawable += SetNew(ring, row, is_anchor ? mass : 0, priority);
+      if (is_step) ring.row_slots[row] = static_cast<int32_t>(place.slot);
+      const bool is_anchor = is_step && IsAnchor(rule.anchors, place.num_steps, step);
+      set(row, is_anchor ? first.mass : 0, is_step);
     }
   }
   AddToCount(state, kRingSteps, steps);
@@ -234,8 +302,9 @@ __device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, int6
 }
 
 __global__ void FillKernel(const Ring ring, const Placed* __restrict__ placed, int64_t count,
-                           int64_t initial, int team) {
-  Fill(ring, placed, count, initial, team, GlobalThread(), GlobalThreads());
+                           int64_t initial, int bits) {
+  Fill(ring, placed, count, InitialOf(ring, initial), nullptr, bits, GlobalThread(),
+       GlobalThreads());
 }
 
 // The nodes of a level above a run of items, which may go on at item 0 after the last one.
@@ -247,11 +316,12 @@ struct NodeRun {
   }
 };
 
-__device__ NodeRun NodesAbove(int64_t from, int64_t to, int64_t num_items, int shift) {
+// Above `count` items from `first` on.
+__device__ NodeRun NodesAbove(int64_t first, int64_t count, int64_t num_items, int shift) {
   const int64_t num_nodes = ((num_items - 1) >> shift) + 1;
-  if (from >= to) return {0, 0, num_nodes};
-  if (to - from >= num_items) return {0, num_nodes, num_nodes};
-  const int64_t first = from % num_items, last = first + (to - from) - 1;
+  if (count <= 0) return {0, 0, num_nodes};
+  if (count >= num_items) return {0, num_nodes, num_nodes};
+  const int64_t last = first + count - 1;
   const int64_t node = first >> shift;
   if (last < num_items) return {node, (last >> shift) - node + 1, num_nodes};
   return {node, num_nodes - node + ((last - num_items) >> shift) + 1, num_nodes};
@@ -265,8 +335,10 @@ __device__ void Mend(const Ring& ring, const TreeShape& tree, int level, int64_t
   const uint64_t* below = ring.sums + tree.offset[level - 1];
   const uint64_t* least_below =
       ring.minima == nullptr ? nullptr : MinimaLevel(ring.sums, ring.minima, tree, level - 1);
-  const NodeRun freed = NodesAbove(changes.freed_from, changes.freed_to, num_items, shift);
-  const NodeRun added = NodesAbove(changes.added_from, changes.added_to, num_items, shift);
+  const NodeRun freed = NodesAbove(changes.first_freed, changes.freed_to - changes.freed_from,
+                                   num_items, shift);
+  const NodeRun added = NodesAbove(changes.first_added, changes.added_to - changes.added_from,
+                                   num_items, shift);
   ForEachNode(freed.count + added.count, thread, threads, [&](int64_t k) {
     const bool is_one = k >= 0;
     const int64_t node = !is_one ? 0 : k < freed.count ? freed[k] : added[k - freed.count];
@@ -280,7 +352,8 @@ __device__ void Mend(const Ring& ring, const TreeShape& tree, int level, int64_t
 }
 
 __global__ void MendKernel(const Ring ring, const TreeShape tree, int level, int64_t num_items) {
-  Mend(ring, tree, level, num_items, ChangesOf(ring.state), GlobalThread(), GlobalThreads());
+  Mend(ring, tree, level, num_items, ChangesOf(ring.state, num_items), GlobalThread(),
+       GlobalThreads());
 }
 
 // By one block: clears the trajectories that are evicted, a thread for each. Returns the first one
@@ -293,8 +366,9 @@ __device__ int64_t Evict(const Ring& ring, const Advanced& to, WarpSums* sums) {
   uint64_t steps = 0;  // modulo 2^64
   int64_t evicted = 0;
   for (int64_t id = to.tail + threadIdx.x; id < end; id += blockDim.x) {
-    if (!IsEvicted(ring.shape, id, ring.begins[id % ring.shape.num_slots], to.head, to.next)) break;
-    steps -= ClearSlot(ring, id);
+    const int64_t at = Round(to.tail_slot + id - to.tail, ring.shape.num_slots);
+    if (!IsEvicted(ring.shape, id, ring.begins[at], to.head, to.next)) break;
+    steps -= ClearSlot(ring, at);
     ++evicted;
   }
   AddToCount(ring.state, kRingSteps, steps);
@@ -304,12 +378,16 @@ __device__ int64_t Evict(const Ring& ring, const Advanced& to, WarpSums* sums) {
   return to.tail + SumOverWarps(sums->coming, 0, LaneOfWarp()).all;
 }
 
-// One block: all of an add of few rows.
+// One block: all of an add of few rows. Without minima the sums get the differences of their leaves,
+// which nothing waits for; with them, each level is made of the one below.
 __global__ void __launch_bounds__(kMostPlacers)
-    AddKernel(const Ring ring, const TreeShape tree, const int64_t* __restrict__ lengths,
-              int64_t count, int64_t initial, int team, int64_t num_items, Placed* placed) {
+    AddKernel(const Ring ring, const __grid_constant__ TreeShape tree,
+              const int64_t* __restrict__ lengths, int64_t count, int64_t initial, int bits,
+              int64_t num_items, Placed* placed) {
   __shared__ WarpSums sums;
   __shared__ Changes changes;  // not in registers, of which the tree needs all
+  __shared__ Initial first;
+  const bool by_differences = ring.minima == nullptr;
   const Advanced to = Place(ring, lengths, count, placed, &sums);
   __syncthreads();  // the sums are read above
   const int64_t stays = Evict(ring, to, &sums);
@@ -318,9 +396,14 @@ __global__ void __launch_bounds__(kMostPlacers)
     changes = own;
     SetPlaced(ring.state, to, stays);  // barriers ago all have read it
   }
-  ClearItems(ring, own, num_items, threadIdx.x, blockDim.x);
+  if (threadIdx.x / kWarp == blockDim.x / kWarp - 1) {  // one warp, which most often clears nothing
+    const Initial of_add = InitialOf(ring, initial);
+    if (LaneOfWarp() == 0) first = of_add;
+  }
+  ClearItems(ring, own, by_differences ? &tree : nullptr, num_items, threadIdx.x, blockDim.x);
   __syncthreads();  // what is cleared may be added again; begins are read above
-  Fill(ring, placed, count, initial, team, threadIdx.x, blockDim.x);
+  Fill(ring, placed, count, first, by_differences ? &tree : nullptr, bits, threadIdx.x, blockDim.x);
+  if (by_differences) return;
   for (int level = 1; level < tree.levels; ++level) {
     __syncthreads();  // the level below is complete
     Mend(ring, tree, level, num_items, changes, threadIdx.x, blockDim.x);
@@ -335,11 +418,14 @@ void RingAdd(const Ring& ring, const int64_t* lengths, int64_t count, int64_t in
   const int64_t num_items = ring.NumItems();
   const TreeShape tree = ShapeOfTree(num_items);
   // Lanes of a trajectory: one for each of its items, at most a warp.
-  int team = 1;
-  while (ring.rule.by_row && team < kWarp && team < ring.shape.most_steps) team *= 2;
+  const int64_t items = ring.rule.by_row ? ring.shape.most_steps : 1;
+  int bits = 0;
+  while (bits < kWarpBits && int64_t{1} << bits < items) ++bits;
   if (count <= kMostPlacers &&
       count * (ring.shape.most_steps + ring.shape.final_row) <= kMostAdded) {
-    Launch("RingAdd", AddKernel, 1, kMostPlacers, stream, ring, tree, lengths, count, initial, team,
+    // No more warps than have work, because each executes the whole kernel.
+    const int threads = ThreadsOf(Max(count * items, kFewestPlacers), kMostPlacers);
+    Launch("RingAdd", AddKernel, 1, threads, stream, ring, tree, lengths, count, initial, bits,
            num_items, placed);
     return;
   }
@@ -347,8 +433,8 @@ void RingAdd(const Ring& ring, const int64_t* lengths, int64_t count, int64_t in
   Launch("RingAdd", PlaceKernel, 1, placers, stream, ring, lengths, count, placed);
   const int64_t most = Min(Max(num_items, ring.shape.num_slots), kMostThreads);
   Launch("RingAdd", ClearKernel, Blocks(most), kThreads, stream, ring, num_items);
-  Launch("RingAdd", FillKernel, Blocks(count * team), kThreads, stream, ring, placed, count,
-         initial, team);
+  Launch("RingAdd", FillKernel, Blocks(count << bits), kThreads, stream, ring, placed, count,
+         initial, bits);
   for (int level = 1; level < tree.levels; ++level) {
     const int64_t nodes = Min(tree.width[level] * kNodeTeam, kMostThreads);
     Launch("RingAdd", MendKernel, Blocks(nodes), kThreads, stream, ring, tree, level, num_items);

@@ -5,21 +5,63 @@
 
 namespace gear::cuda {
 
+// Nodes that a warp has loaded, a lane for each: its own, and the sum of those of the lanes before.
+struct NodesOfWarp {
+  uint64_t own, before;
+};
+
+__device__ inline NodesOfWarp LoadNodes(const uint64_t* __restrict__ sums, const TreeShape& shape,
+                                        int level, int64_t parent, int lane) {
+  const uint64_t own = sums[shape.offset[level] + parent * kFanOut + lane];
+  return {own, SumBefore(own, lane)};
+}
+
+// The top level.
+__device__ inline NodesOfWarp LoadTop(const uint64_t* __restrict__ sums, const TreeShape& shape,
+                                      int lane) {
+  return LoadNodes(sums, shape, shape.levels - 1, 0, lane);
+}
+
+// The sum of all masses, in every lane.
+__device__ inline uint64_t TotalOf(const NodesOfWarp& top) {
+  return __shfl_sync(kAllLanes, top.before + top.own, kWarp - 1);
+}
+
+// The child that a coordinate hits, which becomes what remains of it.
+__device__ inline int ChildOf(const NodesOfWarp& nodes, uint64_t* coordinate) {
+  // The last child takes what no other holds, as in Descend.
+  const unsigned holds = __ballot_sync(kAllLanes, *coordinate < nodes.before + nodes.own) |
+                         (1u << (kFanOut - 1));
+  const int child = __ffs(static_cast<int>(holds)) - 1;
+  *coordinate -= __shfl_sync(kAllLanes, nodes.before, child);
+  return child;
+}
+
+struct WarpHit {
+  Hit hit;
+  uint64_t mass;  // of its item
+  int64_t slot;   // of its row, where items are rows; else the item
+};
+
 // Descend by a warp: a lane for each child, so that a level is one read of 256 bytes and a scan.
-__device__ inline Hit DescendWarp(const uint64_t* __restrict__ sums, const TreeShape& shape,
-                                  uint64_t coordinate, int lane) {
+// `row_slots`: [num_items], or null; those of a node's rows are loaded with their masses.
+__device__ inline WarpHit DescendWarp(const uint64_t* __restrict__ sums, const TreeShape& shape,
+                                      NodesOfWarp nodes, uint64_t coordinate,
+                                      const int32_t* __restrict__ row_slots, int64_t num_items,
+                                      int lane) {
   int64_t node = 0;
-  for (int level = shape.levels - 1; level >= 0; --level) {
-    const uint64_t own = sums[shape.offset[level] + node * kFanOut + lane];
-    const uint64_t before = SumBefore(own, lane);
-    // The last child takes what no other holds, as in Descend.
-    const unsigned holds =
-        __ballot_sync(kAllLanes, coordinate < before + own) | (1u << (kFanOut - 1));
-    const int child = __ffs(static_cast<int>(holds)) - 1;
-    coordinate -= __shfl_sync(kAllLanes, before, child);
-    node = node * kFanOut + child;
+  for (int level = shape.levels - 1; level > 0; --level) {
+    node = node * kFanOut + ChildOf(nodes, &coordinate);
+    nodes = LoadNodes(sums, shape, level - 1, node, lane);
   }
-  return {node, coordinate};
+  const int64_t leaf = node * kFanOut + lane;
+  const int32_t slot = row_slots != nullptr && leaf < num_items ? row_slots[leaf] : -1;
+  const int child = ChildOf(nodes, &coordinate);
+  const int64_t item = node * kFanOut + child;
+  const uint64_t mass = __shfl_sync(kAllLanes, nodes.own, child);
+  return {{item, coordinate},
+          mass,
+          row_slots == nullptr ? item : int64_t{__shfl_sync(kAllLanes, slot, child)}};
 }
 
 // The sum of all masses, in every lane.

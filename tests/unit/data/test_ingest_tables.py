@@ -113,6 +113,40 @@ def test_several_tables_have_room_for_the_longest_text(tmp_path: Path) -> None:
     assert len(Dataset.open(tmp_path / "out")) == 3
 
 
+def test_episode_ids_of_several_tables_stand_for_one_episode_each(tmp_path: Path) -> None:
+    """Shards of one data set keep their ids; appending gives what one ingest gives."""
+    ids = {"a": [0, 1, 2], "b": [1, 0], "c": [7, 3], "d": [5, 9]}
+    for name, numbers in ids.items():
+        rows = [
+            {"episode_index": n, "reward": 1.0, "action": [n, n]} for n in numbers for _ in "12"
+        ]
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    sources = [tmp_path / f"{name}.jsonl" for name in ids]
+    data = ingest(sources, tmp_path / "out")
+    assert data.columns["episode_index"].tolist() == [0, 1, 2, 3, 4, 7, 5, 6, 9]
+    grown = ingest(sources[:1], tmp_path / "grown")
+    for source in sources[1:]:
+        grown = ingest([source], tmp_path / "grown", append=True)
+    assert grown.fingerprint == data.fingerprint
+
+
+def test_episode_ids_that_a_dtype_has_no_free_number_for_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    steps = {"reward": np.ones(400, np.float32), "action": np.ones(400, np.float32)}
+    ids = np.arange(200, dtype=np.uint8).repeat(2)
+    sources = [str(tmp_path / f"{name}.parquet") for name in "ab"]
+    for source in sources:
+        parquet.write_table(arrow.table({"episode_index": ids, **steps}), source)
+    refused = "b.parquet: episode 56: episode_index must have a free number.*256 in place of 56"
+    with pytest.raises(DataError, match=refused):
+        run_command(command, *sources, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    options = ["--columns", "!episode_index"]
+    assert run_command(command, *sources, str(tmp_path / "out"), *options) == 0
+    assert len(Dataset.open(tmp_path / "out")) == 400
+
+
 def step_rows() -> Iterator[dict[str, Any]]:
     for number, row in enumerate(episodes()):
         for step in range(LENGTHS[number]):

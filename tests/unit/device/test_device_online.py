@@ -2,6 +2,7 @@
 it.
 """
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from ring_cases import (
 )
 
 from deepspeed_gear import DeviceReplay
-from deepspeed_gear.errors import DataError, SchemaError, ShapeError, StoreError
+from deepspeed_gear.device.ring_table import RingTable, RingTableSpec
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.records import RingState, Slot
 
 
@@ -252,3 +254,33 @@ def test_steps_that_follow_a_removed_open_trajectory_are_another() -> None:
         batch = replay.sample()
         assert set(batch.trajectory_id.tolist()) == {1, 2}
         assert batch["action"][batch.trajectory_id == 2, 0].min() == 2
+
+
+@pytest.mark.parametrize("steps", [1, 4, 6])
+def test_an_add_is_launched_by_the_steps_that_it_brings(steps: int) -> None:
+    """Not by the longest that the table admits, which would be many kernels for few rows."""
+    with DeviceReplay(online(), "cpu") as replay:
+        table = replay.table
+        shapes = []
+
+        def ring_add_(*given: Any) -> None:
+            shapes.append(given[-5])
+            plain.ring_add_(*given)
+
+        plain = table.ops
+        table.ops = dataclasses.replace(plain, ring_add_=ring_add_)
+        replay.add_(trajectories(2, steps))
+        assert shapes == [[*table.shape[:3], steps]]
+        assert table.shape[3] == 6
+        assert replay.num_steps == 2 * steps
+
+
+@pytest.mark.parametrize("what", ["rows", "slots"])
+def test_more_rows_or_slots_than_32_bits_number_are_refused(what: str) -> None:
+    """Before their memory is asked for."""
+    with DeviceReplay(online(), "cpu") as replay:
+        table = replay.table
+        spec = RingTableSpec(table.schema, 100, 10, 6, table.items, False)
+        refused = dataclasses.replace(spec, **{f"num_{what}": 1 << 31})
+        with pytest.raises(ConfigError, match=f"{what} must be at most 2147483646.*lower cap"):
+            RingTable(refused, table.ops, torch.device("cpu"))

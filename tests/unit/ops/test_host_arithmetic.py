@@ -420,6 +420,7 @@ def test_python_repeats_the_headers_numbers() -> None:
         "kMassBits": constants.MASS_BITS,
         "kMostMassBits": constants.MOST_MASS_BITS,
         "kMostTotalBits": constants.MOST_TOTAL_BITS,
+        "kMostIndices": constants.MOST_INDICES,
     }
     assert {name: named.get(name) for name in expected} == expected
     assert "kMostSteps = int64_t{1} << 40;" in text
