@@ -21,6 +21,7 @@ from device_peers.interface import (
     BOTH,
     CAPTURED,
     COMPILED,
+    EPOCHS,
     SAMPLE,
     UPDATE,
     Call,
@@ -75,6 +76,10 @@ class TorchTable(Table):
         self.add()
         self.sample()
 
+    def epochs(self) -> None:
+        for _ in self.minibatches():
+            pass
+
     def all_three(self) -> None:
         self.add()
         self.sample()
@@ -89,6 +94,7 @@ class TorchTable(Table):
             UPDATE: self.update,
             ADD_AND_SAMPLE: self.add_and_sample,
             ALL: self.all_three,
+            EPOCHS: self.epochs,
         }
         call = calls[work]
         if form in (COMPILED, BOTH):
