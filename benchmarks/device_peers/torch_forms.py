@@ -88,6 +88,8 @@ class TorchTable(Table):
     def made(self, form: str, work: str) -> Call:
         if form in self.not_offered:
             raise NotOfferedError(self.not_offered[form])
+        if work == EPOCHS and form in (COMPILED, BOTH):
+            raise NotOfferedError  # a compiler leaves out minibatches that no learner reads
         calls: dict[str, Call] = {
             ADD: self.add,
             SAMPLE: self.sample,

@@ -92,7 +92,7 @@ def ring_epoch_(
     resolutions.zero_()
     resolutions[:, [Resolution.ID, Resolution.SLOT]] = Resolution.NO_SAMPLE
     resolutions[:, Resolution.SAMPLE_NUMBER] = numbers
-    for turn in turns.unique().tolist() if plan.size else ():
+    for turn in sorted(set(turns.tolist())) if plan.size else ():
         which = (turns == turn).nonzero()[:, 0]
         index = at[which] - turn * plan.size
         least = int(index[0])

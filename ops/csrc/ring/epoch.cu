@@ -35,8 +35,8 @@ __device__ Hit DescendAlone(const uint64_t* __restrict__ sums, const TreeShape& 
 
 // The last block advances the state.
 __global__ void EpochKernel(const Ring ring, const EpochDraw draw, const TreeShape tree,
-                            int64_t count, Resolution* __restrict__ resolutions,
-                            int64_t* __restrict__ epochs) {
+                            int64_t count, const Faults faults,
+                            Resolution* __restrict__ resolutions, int64_t* __restrict__ epochs) {
   const uint64_t total = TotalOfWarp(ring.sums, tree, LaneOfWarp());
   const cpu::EpochPlan plan = cpu::PlanEpoch(draw, ring.state, total, count);
   const cpu::EqualMasses equal = cpu::EqualMassesOf(ring, total);
@@ -47,7 +47,8 @@ __global__ void EpochKernel(const Ring ring, const EpochDraw draw, const TreeSha
       const uint64_t coordinate = cpu::CoordinateOfEpoch(draw, sample, plan.size);
       const Hit hit = equal.mass > 0 ? cpu::HitOf(equal, coordinate)
                                      : DescendAlone(ring.sums, tree, coordinate);
-      Require(ResolveItem(ring, draw.base, hit, sample.number, &found));
+      faults.Require(ResolveItem(ring, draw.base, hit, sample.number, &found), kEpochItem,
+                     hit.item);
     }
     resolutions[i] = found;
     epochs[i] = sample.epoch;
@@ -62,7 +63,7 @@ void RingEpoch(const Ring& ring, const EpochDraw& draw, int64_t count, Resolutio
                int64_t* epochs, void* stream) {
   if (count == 0) return;
   Launch("RingEpoch", EpochKernel, Blocks(count), kThreads, stream, ring, draw,
-         ShapeOfTree(ring.NumItems()), count, resolutions, epochs);
+         ShapeOfTree(ring.NumItems()), count, FaultsOfProcess(), resolutions, epochs);
 }
 
 }  // namespace gear::cuda
