@@ -62,6 +62,7 @@ class ItemRule:
     # Float32 bits of the first priority; HIGHEST_SO_FAR stands for 1 until a higher one was set.
     initial: int = HIGHEST_SO_FAR
     most_bits: int = MOST_MASS_BITS  # log2 of the largest mass
+    by_epoch: bool = False  # batches are those of epochs, every item once in each
 
     @classmethod
     def of(cls, spec: StreamSpec) -> ItemRule:
@@ -70,7 +71,7 @@ class ItemRule:
         unit = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit]
         anchors = rule.anchors.as_list()
         if priorities is None:
-            return cls(False, False, False, anchors, unit)
+            return cls(False, False, False, anchors, unit, by_epoch=spec.sampler.walks)
         alpha = int(priorities.alpha(0) * ONE_Q62)
         initial = HIGHEST_SO_FAR
         if priorities.initial is not None:
@@ -387,7 +388,11 @@ class RingTable:
         """Remove trajectories from sampling, where they are stored; rows stay until evicted."""
         unit = MassUnit.STEP if self.items.by_row else MassUnit.TRAJECTORY
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
-        self.ops.ring_remove_(*known, torch.empty_like(ids), ids.contiguous(), self.shape, unit)
+        removed = torch.empty_like(ids)
+        self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
+        if self.items.by_epoch:
+            # Later additions may bring the steps back to what they were when the epoch was drawn.
+            self.state[RingState.EPOCH_STEPS].masked_fill_((removed >= 0).any(), -1)
 
     def add_steps_(
         self,
@@ -472,6 +477,11 @@ class RingTable:
                 "priorities_ignored": counts[UpdateCount.STALE],
                 "priorities_clamped": counts[UpdateCount.CLAMPED],
                 "items": counts[UpdateCount.DRAWABLE],
+            }
+        if self.items.by_epoch:
+            statistics |= {
+                "epochs_begun": state[RingState.EPOCH] + int(state[RingState.EPOCH_SIZE] > 0),
+                "epochs_cut": state[RingState.EPOCHS_CUT],
             }
         return statistics
 

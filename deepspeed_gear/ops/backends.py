@@ -78,6 +78,7 @@ class Ops:
     ring_select_: Op
     ring_select_limited_: Op
     ring_top_k_: Op
+    ring_epoch_: Op
     ring_update_: Op
     scatter_: Op
     native: ModuleType

@@ -79,6 +79,16 @@ def _limited() -> Case:
     return "ring_select_limited_", (ring.state, *ring.batch(1), *known, *how), name
 
 
+def _epoch() -> Case:
+    ring = Ring(REFERENCE, 99, 9, 0, 5, MassUnit.STEP, ALL_ANCHORS, False)
+    ring.add([1])
+    ring.sums[9] = ring.sums[0]  # of no slot
+    ring.sums[0] = 0
+    known = ring.slots, ring.sums, ring.rule, ring.shape, [1, 2, 1, 0, 0, 0], ring.unit
+    name = "ring_epoch_: slots[9] must have a trajectory where sums has a mass; change"
+    return "ring_epoch_", (ring.state, ring.zeros(1, 8), ring.zeros(1), *known), name
+
+
 def _top_k(change: Callable[[Ring], object], index: int, rule: str) -> Case:
     ring = _ring(MassUnit.STEP)
     change(ring)
@@ -112,6 +122,7 @@ FAULTS: dict[str, Callable[[], Case]] = {
         _set("slots", 0, Slot.FIRST_ROW, value=50), "must be the slot that the row belongs to"
     ),
     "ring_select_limited_": _limited,
+    "ring_epoch_": _epoch,
     "ring_top_k_ oldest": lambda: _top_k(
         _set("slots", 0, Slot.FIRST_ROW, value=-3), -3, "must be the oldest stored item"
     ),

@@ -17,7 +17,7 @@ from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
 from deepspeed_gear.ops.constants import ONE_Q62, tree_levels, tree_size
 from deepspeed_gear.ops.records import MassUnit, Resolution, RowSample, SlotState
-from deepspeed_gear.ops.reference import gather, priorities, returns, ring_table, select
+from deepspeed_gear.ops.reference import epochs, gather, priorities, returns, ring_table, select
 
 SIZES = (0, 1, 7, 33)
 NUM_ITEMS = (0, 1, 7, 31, 32, 33, 1023, 1024, 1025, 33000)
@@ -30,7 +30,7 @@ _PACKED_WORDS = 4
 
 # ---- the reference -------------------------------------------------------------------------------
 
-MEANING = ChainMap(*map(vars, (gather, priorities, returns, ring_table, select)))
+MEANING = ChainMap(*map(vars, (epochs, gather, priorities, returns, ring_table, select)))
 #: Message codecs and the packing heuristic exist once, in C++: their tests are round trips and
 #: invariants.
 WITHOUT_REFERENCE = frozenset(OP_NAMES) - MEANING.keys()

@@ -37,6 +37,8 @@ namespace gear::cuda {
         GEAR_TABLE_REMEDY) \
   FAULT(kLimitedItem, "ring_select_limited_", "slots", "must have a trajectory where sums has a mass", \
         GEAR_TABLE_REMEDY) \
+  FAULT(kEpochItem, "ring_epoch_", "slots", "must have a trajectory where sums has a mass", \
+        GEAR_TABLE_REMEDY) \
   FAULT(kTopKOldest, "ring_top_k_", "items", "must be the oldest stored item", GEAR_TABLE_REMEDY) \
   FAULT(kTopKItem, "ring_top_k_", "items", "must be a step of a stored trajectory", \
         GEAR_TABLE_REMEDY) \
