@@ -23,6 +23,7 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
+from deepspeed_gear.data.ingest.row_images import RowImages
 from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
@@ -65,7 +66,13 @@ class TableReader(Reader):
     """
 
     format = "table"
-    takes = ("episode_id", "tokenize", "schema", "last_step")  # and "rows", of `open_rows` alone
+    takes = (
+        "episode_id",
+        "tokenize",
+        "images",
+        "schema",
+        "last_step",
+    )  # and "rows", of `open_rows` alone
     early_roles = ("reward", "terminated", "truncated")
 
     @classmethod
@@ -79,6 +86,7 @@ class TableReader(Reader):
         shapes.
         """
         self._tokenize = dict(self.options.get("tokenize") or {})
+        self._images = RowImages(self.options.get("images") or (), self.select)
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
         self._label: str | None = None  # column of KTO's labels
@@ -108,7 +116,10 @@ class TableReader(Reader):
         self.notes.append(f"read as a table with one {self._row} per row{by_id}")
         uneven: set[str] = set()  # columns whose values have no common shape
         while True:
+            self._images.begin_pass()
             kept, num_trajectories = self._facts(uneven)
+            if self._images.is_late:
+                continue
             if not (
                 more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}
             ):
@@ -120,6 +131,9 @@ class TableReader(Reader):
             self.notes.append(f"{self._label} of an answer (KTO) is its reward, 1 or 0")
         if self._num_empty:
             self.notes.append(f"{self._num_empty} episodes of one row have no step: left out")
+        if images := [facts.name for facts in kept if facts.name in self._images.names]:
+            self.notes.append(f"images, stored as files: {', '.join(images)}")
+            self.description.update(images=images)
         if self._nulls:
             self.notes.append(f"null in every row, left out: {', '.join(sorted(self._nulls))}")
         if uneven:
@@ -133,7 +147,9 @@ class TableReader(Reader):
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
             self.expansion.check(
-                f"{self.path}: columns of texts and objects", wide, self._file_bytes
+                f"{self.path}: columns of texts and objects",
+                wide,
+                self._file_bytes + self._images.num_bytes,
             )
         self.counted = tuple(
             c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
@@ -313,8 +329,10 @@ class TableReader(Reader):
         """Yield the label and the columns of each conversation; a pair of answers has two."""
         make = TokenRows(self._tokenize)
         for label, given in self._rows(True):
-            for side, row in make(f"{self.path}: {label}", given):
-                yield f"{label}: {side}" if side else label, row
+            where = f"{self.path}: {label}"
+            loaded = self._images.loaded(where, given, self.file)
+            for side, row in make(where, loaded):
+                yield f"{label}: {side}" if side else label, self._images.packed(row)
         self.numbers_groups = make.num_pairs > 0
         self._label = make.label
 
