@@ -233,3 +233,31 @@ def test_several_observations_by_role_and_flags_by_rename(tmp_path: Path) -> Non
         assert [data.trajectory(i)["qvel"].tolist() for i in (0, 1)] == [[0, 2, 4], [6, 8, 10]]
         assert data.columns["terminated"].sum() == 0
         assert data.lengths.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("write", [as_steps_with_ids, as_episodes])
+@pytest.mark.parametrize("flag", ["dones", "is_last"])
+def test_the_time_limit_of_a_table(
+    tmp_path: Path, write: Callable[..., Path], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flags of both causes are terminated with a note, or truncated after N steps."""
+    rows = {name: array for name, array in rows_of("all").items() if name[:3] != "is_"}
+    rows[flag] = np.isin(np.arange(NUM_ROWS), LAST)
+    source = write(tmp_path, rows)
+    out = str(tmp_path / "out")
+    assert run_command(command, str(source), out) == 0
+    assert Dataset.open(out).columns["terminated"].sum() == 4
+    assert "do not distinguish a terminal state from a time limit" in capsys.readouterr().err
+    given = ["--episode-length", "5", "--overwrite"]
+    assert run_command(command, str(source), out, *given) == 0
+    dataset = Dataset.open(out)
+    assert dataset.lengths.tolist() == list(LENGTHS)
+    ends = [dataset.trajectory(i) for i in range(4)]
+    assert [bool(one["terminated"][-1]) for one in ends] == [True, True, False, True]
+    assert [bool(one["truncated"][-1]) for one in ends] == [False, False, True, False]
+    assert "do not distinguish" not in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"--episode-length 4 must be at least the steps .* got 5"):
+        run_command(command, str(source), out, "--episode-length", "4", "--overwrite")
+    named = write(tmp_path, {**rows, "timeouts": rows[flag]})
+    with pytest.raises(DataError, match="--episode-length must be for episodes whose only end fl"):
+        run_command(command, str(named), out, "--episode-length", "5", "--overwrite")
