@@ -200,6 +200,16 @@ STEPS = (
         read=partial(readers.action_before, rows=21),
     ),
     PublicSet(
+        name="V-D4RL for DreamerV2",
+        layout="npz per episode, flags of rows",
+        url="https://github.com/conglu1997/v-d4rl",
+        origin=MADE,
+        made=f"{_LAYOUT}, with images of 8 x 8",
+        sources=("dreamer/episode-0-15.npz", "dreamer/episode-1-15.npz"),
+        options="--rename image=observation --last-step action",
+        read=partial(readers.action_before, rows=16, observation="image"),
+    ),
+    PublicSet(
         name="robomimic",
         layout="HDF5, a group per demonstration",
         url="https://robomimic.github.io/docs/datasets/overview.html",
@@ -288,6 +298,26 @@ STEPS = (
         sources=("decision-transformer/hopper-medium.parquet",),
         options="--episode-length 40",
         read=partial(readers.decision_transformer, limit=40),
+    ),
+    PublicSet(
+        name="Decision Transformer (D4RL)",
+        layout="pickle of a list of dicts",
+        url="https://github.com/kzl/decision-transformer/tree/master/gym",
+        origin=MADE,
+        made=_LAYOUT,
+        sources=("decision-transformer/hopper-medium-v2.pkl",),
+        options="--allow-pickle",
+        read=readers.decision_transformer_pickle,
+    ),
+    PublicSet(
+        name="JAT (MuJoCo)",
+        layout="Parquet, a row per episode, no flags",
+        url="https://huggingface.co/datasets/jat-project/jat-dataset",
+        origin=MADE,
+        made=_LAYOUT,
+        sources=("jat/mujoco-hopper.parquet",),
+        options="--rename continuous_observations=observation --rename continuous_actions=action",
+        read=readers.jat,
     ),
 )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -180,6 +181,24 @@ def vd4rl(numbers: Numbers) -> None:
     write_hdf5(MINIATURES / "vd4rl" / "walker_walk-medium.hdf5", arrays)
 
 
+def dreamer(numbers: Numbers) -> None:
+    """A file per episode with V-D4RL's rows and flags of rows; images are 64 x 64 there."""
+    for number in range(2):
+        at = np.arange(16)
+        arrays = {
+            "image": numbers.integers(0, 256, (16, 8, 8, 3), np.uint8),
+            "action": normal(numbers, 16, 6),
+            "reward": numbers.random(16).astype(np.float32),
+            "discount": np.ones(16, np.float32),
+            "is_first": at == 0,
+            "is_last": at == 15,
+            "is_terminal": np.zeros(16, np.bool_),
+        }
+        for name in ("action", "reward"):
+            arrays[name][0] = 0
+        write_npz(f"dreamer/episode-{number}-15.npz", arrays)
+
+
 def stable_baselines(numbers: Numbers) -> None:
     """What `generate_expert_traj` writes: `episode_starts` divide whole episodes."""
     lengths = (30, 42, 25)
@@ -259,6 +278,26 @@ def aloha(numbers: Numbers) -> None:
         write_hdf5(MINIATURES / "aloha" / f"episode_{number}.hdf5", arrays, sim=True)
 
 
+def decision_transformer_pickle(numbers: Numbers) -> None:
+    """A list of trajectories; `terminals` is set at terminal states only."""
+    trajectories = []
+    for steps in (22, 35):
+        states = normal(numbers, steps + 1, 11)
+        terminals = np.arange(steps) == 21
+        trajectories.append(
+            {
+                "observations": states[:-1],
+                "next_observations": states[1:],
+                "actions": normal(numbers, steps, 3),
+                "rewards": normal(numbers, steps),
+                "terminals": terminals & (steps == 22),
+            }
+        )
+    folder = MINIATURES / "decision-transformer"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hopper-medium-v2.pkl").write_bytes(pickle.dumps(trajectories, protocol=4))
+
+
 # ---- tables of episodes, Minari ------------------------------------------------------------------
 
 
@@ -275,6 +314,19 @@ def decision_transformer(numbers: Numbers) -> None:
         for steps in lengths
     ]
     write_parquet("decision-transformer/hopper-medium.parquet", rows)
+
+
+def jat(numbers: Numbers) -> None:
+    """A row per episode with lists of other names, without flags."""
+    rows = [
+        {
+            "continuous_observations": normal(numbers, steps, 11).tolist(),
+            "continuous_actions": normal(numbers, steps, 3).tolist(),
+            "rewards": normal(numbers, steps).tolist(),
+        }
+        for steps in (18, 24)
+    ]
+    write_parquet("jat/mujoco-hopper.parquet", rows)
 
 
 def write_parquet(name: str, rows: list[dict[str, Any]]) -> None:
@@ -503,6 +555,9 @@ MAKERS = (
     helpsteer2,
     verl_gsm8k,
     geometry3k,
+    dreamer,
+    decision_transformer_pickle,
+    jat,
 )
 
 

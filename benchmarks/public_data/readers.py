@@ -154,11 +154,14 @@ def ogbench(paths: Sequence[Path]) -> Trajectories:
     return found
 
 
-def action_before(paths: Sequence[Path], rows: int) -> Trajectories:
+def action_before(
+    paths: Sequence[Path], rows: int, observation: str = "observation"
+) -> Trajectories:
     """As ExORL's replay buffer: observation t-1, action t, reward t, observation t.
 
     Args:
         rows: Of each episode.
+        observation: Key of the observations.
     """
     found = []
     for path in paths:
@@ -166,7 +169,7 @@ def action_before(paths: Sequence[Path], rows: int) -> Trajectories:
         for low in range(0, len(arrays["action"]), rows):
             own = slice(low + 1, low + rows)
             trajectory = {
-                "observation": arrays["observation"][low : low + rows],
+                "observation": arrays[observation][low : low + rows],
                 "action": arrays["action"][own],
                 "reward": arrays["reward"][own].reshape(-1),
                 "discount": arrays["discount"][own],
@@ -263,6 +266,21 @@ def cs285(paths: Sequence[Path], limit: int) -> Trajectories:
     return found
 
 
+def decision_transformer_pickle(paths: Sequence[Path]) -> Trajectories:
+    """A dict of arrays per trajectory, of which some end in a terminal state."""
+    found = []
+    for episode in _unpickled(paths[0]):
+        trajectory = {
+            "observation": np.concatenate(
+                [episode["observations"], episode["next_observations"][-1:]]
+            ),
+            "action": episode["actions"],
+            "reward": episode["rewards"],
+        }
+        found.append(_with_flags(trajectory, bool(episode["terminals"][-1])))
+    return found
+
+
 def hand_dapg(paths: Sequence[Path]) -> Trajectories:
     """A dict of arrays per demonstration, without flags and next observations."""
     return [
@@ -303,6 +321,18 @@ def decision_transformer(paths: Sequence[Path], limit: int) -> Trajectories:
             },
             len(row["rewards"]) < limit,
         )
+        for row in parquet.read_table(paths[0]).to_pylist()
+    ]
+
+
+def jat(paths: Sequence[Path]) -> Trajectories:
+    """A row per episode, without flags."""
+    return [
+        {
+            "observation": np.array(row["continuous_observations"]),
+            "action": np.array(row["continuous_actions"]),
+            "reward": np.array(row["rewards"]),
+        }
         for row in parquet.read_table(paths[0]).to_pylist()
     ]
 

@@ -84,7 +84,8 @@ def _counts(one: PublicSet, trajectories: Trajectories) -> Row:
     mean = round(sum(returns) / len(returns), 4) if returns else None
     row: Row = {"episodes": len(trajectories), "steps": steps, "return": mean}
     for name in ("loss_mask",) if one.is_text else ("terminated", "truncated"):
-        row[name] = sum(int(np.sum(trajectory[name])) for trajectory in trajectories)
+        flags = [trajectory[name] for trajectory in trajectories if name in trajectory]
+        row[name] = int(sum(map(np.sum, flags))) if flags else None
     return row
 
 

@@ -147,6 +147,13 @@ class TableReader(Reader):
         heads = {facts.name: facts.name.split(".")[0] for facts in kept}
         kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
         self.columns = tuple(facts.column(num_trajectories) for facts in kept)
+        roles = {column.role for column in self.columns}
+        roles.update((self.options.get("role") or {}).values())
+        if self._row != "conversation" and roles.isdisjoint(("observation", "action")):
+            self.notes.append(
+                "no column is an observation or an action: --rename COLUMN=observation and "
+                "--rename COLUMN=action name them"
+            )
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
             self.expansion.check(

@@ -261,3 +261,22 @@ def test_the_time_limit_of_a_table(
     named = write(tmp_path, {**rows, "timeouts": rows[flag]})
     with pytest.raises(DataError, match="--episode-length must be for episodes whose only end fl"):
         run_command(command, str(named), out, "--episode-length", "5", "--overwrite")
+
+
+def test_a_table_without_usual_names_has_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JAT's files: their observations and actions would be columns without a role."""
+    row = {"continuous_observations": [[0.0], [1.0]], "continuous_actions": [[2.0], [3.0]]}
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({**row, "rewards": [1.0, 0.5]}))
+    assert run_command(command, str(source), str(tmp_path / "out")) == 0
+    assert "no column is an observation or an action: --rename" in capsys.readouterr().err
+    renamed = [f"--rename=continuous_{name}s={name}" for name in ("observation", "action")]
+    roles = [f"--role=continuous_{name}s={name}" for name in ("observation", "action")]
+    for given in (renamed, roles):
+        target = str(tmp_path / given[0][2:6])
+        assert run_command(command, str(source), target, *given) == 0
+        assert "no column is" not in capsys.readouterr().err
+        used = {column.role for column in Dataset.open(target).schema}
+        assert {"observation", "action", "reward"} <= used
