@@ -77,7 +77,7 @@ OPTIONS: Options = {
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
     "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
     "--threads N": (
-        "threads that write and compute statistics (default: all cores)",
+        "threads that read sources, write and compute statistics (default: all cores)",
         {"type": int},
     ),
     "--overwrite": "replace a data set at DEST",

@@ -18,7 +18,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Packing
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
-from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops import Ops, faults
 from deepspeed_gear.ops.constants import (
     HIGHEST_SO_FAR,
     MOST_INDICES,
@@ -447,11 +447,13 @@ class RingTable:
 
     def num_trajectories(self) -> int:
         """Return the number of stored trajectories. Waits for the device."""
-        return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
+        with faults.named():
+            return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
 
     def statistics(self) -> dict[str, int]:
         """Return sizes, and counts of updates. Waits for the device."""
-        state = self.state.tolist()
+        with faults.named():
+            state = self.state.tolist()
         counts = state[RingState.COUNTS :]
         statistics = {
             "steps": state[RingState.STEPS],
@@ -475,7 +477,8 @@ class RingTable:
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many priority updates were ever applied, and clamped. Waits for the device."""
-        counts = self.state[RingState.COUNTS :].tolist()
+        with faults.named():
+            counts = self.state[RingState.COUNTS :].tolist()
         return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
 
     def close(self) -> None:

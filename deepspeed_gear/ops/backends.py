@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.ops import jit, native_op
+from deepspeed_gear.ops import faults, jit, native_op
 
 from ..errors import BuildError, ConfigError
 
@@ -204,7 +204,9 @@ def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
         if jit.loaded(op.NAME) is None and op.finished() is None:
             op.require_tools()
     load_native(timeout_s, with_kernels=not is_prebuilt)
-    return op.load(timeout_s=timeout_s)
+    module = op.load(timeout_s=timeout_s)
+    faults.report_at_exit()
+    return module
 
 
 def _builder(name: str) -> Any:

@@ -35,6 +35,7 @@ from deepspeed_gear.data.ingest.table_rows import (
     plain,
     plain_bytes,
     table_files,
+    table_form,
 )
 from deepspeed_gear.data.ingest.token_rows import COLUMNS, NAMES, TokenRows, has_tokens
 from deepspeed_gear.data.nested_columns import flatten
@@ -104,7 +105,11 @@ class TableReader(Reader):
                 "of such files",
                 remedy="rename the file, or name its format with --format",
             )
-        self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
+        files = [] if "rows" in self.options else table_files(self.path)
+        self._file_bytes = sum(file.stat().st_size for file in files)
+        # JSON is parsed by Python, which holds the interpreter's lock.
+        is_json = "json" in map(table_form, files)
+        self.reads_ahead = bool(files) and not is_json and not self._tokenize
         blocks = self._given_blocks(True)
         given = next((block for block in blocks if any(map(len, block.values()))), None)
         if given is None:
