@@ -28,6 +28,7 @@ class PublicSet:
         options: Of `gear ingest`.
         read: Independent read of the sources.
         is_text: Whether its steps are tokens.
+        needs: Modules that decode its files, beside those that `launch/setup.sh` always installs.
     """
 
     name: str
@@ -39,6 +40,7 @@ class PublicSet:
     options: str
     read: Read
     is_text: bool = False
+    needs: tuple[str, ...] = ()
 
     def line(self, target: str) -> str:
         """Return the command that makes a data set at `target`."""
@@ -168,6 +170,28 @@ STEPS = (
         sources=("../../../tests/support/formats/mini_robot",),
         options="",
         read=readers.rlds,
+    ),
+    PublicSet(
+        name="Diffusion Policy (PushT)",
+        layout="zarr 2, Blosc",
+        url="https://diffusion-policy.cs.columbia.edu/data/training/",
+        origin=MADE,
+        made=f"{_LAYOUT}, with images of 6 x 6, written and read by zarr 3.1.6",
+        sources=("../../../tests/support/formats/mini_zarr/pusht.zarr.zip",),
+        options="--reward none",
+        read=partial(readers.zarr_store, store="pusht"),
+        needs=("numcodecs",),
+    ),
+    PublicSet(
+        name="UMI",
+        layout="zarr 2 in a zip file, JPEG XL, no actions",
+        url="https://umi-gripper.github.io/",
+        origin=MADE,
+        made=f"{_LAYOUT}, with images of 8 x 8, written and read by zarr 3.1.6",
+        sources=("../../../tests/support/formats/mini_zarr/umi.zarr.zip",),
+        options="--reward none",
+        read=partial(readers.zarr_store, store="umi"),
+        needs=("imagecodecs", "numcodecs"),
     ),
     PublicSet(
         name="OGBench",

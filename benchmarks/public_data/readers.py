@@ -20,6 +20,8 @@ import pyarrow.parquet as parquet
 
 Trajectories = list[dict[str, Any]]
 Read = Callable[[Sequence[Path]], Trajectories]
+#: What another library has read, kept beside the files that this library has written.
+EXPECTED = "expected.npz"
 _OBJECTS = ("infos",)  # arrays of Python objects, of imitation
 
 
@@ -337,9 +339,25 @@ def jat(paths: Sequence[Path]) -> Trajectories:
     ]
 
 
+def zarr_store(paths: Sequence[Path], store: str) -> Trajectories:
+    """What zarr itself has read from the store, kept beside it; `episode_ends` divide the rows."""
+    arrays = _npz(paths[0].parent / EXPECTED)
+    begin = f"{store}/data/"
+    found = []
+    for low, high in pairwise([0, *arrays[f"{store}/meta/episode_ends"].tolist()]):
+        trajectory = {
+            key.removeprefix(begin): rows[low:high]
+            for key, rows in arrays.items()
+            if key.startswith(begin)
+        }
+        ends = np.arange(low, high) == high - 1
+        found.append({**trajectory, "terminated": ends & False, "truncated": ends})
+    return found
+
+
 def rlds(paths: Sequence[Path]) -> Trajectories:
     """What tensorflow-datasets itself has read from the files, stored beside them."""
-    arrays = _npz(paths[0] / "expected.npz")
+    arrays = _npz(paths[0] / EXPECTED)
     names = dict.fromkeys("/".join(key.split("/")[:2]) for key in arrays)
     found = []
     for name in names:

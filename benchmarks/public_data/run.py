@@ -22,6 +22,7 @@ from support.report import Disturbance, Row, document, write_json
 from deepspeed_gear import Dataset
 from deepspeed_gear.cli.main import main as gear
 from deepspeed_gear.data.encoded_images import image_files
+from public_data import readers
 from public_data.catalogue import SETS, PublicSet
 from public_data.make_miniatures import MINIATURES
 from public_data.page import RESULT, write
@@ -75,9 +76,8 @@ def compare(one: PublicSet, dataset: Dataset, expected: Trajectories) -> int:
 
 def _counts(one: PublicSet, trajectories: Trajectories) -> Row:
     """Return the numbers of the table."""
-    steps = sum(
-        len(trajectory["tokens" if one.is_text else "action"]) for trajectory in trajectories
-    )
+    measure = next(name for name in ("tokens", "action", "truncated") if name in trajectories[0])
+    steps = sum(len(trajectory[measure]) for trajectory in trajectories)
     returns = [
         float(np.sum(part["reward"], dtype=float)) for part in trajectories if "reward" in part
     ]
@@ -92,7 +92,8 @@ def _counts(one: PublicSet, trajectories: Trajectories) -> Row:
 def _bytes(one: PublicSet) -> int:
     paths = [MINIATURES / source for source in one.sources]
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    files = [file for file in files if file.is_file() and file.name != readers.EXPECTED]
+    return sum(file.stat().st_size for file in files)
 
 
 def run(one: PublicSet, target: Path) -> Row:
