@@ -65,8 +65,9 @@ OPTIONS: Options = {
     ),
     "--last-step MEANING": (
         "what the last row of an episode holds, by is_last or another end flag: transition (a step "
-        "as any other), observation (only the one after the last step), or reward (as observation, "
-        "and each row has the reward of the step before it)"
+        "as any other), observation (only the one after the last step), reward (as observation, "
+        "and each row has the reward of the step before it), or action (as reward, and each row "
+        "has that step's action, too)"
     ),
     "--images COLUMN[,COLUMN]": (
         "columns of a table with paths of images, or one image as bytes; objects of bytes and path "

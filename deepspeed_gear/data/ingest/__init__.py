@@ -43,6 +43,7 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
+from deepspeed_gear.data.ingest.zarr import ZarrReader
 from deepspeed_gear.data.sources import check_local, is_address, source_path
 from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import ConfigError, DataError, near_name, undo_on_error
@@ -56,6 +57,7 @@ _CLASSES: tuple[type[Reader], ...] = (
     RobomimicReader,
     LerobotReader,
     RldsReader,
+    ZarrReader,
     OgbenchReader,
     NpzReader,
     PickleReader,

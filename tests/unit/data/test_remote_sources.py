@@ -147,6 +147,17 @@ def test_a_lerobot_folder_with_videos(tmp_path: Path, hub: RangeServer) -> None:
     assert source["revision"] == COMMIT
 
 
+def test_a_zarr_store_as_a_folder_and_as_a_zip_file(tmp_path: Path, hub: RangeServer) -> None:
+    source = EXAMPLES.parents[1] / "tests/support/formats/mini_zarr/sharded.zarr.zip"
+    local = ingest(source, tmp_path / "local")
+    shutil.unpack_archive(source, tmp_path / "store")
+    hub.repos["me/store"] = contents(tmp_path / "store")
+    assert ingest("hf://me/store", tmp_path / "folder").fingerprint == local.fingerprint
+    hub.files["/store.zarr.zip"] = source.read_bytes()
+    zipped = ingest(f"{hub.url}/store.zarr.zip", tmp_path / "zip")
+    assert zipped.fingerprint == local.fingerprint
+
+
 @pytest.mark.parametrize("form", ["hdf5", "arrow"])
 def test_a_minari_folder(
     tmp_path: Path, hub: RangeServer, minari: Callable[..., Any], form: str
