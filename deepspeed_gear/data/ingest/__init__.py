@@ -23,6 +23,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.d3rlpy import D3rlpyReader
 from deepspeed_gear.data.ingest.episode_numbers import EpisodeNumbers
 from deepspeed_gear.data.ingest.exported import ExportedReader
 from deepspeed_gear.data.ingest.group_scope import GroupNumbers
@@ -52,6 +53,7 @@ from deepspeed_gear.schema import SOURCE, Column, Schema
 # In the order in which "auto" tries them: a layout that others would recognise too comes first.
 _CLASSES: tuple[type[Reader], ...] = (
     ExportedReader,
+    D3rlpyReader,
     D4rlReader,
     MinariReader,
     RobomimicReader,

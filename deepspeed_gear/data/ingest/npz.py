@@ -22,6 +22,15 @@ from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.data.sources.opened_files import zip_file
 from deepspeed_gear.errors import DataError
 
+_BUFFERS = b"stable_baselines3.common.buffers"
+_HEAD_BYTES = 4096
+# A buffer is a ring: the oldest step is at `pos` if it is full, and at 0 otherwise.
+_EXPORT = (
+    'b = load_from_pkl("FILE.pkl"); np.savez_compressed("FILE.npz", **{k: np.roll(v, -b.pos, 0)'
+    "[-b.size():] for k, v in vars(b).items() if isinstance(v, np.ndarray)}), with load_from_pkl "
+    "of stable_baselines3.common.save_util; docs/how-to/formats.md has a form for dict observations"
+)
+
 
 class NpzReader(ArrayReader):
     """Reads npz files; all arrays are in memory.
@@ -201,6 +210,13 @@ class PickleReader(NpzReader):
         return first_bytes(path, 2) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
     def _load(self) -> Any:
+        if _BUFFERS in first_bytes(self.path, _HEAD_BYTES):
+            raise DataError(
+                str(self.path),
+                "must not be a buffer pickled by Stable-Baselines3, which is an object with code",
+                None,
+                f"where Stable-Baselines3 is installed, this writes its arrays: {_EXPORT}",
+            )
         if not self.options.get("allow_pickle"):
             raise DataError(str(self.path), "must not be a pickle", None, PICKLED)
         content = self.path.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import zlib
@@ -143,7 +144,10 @@ def _described(**values: Any) -> Callable[[Path], None]:
 
 
 def _content(content: bytes, name: str = "data/obs/0.0") -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(content) and None
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return apply
 
 
 def _absent(folder: Path) -> None:
@@ -224,8 +228,8 @@ def _blosc(stated: int, content: bytes = b"") -> bytes:
     ("codec", "content"),
     [
         ("zlib", zlib.compress(bytes(1 << 22))),
-        ("gzip", zlib.compress(bytes(1 << 22), wbits=31)),
-        ("gzip", zlib.compress(bytes(40), wbits=31)[:-12]),
+        ("gzip", gzip.compress(bytes(1 << 22))),
+        ("gzip", gzip.compress(bytes(40))[:-12]),
         ("zlib", b"no stream"),
         ("bz2", b"no stream"),
         ("blosc", _blosc(1 << 30)),
