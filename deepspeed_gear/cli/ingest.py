@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Ingest the sources, and print the size of the data set."""
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
+    from deepspeed_gear.data.ingest.side_by_side import without_surplus
     from deepspeed_gear.data.sources import check_local
 
     if args.overwrite and args.append:
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
     options["compress"] = listed(args.compress)
     naming = {name: pairs[name] or None for name in ("rename", "role")}
-    sources = [
+    opened = (
         open_source(
             path,
             args.format,
@@ -122,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
             **own,
         )
         for path in args.source
-    ]
+    )
+    sources = [*without_surplus(opened)]
     dataset = ingest(sources, args.dest, split=split or None, progress=not args.quiet, **options)
     size = show_bytes(dataset.num_bytes)
     print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")

@@ -34,7 +34,7 @@ from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReade
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rlds import RldsReader
 from deepspeed_gear.data.ingest.rllib import RllibReader
-from deepspeed_gear.data.ingest.side_by_side import SideBySide
+from deepspeed_gear.data.ingest.side_by_side import SideBySide, without_surplus
 from deepspeed_gear.data.ingest.source_checks import (
     MAX_EXPANSION,
     Expansion,
@@ -306,8 +306,9 @@ def ingest(
         DataError: A source is malformed or differs from the first, or `dest` cannot be written;
             `dest` is not created, or not changed.
     Cost: two passes over the sources' observations, one over the rest; memory for one episode and a
-    few blocks, and with threads for 256 MiB of episodes that are read ahead. With `append` also a
-    copy of the existing data, and the statistics of all.
+    few blocks, and with threads for 256 MiB of episodes that are read ahead. Of npz files and
+    pickles, the largest ones that are read at the same time and 1 GiB of others are in memory as a
+    whole. With `append` also a copy of the existing data, and the statistics of all.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
@@ -338,7 +339,7 @@ def ingest(
             else open_source(s, format, columns, show_progress=progress, **naming)
             for s in sources
         )
-        readers = [stack.enter_context(reader) for reader in opened]
+        readers = [stack.enter_context(reader) for reader in without_surplus(opened)]
         outputs = [OutputColumns(reader, options) for reader in readers]
         schema = _common_schema(outputs, known)
         if options.get("allow_nan"):
@@ -397,6 +398,7 @@ def ingest(
                     num_steps += episode.length
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
                     bar.update(episode.length * schema.row_bytes)
+                output.reader.release()
             for note in (*groups.notes(), *numbers.notes()):
                 readers[-1].notes.append(note)
                 if progress:

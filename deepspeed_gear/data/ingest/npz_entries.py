@@ -6,17 +6,24 @@ None takes more memory than its entry in the archive declares.
 from __future__ import annotations
 
 import math
+import threading
 import zipfile
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from deepspeed_gear.data.ingest.source_checks import DAMAGED
 from deepspeed_gear.errors import DataError
 
 NPY = ".npy"
 _DEFLATES = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_PART_BYTES = 1 << 20
+# In early releases of CPython 3.11, parsing headers in two threads at the same time can fail ("AST
+# constructor recursion depth mismatch").
+_parsing = threading.Lock()
 
 
 def read_entry(
@@ -36,7 +43,9 @@ def read_entry(
         )
     with archive.open(entry) as file:
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-        shape, _, dtype = read[npy.read_magic(file)](file)
+        version = npy.read_magic(file)
+        with _parsing:
+            shape, is_fortran, dtype = read[version](file)
         num_bytes = entry.file_size - file.tell()
         if dtype.hasobject:
             return unpickle(file.read())
@@ -48,5 +57,18 @@ def read_entry(
                 f"{dtype} {list(shape)}",
                 DAMAGED,
             )
-    with archive.open(entry) as file:
-        return npy.read_array(file, allow_pickle=False)
+        return _values(file, np.empty(shape, dtype, "F" if is_fortran else "C"))
+
+
+def _values(file: IO[bytes], array: NDArray[Any]) -> NDArray[Any]:
+    """Fill an array with the next bytes of a file."""
+    if array.nbytes:
+        content = array.reshape(-1, order="A").view(np.uint8)
+        at = 0
+        while at < len(content):
+            part = file.read(min(_PART_BYTES, len(content) - at))
+            if not part:
+                raise ValueError("the entry ends too early")
+            content[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+    return array

@@ -119,6 +119,14 @@ class Reader(ABC):
             DataError: An episode is malformed; names file, episode and key.
         """
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of rows in memory after `open`."""
+        return 0
+
+    def release(self) -> None:  # noqa: B027 - most readers hold no rows
+        """Release the rows in memory: `episodes` reads them again."""
+
     def __enter__(self) -> Reader:
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.table_rows import plain_bytes
 
 _MOST_THREADS = 8
+_HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
 _AHEAD_BYTES = 256 << 20  # of episodes that are read and not written yet, of all sources together
 
 
@@ -38,6 +39,20 @@ def _num_bytes(value: Any) -> int:
         return len(value)
     is_plain = isinstance(value, np.ndarray) and value.dtype != object
     return value.nbytes if is_plain else plain_bytes(value)
+
+
+def without_surplus(readers: Iterable[Reader]) -> Iterator[Reader]:
+    """Yield readers as they are opened, and release the rows that exceed 1 GiB in memory together.
+
+    Those of the first one stay, since reading them twice takes time.
+    """
+    held = 0
+    for number, reader in enumerate(readers):
+        held += reader.held_bytes
+        if number and held > _HELD_BYTES:
+            held -= reader.held_bytes
+            reader.release()
+        yield reader
 
 
 class SourceThread:

@@ -1,7 +1,8 @@
 """Sources that are read side by side: the data set and the errors of one after the other."""
 
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from deepspeed_gear import Column, Dataset
+from deepspeed_gear.cli.main import main as command
 from deepspeed_gear.data.ingest import ingest, open_source, side_by_side
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import DataError
@@ -40,6 +42,25 @@ def hdf5(folder: Path, bad: tuple[int, ...] = ()) -> list[Path]:
         with h5py.File(paths[-1], "w") as file:
             for name, values in steps(number, lengths, number in bad).items():
                 file.create_dataset(name, data=values, compression="gzip", chunks=True)
+    return paths
+
+
+def npz(folder: Path) -> list[Path]:
+    paths = []
+    for number in range(NUM_SOURCES):
+        paths.append(folder / f"{number}.npz")
+        given = steps(number, (1 + number, 3, 40 * number + 2))
+        given["observations"] = np.asfortranarray(given["observations"])
+        np.savez_compressed(paths[-1], **given)
+    return paths
+
+
+def pickles(folder: Path) -> list[Path]:
+    paths = []
+    for number in range(NUM_SOURCES):
+        paths.append(folder / f"{number}.pkl")
+        given = steps(number, (number + 2,))
+        paths[-1].write_bytes(pickle.dumps([given, given]))
     return paths
 
 
@@ -90,7 +111,13 @@ def digests(dataset: Dataset) -> tuple[str, dict[str, Any]]:
     return dataset.fingerprint, {"source": dataset.source, "statistics": described}
 
 
-SOURCES = {"hdf5": hdf5, "tables": tables, "rollouts": rollouts}
+SOURCES: dict[str, Callable[[Path], list[Path]]] = {
+    "hdf5": hdf5,
+    "npz": npz,
+    "pickles": pickles,
+    "tables": tables,
+    "rollouts": rollouts,
+}
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -101,15 +128,39 @@ def test_the_data_set_does_not_depend_on_threads(
     monkeypatch.setattr(side_by_side, "_AHEAD_BYTES", ahead_bytes)
     paths = SOURCES[kind](tmp_path)
     options: dict[str, Any] = {"group_scope": "file"} if kind == "rollouts" else {}
-    found = []
-    for threads in (1, 2, 5):
-        found.append(
-            digests(ingest(paths, tmp_path / f"all-{threads}", threads=threads, **options))
-        )
-    assert found[0] == found[1] == found[2]
-    one = [digests(ingest(paths[3], tmp_path / f"one-{n}", threads=n, **options)) for n in (1, 2)]
-    assert one[0] == one[1]
+
+    def made(name: str, sources: list[Path], threads: int) -> tuple[str, dict[str, Any]]:
+        opened = [open_source(p, allow_pickle=kind == "pickles" or None) for p in sources]
+        return digests(ingest(opened, tmp_path / name, threads=threads, **options))
+
+    wanted = made("all-1", paths, 1)
+    monkeypatch.setattr(side_by_side, "_HELD_BYTES", ahead_bytes)
+    assert made("all-2", paths, 2) == wanted
+    assert made("all-5", paths, 5) == wanted
+    assert made("one-1", paths[3:4], 1) == made("one-2", paths[3:4], 2)
     assert own_threads() == []
+
+
+def test_npz_files_beyond_a_bound_are_not_all_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of files that a command opens."""
+    monkeypatch.setattr(side_by_side, "_HELD_BYTES", 9000)
+    paths = npz(tmp_path)
+    held = [reader.held_bytes for reader in map(open_source, paths)]
+    kept = [reader.held_bytes for reader in side_by_side.without_surplus(map(open_source, paths))]
+    assert sum(held) > 20_000
+    assert kept[:2] == held[:2]
+    assert sum(kept) <= 9000
+    left = []
+
+    def sum_of_held(readers: list[Reader], dest: str, **options: Any) -> Dataset:
+        left.append(sum(reader.held_bytes for reader in readers))
+        return ingest(readers, dest, **options)
+
+    monkeypatch.setattr("deepspeed_gear.data.ingest.ingest", sum_of_held)
+    assert command(["ingest", *map(str, paths), str(tmp_path / "out"), "--quiet"]) == 0
+    assert left == [sum(kept)]
 
 
 def test_appending_gives_what_one_ingest_of_all_sources_gives(tmp_path: Path) -> None:
