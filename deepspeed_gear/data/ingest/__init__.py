@@ -31,7 +31,9 @@ from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
+from deepspeed_gear.data.ingest.rlds import RldsReader
 from deepspeed_gear.data.ingest.rllib import RllibReader
+from deepspeed_gear.data.ingest.side_by_side import SideBySide
 from deepspeed_gear.data.ingest.source_checks import (
     MAX_EXPANSION,
     Expansion,
@@ -41,6 +43,8 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
+from deepspeed_gear.data.sources import check_local, is_address, source_path
+from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import ConfigError, DataError, near_name, undo_on_error
 from deepspeed_gear.schema import SOURCE, Column, Schema
 
@@ -51,6 +55,7 @@ _CLASSES: tuple[type[Reader], ...] = (
     MinariReader,
     RobomimicReader,
     LerobotReader,
+    RldsReader,
     OgbenchReader,
     NpzReader,
     PickleReader,
@@ -67,21 +72,36 @@ def open_source(
     format: str = "auto",
     columns: Sequence[str] | None = None,
     max_expansion: float = MAX_EXPANSION,
+    show_progress: bool = False,
     **options: Any,
 ) -> Reader:
     """Check a source and open it, in the given format or in the one that its content shows.
 
     Args:
-        path: A file or folder.
+        path: A file or folder, or the address of a remote one: hf://, s3://, gs://, https://.
         format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
+        show_progress: Show the bytes that are fetched of a remote source on stderr.
         **options: Options of the format, `Reader.takes`; None means not given. `rename` and `role`,
             as in `Options`, count for every format, before names are judged.
     """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
-    path = arguments.folder("source", path)
+    if isinstance(path, str) and is_address(path):
+        source = source_path(path, show_progress)
+        with undo_on_error(source.source.close):
+            return _open_path(source, format, select, expansion, options)
+    return _open_path(arguments.folder("source", path), format, select, expansion, options)
+
+
+def _open_path(
+    path: Path,
+    format: str,
+    select: ColumnSelection,
+    expansion: Expansion,
+    options: Mapping[str, Any],
+) -> Reader:
     with DataError.on(
         str(path), "must be readable", OSError, remedy="check the path and its permissions"
     ):
@@ -135,6 +155,10 @@ def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[s
 
 def _opened(reader: Reader) -> Reader:
     with undo_on_error(reader.files.close):
+        if isinstance(reader.path, RemotePath):
+            source = reader.path.source
+            reader.files.callback(source.close)
+            reader.description.update(url=source.url, revision=source.revision)
         reader.open()
         reader.select.check_used(reader.path)
         if reader.select.left_out:
@@ -227,7 +251,9 @@ class Options(TypedDict, total=False):
         group_scope: What equal group numbers (`prompt_id`) in several files mean: "file", different
             groups, which get different numbers; "all", the same group. It must be given where
             numbers repeat over files.
-        threads: Threads that write, as in `DatasetWriter`.
+        threads: Threads that write, as in `DatasetWriter`, and sources that are read at the same
+            time, ahead of the one that is written. With 1, nothing is read ahead. The data set does
+            not depend on the number.
     """
 
     dtype: Mapping[str, str]
@@ -260,8 +286,8 @@ def ingest(
     Equal sources give equal bytes.
 
     Args:
-        sources: Files or folders with the same columns; or readers from `open_source`, for its
-            other options. Readers are closed.
+        sources: Files, folders or addresses with the same columns; or readers from `open_source`,
+            for its other options. Readers are closed.
         dest: The folder to create.
         format: Format of all sources; "auto" detects it for each by its content.
         split: Share of each held-out part by name; the statistics are those of the rest.
@@ -276,10 +302,12 @@ def ingest(
         DataError: A source is malformed or differs from the first, or `dest` cannot be written;
             `dest` is not created, or not changed.
     Cost: two passes over the sources' observations, one over the rest; memory for one episode and a
-    few blocks. With `append` also a copy of the existing data, and the statistics of all.
+    few blocks, and with threads for 256 MiB of episodes that are read ahead. With `append` also a
+    copy of the existing data, and the statistics of all.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
+    check_local("dest", dest)
     dest = arguments.folder("dest", dest)
     if not sources and not isinstance(sources, str):
         raise DataError(
@@ -301,7 +329,9 @@ def ingest(
     with ExitStack() as stack:
         naming: dict[str, Any] = {name: options.get(name) for name in _NAMING}
         opened = (
-            s if isinstance(s, Reader) else open_source(s, format, columns, **naming)
+            s
+            if isinstance(s, Reader)
+            else open_source(s, format, columns, show_progress=progress, **naming)
             for s in sources
         )
         readers = [stack.enter_context(reader) for reader in opened]
@@ -347,22 +377,35 @@ def ingest(
             compress=options.get("compress"),
             threads=options.get("threads"),
         ) as writer:
-            for number, output in enumerate(outputs, writer.num_sources_before):
-                for name, arrays, length in output.episodes():
+            side_by_side = stack.enter_context(
+                SideBySide(outputs, options.get("threads"), _may_read_ahead)
+            )
+            for index, output in enumerate(outputs):
+                for episode in side_by_side.episodes(index):
+                    arrays = episode.arrays
                     if SOURCE.name in schema and SOURCE.name not in arrays:
+                        number = writer.num_sources_before + index
                         arrays["source"] = np.asarray(number, dtype=np.int64)
-                    groups.set_in(output, name, arrays)
-                    texts.set_in(output, arrays)
-                    numbers.set_in(output, name, arrays)
-                    writer.add(arrays, name, split_by_flags=divides)
-                    num_steps += length
+                    groups.set_in(output, episode.name, episode.file, arrays)
+                    texts.set_in(output, episode.name, arrays)
+                    numbers.set_in(output, episode.name, arrays)
+                    writer.add(arrays, episode.name, split_by_flags=divides)
+                    num_steps += episode.length
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
-                    bar.update(length * schema.row_bytes)
+                    bar.update(episode.length * schema.row_bytes)
             for note in (*groups.notes(), *numbers.notes()):
                 readers[-1].notes.append(note)
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
+            for reader in readers if progress else ():
+                if isinstance(reader.path, RemotePath):
+                    bar.write(f"{reader.path}: {reader.path.source.traffic}", file=sys.stderr)
             return writer.close()
+
+
+def _may_read_ahead(reader: Reader) -> bool:
+    """Return whether a thread may read a source: never by a class from outside."""
+    return reader.reads_ahead and type(reader) in _CLASSES
 
 
 def _progress_bar(readers: Sequence[Reader], schema: Schema, is_shown: bool) -> tqdm[Any]:
@@ -449,6 +492,7 @@ def ingested(path: str | Path) -> Dataset:
     Raises:
         DataError: As `ingest`, or the folder cannot be written.
     """
+    check_local("a data set", path)
     source = Path(path)
     if not source.is_file():
         return Dataset.open(path)

@@ -19,6 +19,7 @@ from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
+from deepspeed_gear.data.sources.opened_files import zip_file
 from deepspeed_gear.errors import DataError
 
 
@@ -38,7 +39,7 @@ class NpzReader(ArrayReader):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         try:
-            with zipfile.ZipFile(path) as archive:
+            with zip_file(path) as archive:
                 return any(name.endswith(NPY) for name in archive.namelist())
         except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
             return False
@@ -52,7 +53,7 @@ class NpzReader(ArrayReader):
         with (
             # A malformed file can raise any exception.
             DataError.on(str(self.path), "must be a readable npz file", Exception, remedy=DAMAGED),
-            zipfile.ZipFile(self.path) as archive,
+            zip_file(self.path) as archive,
         ):
             for entry in archive.infolist():
                 if entry.filename.endswith(NPY):
@@ -169,7 +170,7 @@ class OgbenchReader(NpzReader):
         """
         if not NpzReader.recognises(path):
             return False
-        with zipfile.ZipFile(path) as archive:
+        with zip_file(path) as archive:
             entries = {entry.filename.removesuffix(NPY): entry for entry in archive.infolist()}
             others = {KINDS[key] for key in entries.keys() & KINDS.keys()}
             if others != {"observation", "action", "terminated"} or "terminals" not in entries:

@@ -23,6 +23,7 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
+from deepspeed_gear.data.ingest.row_images import RowImages
 from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
@@ -33,6 +34,7 @@ from deepspeed_gear.data.ingest.table_rows import (
     plain,
     plain_bytes,
     table_files,
+    table_form,
 )
 from deepspeed_gear.data.ingest.token_rows import COLUMNS, NAMES, TokenRows, has_tokens
 from deepspeed_gear.data.nested_columns import flatten
@@ -65,7 +67,13 @@ class TableReader(Reader):
     """
 
     format = "table"
-    takes = ("episode_id", "tokenize", "schema", "last_step")  # and "rows", of `open_rows` alone
+    takes = (
+        "episode_id",
+        "tokenize",
+        "images",
+        "schema",
+        "last_step",
+    )  # and "rows", of `open_rows` alone
     early_roles = ("reward", "terminated", "truncated")
 
     @classmethod
@@ -79,6 +87,7 @@ class TableReader(Reader):
         shapes.
         """
         self._tokenize = dict(self.options.get("tokenize") or {})
+        self._images = RowImages(self.options.get("images") or (), self.select)
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
         self._label: str | None = None  # column of KTO's labels
@@ -94,7 +103,11 @@ class TableReader(Reader):
                 "of such files",
                 remedy="rename the file, or name its format with --format",
             )
-        self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
+        files = [] if "rows" in self.options else table_files(self.path)
+        self._file_bytes = sum(file.stat().st_size for file in files)
+        # JSON is parsed by Python, which holds the interpreter's lock.
+        is_json = "json" in map(table_form, files)
+        self.reads_ahead = bool(files) and not is_json and not self._tokenize
         blocks = self._given_blocks(True)
         given = next((block for block in blocks if any(map(len, block.values()))), None)
         if given is None:
@@ -108,7 +121,10 @@ class TableReader(Reader):
         self.notes.append(f"read as a table with one {self._row} per row{by_id}")
         uneven: set[str] = set()  # columns whose values have no common shape
         while True:
+            self._images.begin_pass()
             kept, num_trajectories = self._facts(uneven)
+            if self._images.is_late:
+                continue
             if not (
                 more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}
             ):
@@ -120,6 +136,9 @@ class TableReader(Reader):
             self.notes.append(f"{self._label} of an answer (KTO) is its reward, 1 or 0")
         if self._num_empty:
             self.notes.append(f"{self._num_empty} episodes of one row have no step: left out")
+        if images := [facts.name for facts in kept if facts.name in self._images.names]:
+            self.notes.append(f"images, stored as files: {', '.join(images)}")
+            self.description.update(images=images)
         if self._nulls:
             self.notes.append(f"null in every row, left out: {', '.join(sorted(self._nulls))}")
         if uneven:
@@ -133,7 +152,9 @@ class TableReader(Reader):
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
             self.expansion.check(
-                f"{self.path}: columns of texts and objects", wide, self._file_bytes
+                f"{self.path}: columns of texts and objects",
+                wide,
+                self._file_bytes + self._images.num_bytes,
             )
         self.counted = tuple(
             c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
@@ -313,8 +334,10 @@ class TableReader(Reader):
         """Yield the label and the columns of each conversation; a pair of answers has two."""
         make = TokenRows(self._tokenize)
         for label, given in self._rows(True):
-            for side, row in make(f"{self.path}: {label}", given):
-                yield f"{label}: {side}" if side else label, row
+            where = f"{self.path}: {label}"
+            loaded = self._images.loaded(where, given, self.file)
+            for side, row in make(where, loaded):
+                yield f"{label}: {side}" if side else label, self._images.packed(row)
         self.numbers_groups = make.num_pairs > 0
         self._label = make.label
 
