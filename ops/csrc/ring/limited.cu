@@ -100,7 +100,10 @@ __global__ void __launch_bounds__(kDrawers* kWarp, 1)
     }
     __syncthreads();  // before the next round reads the tree and the counts, and writes to `slots`
   }
-  if (weights != nullptr) WeighByBlock(ring, draw, tree, first_total, resolutions, count, weights);
+  if (weights != nullptr)
+    WeighByBlock(ring, draw, tree, BetaOf(ring, draw), first_total, resolutions, count, weights,
+                 LogOfMass{}, TablesInMemory());
+  __syncthreads();  // the state is read above
   if (threadIdx.x == 0) Advance(ring.state, first_total, count);
 }
 
