@@ -31,7 +31,7 @@ _COLUMNS = (
 _EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
 _COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"
 OPTIONS: Options = {
-    "SOURCE": ("file or folder", {"nargs": "+"}),
+    "SOURCE": ("file or folder, or its address: hf://, s3://, gs:// or https://", {"nargs": "+"}),
     "DEST": "folder to make",
     "--format FORMAT": (
         "auto (by the content, default), one of docs/how-to/formats.md, or module:Class",
@@ -65,8 +65,14 @@ OPTIONS: Options = {
     ),
     "--last-step MEANING": (
         "what the last row of an episode holds, by is_last or another end flag: transition (a step "
-        "as any other), observation (only the one after the last step), or reward (as observation, "
-        "and each row has the reward of the step before it)"
+        "as any other), observation (only the one after the last step), reward (as observation, "
+        "and each row has the reward of the step before it), or action (as reward, and each row "
+        "has that step's action, too)"
+    ),
+    "--images COLUMN[,COLUMN]": (
+        "columns of a table with paths of images, or one image as bytes; objects of bytes and path "
+        "are found without it",
+        {"action": "append"},
     ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
     "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
@@ -85,15 +91,18 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
     from deepspeed_gear.data.ingest.side_by_side import without_surplus
+    from deepspeed_gear.data.sources import check_local
 
     if args.overwrite and args.append:
         raise ConfigError(
             "--append", "must not be given together with --overwrite", None, "drop one"
         )
+    check_local("DEST", args.dest)
     check_destination(Path(args.dest), args.overwrite or args.append)
     columns = listed(args.columns)
     own = {name: getattr(args, name, None) for reader in READERS.values() for name in reader.takes}
     pairs = {option: _pairs(args, option) for option in _PAIRS}
+    own["images"] = listed(args.images)
     own["tokenize"] = pairs.pop("tokenize") or None
     with ConfigError.on(
         "--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"
@@ -104,7 +113,15 @@ def run(args: argparse.Namespace) -> int:
     options["compress"] = listed(args.compress)
     naming = {name: pairs[name] or None for name in ("rename", "role")}
     opened = (
-        open_source(path, args.format, columns, args.max_expansion, **naming, **own)
+        open_source(
+            path,
+            args.format,
+            columns,
+            args.max_expansion,
+            show_progress=not args.quiet,
+            **naming,
+            **own,
+        )
         for path in args.source
     )
     sources = [*without_surplus(opened)]

@@ -20,11 +20,13 @@ from deepspeed_gear.data.column_scan import ColumnScan, block_rows, run_in_turn
 from deepspeed_gear.data.dataset_files import FileEntry, npy_header, probe_digest
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.file_system import start_writeback
+from deepspeed_gear.schema import LENGTH_BYTES
 
 BLOCK_BYTES = 2 * 1024 * 1024
 _MOST_THREADS = 8
 _DISK_THREADS = 4  # they wait for the disk, and compute nothing
 _MOST_BLOCKS = 3  # of a file: one that is filled, and two that threads read
+_LEAST_HOLED_ROW = 64 * 1024
 _WRITEBACK_BYTES = 16 * 1024 * 1024
 
 Task = Callable[[], None]
@@ -135,6 +137,7 @@ class ArrayFile:
         workers: Workers | None = None,
         scan: ColumnScan | None = None,
         block_bytes: int = BLOCK_BYTES,
+        is_opaque: bool = False,
     ) -> None:
         """Create the file.
 
@@ -142,6 +145,8 @@ class ArrayFile:
             workers: Threads that take the blocks; None: the caller does.
             scan: Takes the rows for statistics.
             block_bytes: Bytes of a block, at most; but at least one block of the scan.
+            is_opaque: The rows are those of an opaque column. The zeros after large values are
+                holes of the file, which take no disk.
         """
         self.path = path
         self._dtype = dtype
@@ -149,6 +154,7 @@ class ArrayFile:
         self._row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
         self._scan = scan
         least = 1 if scan is None else block_rows(scan.column)
+        self._has_holes = is_opaque and self._row_bytes >= _LEAST_HOLED_ROW
         self._block_rows = least * max(1, block_bytes // (least * self._row_bytes))
         self._file = path.open("wb", buffering=0)
         header = npy_header(dtype, (0, *row_shape))
@@ -212,6 +218,8 @@ class ArrayFile:
             self._change.wait_for(lambda: self._num_busy == 0)
         if self._error is not None:
             raise self._error
+        if self._has_holes:
+            os.truncate(self._file.fileno(), self._end)  # the last row may end with a hole
 
     def leave_out_scan(self) -> None:
         """Scan no row; before the first one."""
@@ -297,12 +305,15 @@ class ArrayFile:
                 self._change.notify_all()
 
     def _write(self, rows: NDArray[np.uint8], offset: int) -> None:
-        left = rows.reshape(-1).data
         fd = self._file.fileno()
-        while left:
-            written = os.pwrite(fd, left, offset)
-            left = left[written:]
-            offset += written
+        if self._has_holes:
+            for row in rows:
+                length = LENGTH_BYTES + int.from_bytes(row[:LENGTH_BYTES].tobytes(), "little")
+                _write_all(fd, row[:length].data, offset)
+                offset += len(row)
+        else:
+            _write_all(fd, rows.reshape(-1).data, offset)
+            offset += rows.nbytes
         if offset - self._started >= _WRITEBACK_BYTES:
             # The disk writes while rows are still added, so that the flush at the end is short.
             start_writeback(fd, self._started, offset - self._started)
@@ -312,3 +323,10 @@ class ArrayFile:
         assert self._scan is not None
         values = rows.view(self._dtype).reshape(len(rows), *self._row_shape)
         self._scan.add(values, None if keep.all() else keep)
+
+
+def _write_all(fd: int, left: memoryview, offset: int) -> None:
+    while left:
+        written = os.pwrite(fd, left, offset)
+        left = left[written:]
+        offset += written

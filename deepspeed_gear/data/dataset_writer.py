@@ -148,6 +148,7 @@ class DatasetWriter:
                     self._workers,
                     self._scans.get(column.name),
                     block_bytes,
+                    column.is_opaque,
                 )
             known = Dataset.open(self.dest) if append else None
             if compress is None:

@@ -123,10 +123,10 @@ def _pages(content: memoryview, chunk: Any) -> Iterator[_Page]:
 
 def _longest(arrow: Any, compression: str, page: _Page) -> int:
     """Return the bytes of a dictionary page's longest value, at most those of the page."""
-    plain: Any = page.body
+    plain: Any = page.body.tobytes()
     if compression != "UNCOMPRESSED":
         try:
-            plain = arrow.Codec(compression).decompress(page.body, page.size)
+            plain = arrow.Codec(compression).decompress(plain, page.size)
         except (ValueError, OSError, NotImplementedError):  # such as the framed LZ4 of Hadoop
             return page.size
     words = memoryview(plain)

@@ -23,6 +23,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.d3rlpy import D3rlpyReader
 from deepspeed_gear.data.ingest.episode_numbers import EpisodeNumbers
 from deepspeed_gear.data.ingest.exported import ExportedReader
 from deepspeed_gear.data.ingest.group_scope import GroupNumbers
@@ -31,6 +32,7 @@ from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
+from deepspeed_gear.data.ingest.rlds import RldsReader
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.side_by_side import SideBySide, without_surplus
 from deepspeed_gear.data.ingest.source_checks import (
@@ -42,16 +44,22 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
+from deepspeed_gear.data.ingest.zarr import ZarrReader
+from deepspeed_gear.data.sources import check_local, is_address, source_path
+from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import ConfigError, DataError, near_name, undo_on_error
 from deepspeed_gear.schema import SOURCE, Column, Schema
 
 # In the order in which "auto" tries them: a layout that others would recognise too comes first.
 _CLASSES: tuple[type[Reader], ...] = (
     ExportedReader,
+    D3rlpyReader,
     D4rlReader,
     MinariReader,
     RobomimicReader,
     LerobotReader,
+    RldsReader,
+    ZarrReader,
     OgbenchReader,
     NpzReader,
     PickleReader,
@@ -68,21 +76,36 @@ def open_source(
     format: str = "auto",
     columns: Sequence[str] | None = None,
     max_expansion: float = MAX_EXPANSION,
+    show_progress: bool = False,
     **options: Any,
 ) -> Reader:
     """Check a source and open it, in the given format or in the one that its content shows.
 
     Args:
-        path: A file or folder.
+        path: A file or folder, or the address of a remote one: hf://, s3://, gs://, https://.
         format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
+        show_progress: Show the bytes that are fetched of a remote source on stderr.
         **options: Options of the format, `Reader.takes`; None means not given. `rename` and `role`,
             as in `Options`, count for every format, before names are judged.
     """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
-    path = arguments.folder("source", path)
+    if isinstance(path, str) and is_address(path):
+        source = source_path(path, show_progress)
+        with undo_on_error(source.source.close):
+            return _open_path(source, format, select, expansion, options)
+    return _open_path(arguments.folder("source", path), format, select, expansion, options)
+
+
+def _open_path(
+    path: Path,
+    format: str,
+    select: ColumnSelection,
+    expansion: Expansion,
+    options: Mapping[str, Any],
+) -> Reader:
     with DataError.on(
         str(path), "must be readable", OSError, remedy="check the path and its permissions"
     ):
@@ -136,6 +159,10 @@ def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[s
 
 def _opened(reader: Reader) -> Reader:
     with undo_on_error(reader.files.close):
+        if isinstance(reader.path, RemotePath):
+            source = reader.path.source
+            reader.files.callback(source.close)
+            reader.description.update(url=source.url, revision=source.revision)
         reader.open()
         reader.select.check_used(reader.path)
         if reader.select.left_out:
@@ -263,8 +290,8 @@ def ingest(
     Equal sources give equal bytes.
 
     Args:
-        sources: Files or folders with the same columns; or readers from `open_source`, for its
-            other options. Readers are closed.
+        sources: Files, folders or addresses with the same columns; or readers from `open_source`,
+            for its other options. Readers are closed.
         dest: The folder to create.
         format: Format of all sources; "auto" detects it for each by its content.
         split: Share of each held-out part by name; the statistics are those of the rest.
@@ -285,6 +312,7 @@ def ingest(
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
+    check_local("dest", dest)
     dest = arguments.folder("dest", dest)
     if not sources and not isinstance(sources, str):
         raise DataError(
@@ -306,7 +334,9 @@ def ingest(
     with ExitStack() as stack:
         naming: dict[str, Any] = {name: options.get(name) for name in _NAMING}
         opened = (
-            s if isinstance(s, Reader) else open_source(s, format, columns, **naming)
+            s
+            if isinstance(s, Reader)
+            else open_source(s, format, columns, show_progress=progress, **naming)
             for s in sources
         )
         readers = [stack.enter_context(reader) for reader in without_surplus(opened)]
@@ -373,6 +403,9 @@ def ingest(
                 readers[-1].notes.append(note)
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
+            for reader in readers if progress else ():
+                if isinstance(reader.path, RemotePath):
+                    bar.write(f"{reader.path}: {reader.path.source.traffic}", file=sys.stderr)
             return writer.close()
 
 
@@ -465,6 +498,7 @@ def ingested(path: str | Path) -> Dataset:
     Raises:
         DataError: As `ingest`, or the folder cannot be written.
     """
+    check_local("a data set", path)
     source = Path(path)
     if not source.is_file():
         return Dataset.open(path)

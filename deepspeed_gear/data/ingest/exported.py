@@ -17,6 +17,7 @@ from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.reader import NEEDED, Reader
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, pyarrow_for
 from deepspeed_gear.data.ingest.table_rows import arrow_block, json_bytes, record_batches
+from deepspeed_gear.data.sources.opened_files import arrow_file, is_zip, zip_file
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Schema
 
@@ -90,7 +91,7 @@ class ExportedReader(Reader):
                 yield {c.name: [value] for c, value in zip(self.columns, values, strict=True)}
 
     def _npz(self, names: list[str]) -> Iterator[dict[str, Any]]:
-        with zipfile.ZipFile(self.path) as archive:
+        with zip_file(self.path) as archive:
             lengths = _array(self.path, archive, LENGTHS_KEY)
             block: dict[str, Any] = {name: _array(self.path, archive, name) for name in names}
         ends = {"T": np.cumsum(lengths), "T+1": np.cumsum(lengths + 1)}
@@ -143,7 +144,7 @@ def read_schema(where: str, text: str) -> tuple[Schema, Schema | None]:
 
 
 def _is_npz(path: Path) -> bool:
-    return path.is_file() and zipfile.is_zipfile(path)
+    return path.is_file() and is_zip(path)
 
 
 def _array(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
@@ -160,10 +161,11 @@ def _written_schema(path: Path) -> str | None:
     if (path / f"{SCHEMA_KEY}.json").is_file() and (path / ROWS_FILE).is_file():
         return (path / f"{SCHEMA_KEY}.json").read_text("utf-8")
     if _is_npz(path):
-        with zipfile.ZipFile(path) as archive:
+        with zip_file(path) as archive:
             has_schema = SCHEMA_KEY + NPY in archive.namelist()
             return str(_array(path, archive, SCHEMA_KEY)) if has_schema else None
     if first_bytes(path, len(_PARQUET)) != _PARQUET:
         return None
-    metadata = pyarrow_for(str(path), "needs pyarrow").parquet.read_schema(path).metadata or {}
+    arrow = pyarrow_for(str(path), "needs pyarrow")
+    metadata = arrow.parquet.read_schema(arrow_file(arrow, path)).metadata or {}
     return metadata[SCHEMA_KEY.encode()].decode() if SCHEMA_KEY.encode() in metadata else None

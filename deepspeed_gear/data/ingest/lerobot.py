@@ -39,6 +39,7 @@ from deepspeed_gear.data.ingest.reader import (
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_names import KINDS
 from deepspeed_gear.data.ingest.table_rows import arrow_block, null_place, read_table
+from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
 
@@ -185,8 +186,7 @@ class LerobotReader(Reader):
 
     def _file(self, template: str, **values: Any) -> Path:
         path = self.path / self._templates[template].format(**values)
-        root = os.path.realpath(self.path)
-        if not fits_file_system(path) or not Path(os.path.realpath(path)).is_relative_to(root):
+        if not fits_file_system(path) or not is_below(path, self.path):
             raise DataError(
                 f"{self._info.where}: {template}",
                 f"must be a path below the folder, with {', '.join(values)} in braces",

@@ -241,4 +241,7 @@ def is_text(value: Any, most_bytes: int | None) -> bool:
 def fits_file_system(path: Path) -> bool:
     """Return whether Linux admits a path: the lengths of its names, and of the whole."""
     parts = (len(os.fsencode(part)) for part in path.parts)
-    return max(parts, default=0) <= _MOST_NAME_BYTES and len(os.fsencode(path)) <= _MOST_PATH_BYTES
+    return (
+        max(parts, default=0) <= _MOST_NAME_BYTES
+        and len(os.fsencode(str(path))) <= _MOST_PATH_BYTES
+    )

@@ -19,7 +19,17 @@ from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
+from deepspeed_gear.data.sources.opened_files import zip_file
 from deepspeed_gear.errors import DataError
+
+_BUFFERS = b"stable_baselines3.common.buffers"
+_HEAD_BYTES = 4096
+# A buffer is a ring: the oldest step is at `pos` if it is full, and at 0 otherwise.
+_EXPORT = (
+    'b = load_from_pkl("FILE.pkl"); np.savez_compressed("FILE.npz", **{k: np.roll(v, -b.pos, 0)'
+    "[-b.size():] for k, v in vars(b).items() if isinstance(v, np.ndarray)}), with load_from_pkl "
+    "of stable_baselines3.common.save_util; docs/how-to/formats.md has a form for dict observations"
+)
 
 
 class NpzReader(ArrayReader):
@@ -38,7 +48,7 @@ class NpzReader(ArrayReader):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         try:
-            with zipfile.ZipFile(path) as archive:
+            with zip_file(path) as archive:
                 return any(name.endswith(NPY) for name in archive.namelist())
         except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
             return False
@@ -63,7 +73,7 @@ class NpzReader(ArrayReader):
         with (
             # A malformed file can raise any exception.
             DataError.on(str(self.path), "must be a readable npz file", Exception, remedy=DAMAGED),
-            zipfile.ZipFile(self.path) as archive,
+            zip_file(self.path) as archive,
         ):
             for entry in archive.infolist():
                 if entry.filename.endswith(NPY):
@@ -182,7 +192,7 @@ class OgbenchReader(NpzReader):
         """
         if not NpzReader.recognises(path):
             return False
-        with zipfile.ZipFile(path) as archive:
+        with zip_file(path) as archive:
             entries = {entry.filename.removesuffix(NPY): entry for entry in archive.infolist()}
             others = {KINDS[key] for key in entries.keys() & KINDS.keys()}
             if others != {"observation", "action", "terminated"} or "terminals" not in entries:
@@ -213,6 +223,13 @@ class PickleReader(NpzReader):
         return first_bytes(path, 2) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
     def _load(self) -> Any:
+        if _BUFFERS in first_bytes(self.path, _HEAD_BYTES):
+            raise DataError(
+                str(self.path),
+                "must not be a buffer pickled by Stable-Baselines3, which is an object with code",
+                None,
+                f"where Stable-Baselines3 is installed, this writes its arrays: {_EXPORT}",
+            )
         if not self.options.get("allow_pickle"):
             raise DataError(str(self.path), "must not be a pickle", None, PICKLED)
         content = self.path.read_bytes()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_names import SourceNames
+from deepspeed_gear.data.sources.opened_files import hdf5_file, is_hdf5
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
@@ -294,7 +295,7 @@ def decode_images(
 
 def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
     """Return the classes of a group's members by name; none for other files and nodes."""
-    if not path.is_file() or not h5py.is_hdf5(path):
+    if not path.is_file() or not is_hdf5(path):
         return {}
     with open_hdf5(path) as file:
         node = file.get(group)
@@ -307,12 +308,12 @@ def open_hdf5(path: Path) -> h5py.File:
     """Open an HDF5 file; DataError if it is none or is damaged."""
     check_no_pointer(path)
     if path.is_dir():
-        inside = next((file for file in sorted(path.iterdir()) if h5py.is_hdf5(file)), None)
+        inside = next((file for file in sorted(path.iterdir()) if is_hdf5(file)), None)
         remedy = f"give the file in it: {inside}" if inside else "check the path"
         raise DataError(str(path), "must be an HDF5 file", "a folder", remedy)
-    remedy = DAMAGED if h5py.is_hdf5(path) else "check the path"
+    remedy = DAMAGED if is_hdf5(path) else "check the path"
     with DataError.on(str(path), "must be a readable HDF5 file", OSError, remedy=remedy):
-        return h5py.File(path, "r")
+        return hdf5_file(path)
 
 
 def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:

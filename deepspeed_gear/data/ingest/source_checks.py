@@ -20,6 +20,8 @@ from typing import Any
 import h5py
 
 from deepspeed_gear.data.dataset_files import check_no_pointer, read_object
+from deepspeed_gear.data.sources.opened_files import hdf5_file, is_hdf5, is_zip, zip_file
+from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import ConfigError, DataError
 
 MAX_EXPANSION = 100.0  # default for the bytes of arrays per byte of their files
@@ -97,9 +99,9 @@ def check_source(path: Path, expansion: Expansion) -> None:
     if is_file:
         check_no_pointer(path)
     for file in [path] if is_file else files_in(path):
-        if h5py.is_hdf5(file):
+        if is_hdf5(file):
             _check_hdf5(file, expansion)
-        elif (is_file or file.suffix == ".npz") and zipfile.is_zipfile(file):
+        elif (is_file or file.suffix == ".npz") and is_zip(file):
             check_archive(file, expansion)
 
 
@@ -109,7 +111,7 @@ def check_archive(path: Path, expansion: Expansion) -> None:
     Readers read no more than is declared.
     """
     with DataError.on(str(path), "must be a readable zip file", *_ZIP_ERRORS, remedy=DAMAGED):
-        with zipfile.ZipFile(path) as archive:
+        with zip_file(path) as archive:
             num_bytes = sum(entry.file_size for entry in archive.infolist())
         expansion.check(str(path), num_bytes, path.stat().st_size)
 
@@ -142,6 +144,9 @@ def first_bytes(path: Path, count: int) -> bytes:
 
 def files_in(folder: Path) -> Iterator[Path]:
     """Yield the files of a folder sorted by name; DataError for a link that leaves the folder."""
+    if isinstance(folder, RemotePath):
+        yield from folder.files_below()
+        return
     root = Path(os.path.realpath(folder))
     for at, folders, files in os.walk(folder):
         folders.sort()
@@ -183,7 +188,7 @@ def _check_hdf5(path: Path, expansion: Expansion) -> None:
     rule = "must be a readable HDF5 file"
     with (
         DataError.on(str(path), rule, OSError, RuntimeError, KeyError, remedy=DAMAGED),
-        h5py.File(path, "r") as file,
+        hdf5_file(path) as file,
     ):
         file.id.links.visit(names.append)
         for name in names:

@@ -29,6 +29,8 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.parquet_pages import column_pages, value_width
+from deepspeed_gear.data.sources.opened_files import arrow_file, file_content
+from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import DataError
 
 Block = dict[str, Any]
@@ -231,7 +233,11 @@ def _opened(path: Path) -> Any:
     check_no_pointer(path)
     if path.suffix not in _COMPRESSED:
         return path.open("rb")
-    return io.BufferedReader(pyarrow_for(str(path)).input_stream(str(path), compression="detect"))
+    arrow = pyarrow_for(str(path))
+    if isinstance(path, RemotePath):
+        form = arrow.Codec.detect(path.name).name
+        return io.BufferedReader(arrow.CompressedInputStream(arrow_file(arrow, path), form))
+    return io.BufferedReader(arrow.input_stream(str(path), compression="detect"))
 
 
 def record_batches(
@@ -254,7 +260,7 @@ def record_batches(
     check_no_pointer(path)
     arrow = pyarrow_for(str(path))
     file_bytes = path.stat().st_size
-    source = arrow.memory_map(str(path))
+    source = arrow_file(arrow, path)
     head = source.read(len(_ARROW_FILE))
     if table_form(path) != "arrow" or head.startswith(_PARQUET):
         schema, batches = _parquet_batches(path, expansion, choose)
@@ -305,7 +311,7 @@ def _parquet_batches(
     """
     arrow = pyarrow_for(str(path))
     file_bytes = path.stat().st_size
-    file = arrow.parquet.ParquetFile(arrow.memory_map(str(path)))
+    file = arrow.parquet.ParquetFile(arrow_file(arrow, path))
     metadata = file.metadata
     names = file.schema_arrow.names
     chosen = choose(names) if choose else names
@@ -313,7 +319,7 @@ def _parquet_batches(
     stated = 0
     rows = _BLOCK_ROWS
     in_lists: list[str] = []
-    content = memoryview(arrow.memory_map(str(path)).read_buffer()).cast("B")
+    content = file_content(arrow, path)
     for number in range(metadata.num_columns):
         column = metadata.schema.column(number)
         if not any(column.path == name or column.path.startswith(f"{name}.") for name in chosen):
@@ -334,7 +340,7 @@ def _parquet_batches(
             in_lists.append(column.path)
     wide = _BLOCK_BYTES // max(1, stated // max(1, metadata.num_rows))
     if in_lists:
-        file = arrow.parquet.ParquetFile(arrow.memory_map(str(path)), read_dictionary=in_lists)
+        file = arrow.parquet.ParquetFile(arrow_file(arrow, path), read_dictionary=in_lists)
     batches = file.iter_batches(min(max(2, wide), rows), columns=chosen if choose else None)
     return file.schema_arrow, batches
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+import deepspeed_gear.arguments as arguments
 import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.ingest.message_masks import is_messages
 from deepspeed_gear.data.ingest.preferences import divide
@@ -23,6 +24,7 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
+from deepspeed_gear.data.ingest.row_images import RowImages
 from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
@@ -66,7 +68,14 @@ class TableReader(Reader):
     """
 
     format = "table"
-    takes = ("episode_id", "tokenize", "schema", "last_step")  # and "rows", of `open_rows` alone
+    takes = (
+        "episode_id",
+        "tokenize",
+        "images",
+        "schema",
+        "last_step",
+        "episode_length",
+    )  # and "rows", of `open_rows` alone
     early_roles = ("reward", "terminated", "truncated")
 
     @classmethod
@@ -80,6 +89,7 @@ class TableReader(Reader):
         shapes.
         """
         self._tokenize = dict(self.options.get("tokenize") or {})
+        self._images = RowImages(self.options.get("images") or (), self.select)
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
         self._label: str | None = None  # column of KTO's labels
@@ -109,11 +119,15 @@ class TableReader(Reader):
         self._row = self._what_a_row_is(first)
         self._row_flags = {*ROW_FLAGS} & first.keys() if self._row != "conversation" else set()
         self._find_last_step()
+        self._check_limit(first)
         by_id = f", an episode is the rows of one {self._id}" if self._id else ""
         self.notes.append(f"read as a table with one {self._row} per row{by_id}")
         uneven: set[str] = set()  # columns whose values have no common shape
         while True:
+            self._images.begin_pass()
             kept, num_trajectories = self._facts(uneven)
+            if self._images.is_late:
+                continue
             if not (
                 more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}
             ):
@@ -125,6 +139,9 @@ class TableReader(Reader):
             self.notes.append(f"{self._label} of an answer (KTO) is its reward, 1 or 0")
         if self._num_empty:
             self.notes.append(f"{self._num_empty} episodes of one row have no step: left out")
+        if images := [facts.name for facts in kept if facts.name in self._images.names]:
+            self.notes.append(f"images, stored as files: {', '.join(images)}")
+            self.description.update(images=images)
         if self._nulls:
             self.notes.append(f"null in every row, left out: {', '.join(sorted(self._nulls))}")
         if uneven:
@@ -135,15 +152,45 @@ class TableReader(Reader):
         heads = {facts.name: facts.name.split(".")[0] for facts in kept}
         kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
         self.columns = tuple(facts.column(num_trajectories) for facts in kept)
+        roles = {column.role for column in self.columns}
+        roles.update((self.options.get("role") or {}).values())
+        if self._row != "conversation" and roles.isdisjoint(("observation", "action")):
+            self.notes.append(
+                "no column is an observation or an action: --rename COLUMN=observation and "
+                "--rename COLUMN=action name them"
+            )
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
             self.expansion.check(
-                f"{self.path}: columns of texts and objects", wide, self._file_bytes
+                f"{self.path}: columns of texts and objects",
+                wide,
+                self._file_bytes + self._images.num_bytes,
             )
         self.counted = tuple(
             c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
         )
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
+
+    def _check_limit(self, first: Block) -> None:
+        """Check `episode_length`, which is for end flags that do not state why an episode ended."""
+        limit = self.options.get("episode_length")
+        kinds = {KINDS.get(name) for name in first}
+        is_any_end = "done" in kinds and kinds.isdisjoint(_FLAGS)
+        if limit is not None:
+            arguments.count("episode_length", limit)
+            if self._row == "conversation" or not is_any_end:
+                raise DataError(
+                    f"{self.path}: --episode-length",
+                    "must be for episodes whose only end flags are of either cause (dones, "
+                    "is_last)",
+                    sorted(first),
+                    "leave it out, or name the flags with --rename COLUMN=dones",
+                )
+        elif self._row != "conversation" and is_any_end:
+            self.notes.append(
+                "end flags are taken as terminated, as they do not distinguish a terminal state "
+                "from a time limit: --episode-length N takes an end after N steps as truncated"
+            )
 
     def _find_last_step(self) -> None:
         """Set what the last row of an episode holds, where flags mark rows.
@@ -311,15 +358,25 @@ class TableReader(Reader):
                 arrays[column] = value if array is None else array
             length = _num_steps(where, arrays)
             if not is_chat:
-                _set_flags(arrays, length, self._done_is_any_end)
+                limit = self.options.get("episode_length")
+                if limit is not None and length > limit:
+                    raise DataError(
+                        f"{where}: --episode-length {limit}",
+                        "must be at least the steps of every episode",
+                        length,
+                        "give the time limit of the environment",
+                    )
+                _set_flags(arrays, length, self._done_is_any_end, length == limit)
             yield label, arrays, length
 
     def _conversations(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the label and the columns of each conversation; a pair of answers has two."""
         make = TokenRows(self._tokenize)
         for label, given in self._rows(True):
-            for side, row in make(f"{self.path}: {label}", given):
-                yield f"{label}: {side}" if side else label, row
+            where = f"{self.path}: {label}"
+            loaded = self._images.loaded(where, given, self.file)
+            for side, row in make(where, loaded):
+                yield f"{label}: {side}" if side else label, self._images.packed(row)
         self.numbers_groups = make.num_pairs > 0
         self._label = make.label
 
@@ -546,10 +603,13 @@ def _num_steps(where: str, arrays: dict[str, Any]) -> int:
     )
 
 
-def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> None:
+def _set_flags(
+    arrays: dict[str, Any], length: int, done_is_any_end: bool, is_at_limit: bool
+) -> None:
     """Give flags a row per step, and mark an episode without a flag at its end as truncated.
 
-    With `done_is_any_end`, "done" is also set at time limits: such a step does not terminate.
+    With `done_is_any_end`, "done" is also set at time limits: such a step does not terminate. No
+    more does the last step of an episode that has as many steps as the time limit.
     """
     for name in SCALARS:
         value = arrays.get(name)
@@ -565,4 +625,7 @@ def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> No
     truncated = arrays.setdefault("truncated", np.zeros(length, bool))
     if done_is_any_end:
         arrays["terminated"] = (flags["terminated"] != 0) & (truncated == 0)
+    if is_at_limit:
+        arrays["terminated"] = np.array(arrays["terminated"])  # rows of a program stay as they are
+        arrays["terminated"][-1] = False
     end_episode(arrays)

@@ -23,21 +23,22 @@ constexpr int64_t kMostSize = TableSize(kMostUpdaters);  // of its hash table
 // Returns the mass, in every lane.
 __device__ uint64_t DrawSample(const Ring& ring, const RingDraw& draw, const TreeShape& tree,
                                const NodesOfWarp& top, uint64_t point, int64_t number,
-                               Resolution* resolution, int lane) {
+                               const Faults& faults, Resolution* resolution, int lane) {
   constexpr int kWords = sizeof(Slot) / sizeof(int64_t);
   static_assert(sizeof(Resolution) == sizeof(Slot), "eight lanes have a word of each");
   const int32_t* row_slots = ring.rule.by_row ? ring.row_slots : nullptr;
-  const WarpHit drawn =
-      DescendWarp(ring.sums, tree, top, point, row_slots, ring.NumItems(), lane);
-  Require(drawn.slot >= 0 && drawn.slot < ring.shape.num_slots);
+  const WarpHit drawn = DescendWarp(ring.sums, tree, top, point, row_slots, ring.NumItems(), lane);
+  faults.Require(drawn.slot >= 0 && drawn.slot < ring.shape.num_slots, kSelectSlot, drawn.hit.item);
   const auto* words = reinterpret_cast<const int64_t*>(&ring.slots[drawn.slot]);
   const int64_t own = words[lane % kWords];
   const auto word = [&](int k) { return __shfl_sync(kAllLanes, own, k); };
   const Slot slot{kCommitted, word(1), word(2), word(3), word(4), 0, 0, 0};  // what a record needs
   Resolution found{};
-  Require(ResolveItem(ring, draw, drawn.hit, drawn.slot, slot, drawn.mass, number, &found));
-  const int64_t record[kWords] = {found.id,        found.slot,   found.generation, found.first_row,
-                                  found.num_steps, found.anchor, found.mass,       found.sample_number};
+  faults.Require(ResolveItem(ring, draw, drawn.hit, drawn.slot, slot, drawn.mass, number, &found),
+                 kSelectStep, drawn.hit.item);
+  const int64_t record[kWords] = {found.id,        found.slot,         found.generation,
+                                  found.first_row, found.num_steps,    found.anchor,
+                                  found.mass,      found.sample_number};
   int64_t mine = record[0];
 #pragma unroll
   for (int k = 1; k < kWords; ++k) mine = lane == k ? record[k] : mine;
@@ -49,8 +50,8 @@ __device__ uint64_t DrawSample(const Ring& ring, const RingDraw& draw, const Tre
 // samples unless `weights` are null. Else WeighKernel follows, and gets the least mass by the
 // state.
 __global__ void SelectKernel(const Ring ring, const RingDraw draw, const TreeShape tree,
-                             int64_t count, Resolution* resolutions, bool finishes,
-                             float* weights) {
+                             int64_t count, const Faults faults, Resolution* resolutions,
+                             bool finishes, float* weights) {
   const int lane = LaneOfWarp();
   const NodesOfWarp top = LoadTop(ring.sums, tree, lane);
   const uint64_t total = TotalOf(top);
@@ -62,7 +63,8 @@ __global__ void SelectKernel(const Ring ring, const RingDraw draw, const TreeSha
       continue;
     }
     const uint64_t point = PointOf(draw, number, total, i, count);
-    const uint64_t mass = DrawSample(ring, draw, tree, top, point, number, &resolutions[i], lane);
+    const uint64_t mass =
+        DrawSample(ring, draw, tree, top, point, number, faults, &resolutions[i], lane);
     greatest = Max(greatest, ~mass);
   }
   if (!finishes) {
@@ -210,7 +212,7 @@ void RingSelect(const Ring& ring, const RingDraw& draw, int64_t count, Resolutio
   const TreeShape tree = ShapeOfTree(ring.NumItems());
   const bool finishes = weights == nullptr || count <= kMostFinished;
   Launch("RingSelect", SelectKernel, Blocks(count * kWarp), kThreads, stream, ring, draw, tree,
-         count, resolutions, finishes, weights);
+         count, FaultsOfProcess(), resolutions, finishes, weights);
   if (finishes) return;
   Launch("RingSelect", WeighKernel, Blocks(count), kThreads, stream, ring, draw, tree, resolutions,
          count, weights);
