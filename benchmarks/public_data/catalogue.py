@@ -274,6 +274,16 @@ STEPS = (
         read=partial(readers.imitation, limit=500),
     ),
     PublicSet(
+        name="d3rlpy",
+        layout="HDF5 of version 1, `episode_terminals`",
+        url="https://github.com/takuseno/d3rlpy/blob/master/d3rlpy/datasets.py",
+        origin=MADE,
+        made=f"{_LAYOUT}, read by d3rlpy 2.8.1",
+        sources=("../../../tests/support/formats/mini_d3rlpy/first.h5",),
+        options="",
+        read=partial(readers.d3rlpy, file="first"),
+    ),
+    PublicSet(
         name="Stable-Baselines experts",
         layout="npz with `episode_starts`",
         url="https://github.com/hill-a/stable-baselines/tree/master/stable_baselines/gail/dataset",

@@ -355,6 +355,27 @@ def zarr_store(paths: Sequence[Path], store: str) -> Trajectories:
     return found
 
 
+def d3rlpy(paths: Sequence[Path], file: str) -> Trajectories:
+    """The transitions that d3rlpy itself has made of the file, kept beside it.
+
+    The observation after a terminal state is not known, and is the state itself here.
+    """
+    arrays = _npz(paths[0].parent / "transitions.npz")
+    found = []
+    for number in range(sum(key.startswith(f"{file}/") and "/action" in key for key in arrays)):
+        own = f"{file}/{number}"
+        states = arrays[f"{own}/observation"]
+        terminates = bool(arrays[f"{own}/terminal"][-1])
+        after = states if terminates else arrays[f"{own}/next_observation"]
+        trajectory = {
+            "observation": np.concatenate([states, after[-1:]]),
+            "action": arrays[f"{own}/action"],
+            "reward": arrays[f"{own}/reward"][:, 0],
+        }
+        found.append(_with_flags(trajectory, terminates))
+    return found
+
+
 def rlds(paths: Sequence[Path]) -> Trajectories:
     """What tensorflow-datasets itself has read from the files, stored beside them."""
     arrays = _npz(paths[0] / EXPECTED)
