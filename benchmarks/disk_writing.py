@@ -1,10 +1,12 @@
 """How fast data sets are written, against a raw write of the same bytes, NumPy and Parquet.
 
     python benchmarks/disk_writing.py --json F [--quick] [--gb 0.2 2 20] [--threads 2] [--turns 3]
+        [--sources 4] [--systems "gear ingest" "raw copy"]
 
 Every system writes the same trajectories in turns, and its files are on the disk when a turn ends
-(fsync). "gear ingest" is the command, over an HDF5 file of the same rows without compression. All
-files lie in build/, twice the size that is written, and are removed.
+(fsync). "gear ingest" is the command, over HDF5 files of the same rows without compression: with
+several sources, links to one file. All files lie in build/ and are removed. They take the size that
+is written, and that of one source.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +65,16 @@ _D4RL = {
 class Job:
     """Trajectories of one schema that are written into a folder."""
 
-    def __init__(self, schema: Schema, num_bytes: float, threads: int | None) -> None:
+    def __init__(
+        self, schema: Schema, num_bytes: float, threads: int | None, num_sources: int = 1
+    ) -> None:
         self.schema = schema
         self.threads = threads
+        self.num_sources = num_sources
         steps = min(STEPS, max(2, int(num_bytes // schema.row_bytes)))
         self._made = [_trajectory(schema, steps, seed) for seed in range(_KINDS)]
-        self.count = max(1, round(num_bytes / (steps * schema.row_bytes)))
+        of_source = max(1, round(num_bytes / num_sources / (steps * schema.row_bytes)))
+        self.count = of_source * num_sources
         self.num_steps = self.count * steps
         self.num_bytes = self.num_steps * schema.row_bytes
         self.steps = steps
@@ -101,26 +108,31 @@ def _dataset_writer(job: Job, folder: Path) -> None:
 
 def _ingest(job: Job, folder: Path) -> None:
     options = [] if job.threads is None else ["--threads", str(job.threads)]
-    status = command(["ingest", str(_source(folder)), str(folder / "set"), "--quiet", *options])
+    sources = map(str, _sources(job, folder))
+    status = command(["ingest", *sources, str(folder / "set"), "--quiet", *options])
     assert status == 0
 
 
-def _source(folder: Path) -> Path:
-    return folder.parent / "source.hdf5"
+def _sources(job: Job, folder: Path) -> list[Path]:
+    return [folder.parent / f"source-{number}.hdf5" for number in range(job.num_sources)]
 
 
-def make_source(job: Job, folder: Path) -> None:
-    """Write the source of `gear ingest`: a file of the layout of D4RL, without compression."""
-    with h5py.File(_source(folder / "turn"), "w") as file:
+def make_sources(job: Job, folder: Path) -> None:
+    """Write the sources of `gear ingest`: files of the layout of D4RL, without compression."""
+    first, *links = _sources(job, folder / "turn")
+    count = job.count // job.num_sources
+    with h5py.File(first, "w") as file:
         arrays = {
             column.name: file.create_dataset(
-                _D4RL[column.name], (job.num_steps, *column.shape), column.numpy_dtype
+                _D4RL[column.name], (count * job.steps, *column.shape), column.numpy_dtype
             )
             for column in job.schema
         }
-        for number, rows in enumerate(job):
+        for number, rows in enumerate(islice(job, count)):
             for name, values in rows.items():
                 arrays[name][number * job.steps : (number + 1) * job.steps] = values
+    for link in links:
+        link.hardlink_to(first)
 
 
 def _raw(job: Job, folder: Path) -> None:
@@ -135,7 +147,8 @@ def _raw(job: Job, folder: Path) -> None:
 
 
 def _raw_copy(job: Job, folder: Path) -> None:
-    shutil.copyfile(_source(folder), folder / "copy")
+    for source in _sources(job, folder):
+        shutil.copyfile(source, folder / source.name)
     _sync(folder)
 
 
@@ -222,28 +235,38 @@ def main() -> None:
         gb=((0.2,), "GB to write"),
         threads=(int, "threads of DatasetWriter and gear ingest (default: all cores)"),
         turns=(3, "turns of each system, of which the median is reported"),
+        sources=(1, "sources of gear ingest"),
+        work=(tuple(WORK), "schemas to write"),
+        systems=(tuple(SYSTEMS), "systems to measure, beside the raw write"),
     )
     sizes = (0.002,) if report.options.quick else report.options.gb
     turns = 1 if report.options.quick else report.options.turns
+    systems = {name: SYSTEMS[name] for name in ("raw write", *report.options.systems)}
     rows: list[Row] = []
-    for work, schema in WORK.items():
+    for work in report.options.work:
         for size in sizes:
             with tempfile.TemporaryDirectory(prefix="disk-", dir=ROOT / "build") as folder:
-                rows += measure(
-                    work, Job(schema, size * _GB, report.options.threads), folder, turns
-                )
+                options = report.options
+                job = Job(WORK[work], size * _GB, options.threads, options.sources)
+                rows += measure(work, job, folder, turns, systems)
     print_rows(rows)
     report.meanwhile()
     report.write(rows)
 
 
-def measure(work: str, job: Job, folder: str, turns: int) -> Iterator[Row]:
+def measure(
+    work: str,
+    job: Job,
+    folder: str,
+    turns: int,
+    systems: Mapping[str, Callable[[Job, Path], None]],
+) -> Iterator[Row]:
     """Yield a row for each system that is installed."""
-    make_source(job, Path(folder))
+    make_sources(job, Path(folder))
     taken: dict[str, list[tuple[float, float]]] = {}
     missing = dict[str, str]()
     for _ in range(turns):
-        for name, write in SYSTEMS.items():
+        for name, write in systems.items():
             try:
                 taken.setdefault(name, []).append(turn(job, write, Path(folder)))
             except ImportError as error:
@@ -252,6 +275,7 @@ def measure(work: str, job: Job, folder: str, turns: int) -> Iterator[Row]:
     for name, times in taken.items():
         row: Row = {"what": "disk", "work": work, "gb": round(job.num_bytes / _GB, 3)}
         row |= {"system": name, "threads": job.threads}
+        row["sources"] = job.num_sources
         if name in missing:
             yield row | {"left out": missing[name]}
             continue

@@ -63,6 +63,7 @@ class Sizes:
         simulated: Environments of a simulator on the device, and the bounds in us: of the add of a
             step of each, and of one with a sample and an update.
         episode: Steps of an episode of the simulator.
+        rollout: Environments of a PPO, and their steps in a roll-out.
     """
 
     trajectories: int = 33_554
@@ -78,9 +79,10 @@ class Sizes:
         default_factory=lambda: {64: (23.0, 36.0), 4096: (44.0, 57.0)}
     )
     episode: int = 100
+    rollout: tuple[int, int] = (4096, 24)
 
 
-SMOKE = Sizes(40, 50, (64, 96), 4096, 2000, 1 << 16, 3, (4, 16), 2, {4: (23.0, 36.0)}, 20)
+SMOKE = Sizes(40, 50, (64, 96), 4096, 2000, 1 << 16, 3, (4, 16), 2, {4: (23.0, 36.0)}, 20, (16, 24))
 
 
 def columns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         def draw() -> None:
             for batch in batches:
                 assert batch.importance is not None
-                replay._mixture.select_(batch.resolutions, batch.importance)
+                replay._mixture.select_(batch.resolutions, batch.importance, batch.epoch[:0])
 
         def update() -> None:
             for batch, priorities in zip(batches, values, strict=True):
@@ -282,7 +284,9 @@ def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         assert batch.importance is not None
         runs: dict[str, Run] = {
             "a node": lambda: nothing.add_(1),
-            f"draw {count}": partial(replay._mixture.select_, batch.resolutions, batch.importance),
+            f"draw {count}": partial(
+                replay._mixture.select_, batch.resolutions, batch.importance, batch.epoch[:0]
+            ),
             f"gather {count}": lambda: gatherer.fill(batch.buffers, batch.resolutions),
             f"update {count}": lambda: replay.update_priorities_(batch, td),
         }
@@ -298,6 +302,29 @@ def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
                 "gear",
                 median_us(seconds, CALLS),
             )
+    yield from _epochs(clock, sizes)
+
+
+def _epochs(clock: Clock, sizes: Sizes) -> Iterator[Row]:
+    """What a minibatch of an epoch over a roll-out takes: its draw alone, and with its rows."""
+    envs, steps = sizes.rollout
+    count = envs * steps // 4
+    options: dict[str, Any] = {
+        "sampler": {"kind": "epoch", "unit": "step"},
+        "fields": {n: {} for n in TRANSITION},
+        "batch_size": count,
+    }
+    with replay_of(TRANSITION, envs, steps, clock.device, **options) as replay:
+        batch = replay.new_batch()
+        weights = torch.empty(0, device=clock.device)
+        runs: dict[str, Run] = {
+            "draw": partial(replay._mixture.select_, batch.resolutions, weights, batch.epoch),
+            "sample": partial(replay.sample_, batch),
+        }
+        graphs = {name: clock.graph(partial(_repeat, run)) for name, run in runs.items()}
+        for name, seconds in clock.compare(graphs).items():
+            case = f"{name} {count} of an epoch of {envs * steps} steps, {CALLS} in a graph"
+            yield row_of("kernels", case, "gear", median_us(seconds, CALLS))
 
 
 def _repeat(run: Run) -> None:

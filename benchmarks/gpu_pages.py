@@ -169,7 +169,10 @@ def _fits(row: Row | None) -> str:
     if row is None or "exact" not in row:
         return "-"
     if "each_once" in row:
-        return "each item once" if row["exact"] else "**no**"
+        same = (
+            "" if row.get("shuffles_each_epoch", True) else "; the same minibatches in each epoch"
+        )
+        return f"each item once{same}" if row["exact"] else "**no**"
     return f"{'yes' if row['exact'] else '**no**'} ({row['deviation']:+.1f})"
 
 

@@ -20,6 +20,7 @@ from deepspeed_gear.errors import DataError as DataError
 from deepspeed_gear.errors import EmptyTableError as EmptyTableError
 from deepspeed_gear.errors import FieldError as FieldError
 from deepspeed_gear.errors import GearError as GearError
+from deepspeed_gear.errors import KernelError as KernelError
 from deepspeed_gear.errors import LeaseExpiredError as LeaseExpiredError
 from deepspeed_gear.errors import LostNodeError as LostNodeError
 from deepspeed_gear.errors import NotReadyError as NotReadyError

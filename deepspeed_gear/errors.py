@@ -136,6 +136,10 @@ class BuildError(GearError, RuntimeError):
     """The native ops cannot be built or loaded."""
 
 
+class KernelError(GearError, RuntimeError):
+    """A kernel on a GPU has found a wrong index, and has ended the process's CUDA context."""
+
+
 class PeerError(GearError, RuntimeError):
     """Another rank failed, did not answer in time, or has a different config or code."""
 

@@ -4,10 +4,11 @@ graphs.
     python examples/ppo_device.py                         # on the GPU if there is one
     python examples/ppo_device.py --compile --cudagraphs  # compiled, in CUDA graphs
     python examples/ppo_device.py --all                   # all of them, in turns per second
+    python examples/ppo_device.py --envs 4096 --rollout 24    # minibatches of 24,576 steps
 
 A roll-out is a trajectory of T steps of each environment. The table holds one roll-out: adding the
-next one evicts it. Minibatches are drawn uniformly, with replacement (a table on a device has no
-epoch sampler).
+next one evicts it. The sampler `epoch` draws minibatches without replacement: each epoch has every
+step once, in an order of its own.
 
 The last line is the result as JSON. Environments and capture are in device_loop.py.
 
@@ -31,9 +32,8 @@ from deepspeed_gear import DeviceReplay
 GAMMA = 0.99
 TRACE = 0.95
 CLIP = 0.2
-# of a roll-out
-STEPS = 128
-MINIBATCHES = 4
+STEPS = 128  # of a roll-out
+MINIBATCHES = 4  # of an epoch
 EPOCHS = 4
 LEARNING_RATE = 2.5e-3
 VALUE_PART = 0.5
@@ -44,20 +44,20 @@ COLUMNS = ("observation", "action", "log_probability", "advantage", "value")
 
 
 def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the `gear` section: one roll-out, its steps drawn uniformly."""
+    """Return the `gear` section: one roll-out, every step once in each epoch."""
     columns: dict[str, dict[str, Any]] = {name: {"dtype": "float32"} for name in COLUMNS}
     columns["observation"] = {"dtype": "float32", "shape": list(envs.shape), "role": "observation"}
     columns["action"] = {"dtype": "int64", "role": "action"}
     table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns}}
     table |= {
-        "capacity_steps": envs.num * STEPS,
-        "max_length": STEPS,
+        "capacity_steps": envs.num * args.rollout,
+        "max_length": args.rollout,
         "capacity_trajectories": envs.num,
     }
-    options: dict[str, Any] = {"sampler": {"kind": "uniform", "unit": "step"}}
+    options: dict[str, Any] = {"sampler": {"kind": "epoch", "unit": "step"}}
     options |= {
         "fields": {name: {} for name in COLUMNS},
-        "batch_size": envs.num * STEPS // MINIBATCHES,
+        "batch_size": envs.num * args.rollout // MINIBATCHES,
     }
     return {"seed": args.seed, "tables": {"main": table}, **options}
 
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )  # a tensor: a graph reads its value of each replay
     on_gpu = args.device.type == "cuda"
     optimizer = torch.optim.Adam(parameters, rate, eps=1e-5, capturable=on_gpu)
-    shape = (envs.num, STEPS)
+    shape = (envs.num, args.rollout)
     at = {"device": args.device}
     rollout = {name: torch.zeros(shape, **at) for name in COLUMNS}
     rollout["observation"] = torch.zeros(*shape, *envs.shape, **at)
@@ -121,7 +121,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             envs.row["terminated"] | envs.row["truncated"]
         )  # truncation bootstraps, and ends the trace
         write({"error": envs.row["reward"] + later - value, "goes_on": (~ended).float()}, more)
-        step.add_(1).remainder_(STEPS)
+        step.add_(1).remainder_(args.rollout)
 
     def write(columns: dict[str, Tensor], to: dict[str, Tensor]) -> None:
         for name, values in columns.items():
@@ -131,7 +131,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     def add() -> None:
         """Compute the advantages of the roll-out, and add it to the table."""
         advantage = torch.zeros(envs.num, **at)
-        for t in reversed(range(STEPS)):
+        for t in reversed(range(args.rollout)):
             advantage = error[:, t] + GAMMA * TRACE * goes_on[:, t] * advantage
             rollout["advantage"][:, t] = advantage
         rollout["value"] += rollout["advantage"]  # what the critic learns
@@ -160,13 +160,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         batch = replay.new_batch()
         how = args.compile, args.cudagraphs
         act_, observe_, add_, learn_ = (Captured(each, *how) for each in (act, observe, add, learn))
-        clock = Clock(args.device, (Captured.WARM_UP + 1) * STEPS)
+        clock = Clock(args.device, (Captured.WARM_UP + 1) * args.rollout)
         for turn in clock.turns(args.steps):
             act_()
             envs.fetch()  # the only wait of the host in a turn
             envs.step()
             observe_()
-            if (turn + 1) % STEPS == 0:
+            if (turn + 1) % args.rollout == 0:
                 rate.fill_(LEARNING_RATE * (1 - turn / args.steps))
                 add_()
                 for _ in range(EPOCHS * MINIBATCHES):
@@ -177,4 +177,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(arguments(__doc__, steps=10_000, envs=8), train)
+    parser = arguments(__doc__, steps=16_000, envs=8)
+    parser.add_argument("--rollout", type=int, default=STEPS, help="its steps (%(default)s)")
+    run(parser, train)

@@ -376,6 +376,18 @@ def stage_m(here: Machine) -> list[Wave]:
     return [*builds(here), [order]]
 
 
+def stage_f(here: Machine) -> list[Wave]:
+    """Wrong indices: each ends the context of a process of its own, and the errors name it."""
+    faults = pytest_step(
+        "faults of kernels",
+        "tests/gpu/test_kernel_faults.py",
+        limit_s=400,
+        dry=tests("tests/equivalence/test_kernel_faults.py"),
+        elsewhere="tests/equivalence/test_kernel_faults.py has the cases on the host",
+    )
+    return [*builds(here), [faults]]
+
+
 PEERS = "gpu_peers.json"
 AGENTS = "gpu_lean.json"
 # Checkouts of LeanRL and CleanRL, and an interpreter that has what they need.
@@ -384,7 +396,7 @@ PROGRAMS = {
     "--cleanrl": "GEAR_CLEANRL",
     "--peer-python": "GEAR_LEAN_PYTHON",
 }
-STAGES = {"A": stage_a, "B": stage_b, "C": stage_c, "D": stage_d, "M": stage_m}
+STAGES = {"A": stage_a, "B": stage_b, "C": stage_c, "D": stage_d, "F": stage_f, "M": stage_m}
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -551,7 +563,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C|D|M", help="run in this order"
+        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C|D|F|M", help="run in this order"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results (out/gpu)"

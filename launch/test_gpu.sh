@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # All checks that need a GPU, in stages of less than nine minutes.
 #
-#   bash launch/test_gpu.sh A|B|C|D|M... [--out DIR] [--cache DIR] [--dry-run]
+#   bash launch/test_gpu.sh A|B|C|D|F|M... [--out DIR] [--cache DIR] [--dry-run]
 #
 #   A  facts of the machine, both builds, ops against the reference, figures, captured and compiled steps
 #   B  equivalence in 4 processes, host placement, transfer ways, two ranks on one card, examples
 #   C  compute-sanitizer, profiles by ncu, the figures once more, the Hopper job
 #   D  tables of other systems and captured agents of LeanRL and CleanRL beside this project's
+#   F  wrong indices: each ends a process of its own, whose errors name op and index
 #   M  order of memory: draws replayed 100,000 times beside a busy kernel, compared with the CPU
 #
 # Results are JSON in the folder that --out names, written after every step. Those that the docs are generated from are

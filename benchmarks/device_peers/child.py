@@ -23,6 +23,8 @@ from device_peers.interface import (
     ADD_AND_SAMPLE,
     ALL,
     ALPHA,
+    EPOCHS,
+    NUM_MINIBATCHES,
     SAMPLE,
     UPDATE,
     Call,
@@ -109,7 +111,7 @@ class Child:
         problems = []
         if work in (ADD, ADD_AND_SAMPLE, ALL):
             problems.append(self._wrong_adds(call))
-        if work in (SAMPLE, ADD_AND_SAMPLE, ALL):
+        if work in (SAMPLE, ADD_AND_SAMPLE, ALL, EPOCHS):
             problems.append(self._wrong_samples(call))
         if work in (UPDATE, ALL):
             problems.append(self._wrong_updates(work, call))
@@ -127,9 +129,9 @@ class Child:
             added.append(fresh)
         stored = table.stored()
         has_first, has_second = (np.isin(fresh, stored).all() for fresh in added)
-        if has_first and has_second:
-            return ""
-        return LOST if has_second else REPEATS
+        if not has_second:
+            return REPEATS
+        return "" if has_first or case.rollout else LOST  # a roll-out replaces the one before
 
     def _wrong_samples(self, call: Call) -> str:
         """Draw twice; rows must be whole, and the batches differ."""
@@ -182,6 +184,8 @@ class Child:
         """
         self._make(asdict(self._made()[1]), self._compiler)
         table, case = self._made()
+        if case.rollout:
+            return self._each_once()
         sample = table.made(table.plain, SAMPLE)
         masses = np.ones(case.items)
         if case.prioritized:
@@ -211,6 +215,25 @@ class Child:
             "deviation": round(found, 2),
             "exact": bool(found < MOST_DEVIATION),
         }
+
+    def _each_once(self) -> dict[str, Any]:
+        """Look for each item of a roll-out once in every epoch, with its own columns."""
+        table, case = self._made()
+        drawn: list[Array] = []
+        is_whole = True
+        for _ in table.minibatches():
+            batch = table.batch()
+            is_whole = is_whole and not wrong_rows(case, batch)
+            drawn.append(numbers(batch))
+        epochs = [
+            np.sort(np.concatenate(drawn[first : first + NUM_MINIBATCHES]))
+            for first in range(0, len(drawn), NUM_MINIBATCHES)
+        ]
+        has_all = all(np.array_equal(epoch, np.arange(case.items)) for epoch in epochs)
+        found = {"draws": case.batch * len(drawn), "each_once": has_all}
+        # Of a shuffle in each epoch; the same minibatches again are a permutation, too.
+        found["shuffles_each_epoch"] = not np.array_equal(drawn[0], drawn[NUM_MINIBATCHES])
+        return {**found, "exact": has_all and is_whole}
 
 
 def block(table: Table, call: Call, count: int) -> tuple[float, float]:

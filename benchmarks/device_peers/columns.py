@@ -1,17 +1,20 @@
 """Columns of torch tensors, as a user writes them without a library.
 
 A ring with its cursor on the device, `randint`, or a sum of the priorities that `searchsorted`
-reads, and one index for each column. Windows are `column.unfold(0, T, 1)[first]`.
+reads, and one index for each column. Windows are `column.unfold(0, T, 1)[first]`. Of a roll-out, an
+epoch is a `randperm`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from peers.interface import Array, Rows
 from speed import work
 
-from device_peers.interface import ALPHA, BETA, Case
+from device_peers.interface import ALPHA, BETA, NUM_EPOCHS, Case
 from device_peers.torch_forms import TorchTable, as_arrays
 
 PACKAGE = "torch"
@@ -43,6 +46,13 @@ class Columns(TorchTable):
         return column.unfold(0, self.case.length, 1).movedim(-1, 1)
 
     def add(self) -> None:
+        if self.case.rollout:
+            for name, column in self._columns.items():
+                steps = column.unflatten(0, (self.case.rollout, self.case.num_envs))
+                given = self.given[name].view(steps.shape)
+                for t in range(self.case.rollout):
+                    steps[t] = given[t]
+            return
         place = (self._cursor + self._added) % self.case.items
         for name, column in self._columns.items():
             column[place] = self.given[name]
@@ -67,8 +77,18 @@ class Columns(TorchTable):
         else:
             index = torch.randint(self.case.items, (count,), device=device)
         self._index.copy_(index)
+        self._copy(index)
+
+    def _copy(self, index: torch.Tensor) -> None:
         for name, column in self._columns.items():
             self._out[name].copy_(self._windows(column)[index])
+
+    def minibatches(self) -> Iterator[None]:
+        for _ in range(NUM_EPOCHS):
+            order = torch.randperm(self.case.items, device=self.case.device)
+            for index in order.split(self.case.batch):
+                self._copy(index)
+                yield
 
     def update(self) -> None:
         masses = self.td**ALPHA

@@ -40,7 +40,7 @@ class Flashbax(Table):
     plain = COMPILED  # eager calls take a hundred times as long
 
     def __init__(self, case: Case, compiler: str) -> None:
-        if case.length > 1:
+        if case.length > 1 or case.rollout:
             raise NotOfferedError
         self._case = case
         sizes = {"max_length": case.items, "min_length": 1, "sample_batch_size": case.batch}

@@ -29,6 +29,10 @@ SAMPLE = "sample"
 UPDATE = "update"
 ADD_AND_SAMPLE = "add and sample"
 ALL = "add, sample and update"
+# Of a PPO: a roll-out is read in so many epochs of so many minibatches.
+NUM_EPOCHS = 5
+NUM_MINIBATCHES = 4
+EPOCHS = f"{NUM_EPOCHS} epochs of {NUM_MINIBATCHES} minibatches"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Case:
         prioritized: Whether items have priorities.
         added: Transitions that one call adds.
         length: Steps of a window; 1: transitions.
+        rollout: Steps of each environment in a roll-out, which is all that the table holds, and
+            what a call adds. 0: no roll-outs.
     """
 
     device: str
@@ -50,12 +56,20 @@ class Case:
     prioritized: bool = False
     added: int = 256
     length: int = 1
+    rollout: int = 0
+
+    @property
+    def num_envs(self) -> int:
+        """Return the environments of a roll-out."""
+        return self.items // self.rollout
 
     @property
     def name(self) -> str:
         """Name it as the tables of the pages do."""
         if self.length > 1:
             return f"windows of {self.length}, B = {self.batch:,}"
+        if self.rollout:
+            return f"roll-outs of {self.num_envs:,} x {self.rollout}, B = {self.batch:,}"
         kind = "prioritized" if self.prioritized else "uniform"
         return f"{kind}, B = {self.batch:,}"
 
@@ -64,6 +78,8 @@ class Case:
         """Return what is timed."""
         if self.length > 1:
             return (SAMPLE,)
+        if self.rollout:
+            return (ADD, EPOCHS)
         if self.prioritized:
             return (ADD, SAMPLE, UPDATE, ALL)
         return (ADD, SAMPLE, ADD_AND_SAMPLE)
@@ -76,8 +92,9 @@ class Case:
             for first in range(0, self.items, work.EPISODE):
                 yield {"row": window_rows(np.arange(first, first + work.EPISODE))}
             return
-        for first in range(0, self.items, CHUNK):
-            yield work.steps(first, min(CHUNK, self.items - first))
+        chunk = self.items if self.rollout else CHUNK
+        for first in range(0, self.items, chunk):
+            yield work.steps(first, min(chunk, self.items - first))
 
 
 class Table(ABC):
@@ -116,6 +133,10 @@ class Table(ABC):
     @abstractmethod
     def offer(self, rows: Rows) -> None:
         """Set the transitions that the next adds add. [added, ...] each."""
+
+    def minibatches(self) -> Iterator[None]:
+        """Read the roll-out in NUM_EPOCHS epochs; `batch` returns each minibatch in turn."""
+        raise NotOfferedError
 
     def report(self, priorities: Array) -> None:
         """Set the priorities that the next updates set. [B], float32."""

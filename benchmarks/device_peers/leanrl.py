@@ -29,7 +29,7 @@ class Leanrl(TorchTable):
     not_offered: ClassVar = {COMPILED: OUTSIDE, BOTH: OUTSIDE}
 
     def __init__(self, case: Case, compiler: str) -> None:
-        if case.length > 1 or case.prioritized:
+        if case.length > 1 or case.prioritized or case.rollout:
             raise NotOfferedError
         super().__init__(case, compiler)
         self._buffer = ReplayBuffer(storage=LazyTensorStorage(case.items, device=case.device))

@@ -21,6 +21,7 @@ from device_peers.interface import (
     BOTH,
     CAPTURED,
     COMPILED,
+    EPOCHS,
     SAMPLE,
     UPDATE,
     Call,
@@ -75,6 +76,10 @@ class TorchTable(Table):
         self.add()
         self.sample()
 
+    def epochs(self) -> None:
+        for _ in self.minibatches():
+            pass
+
     def all_three(self) -> None:
         self.add()
         self.sample()
@@ -83,12 +88,15 @@ class TorchTable(Table):
     def made(self, form: str, work: str) -> Call:
         if form in self.not_offered:
             raise NotOfferedError(self.not_offered[form])
+        if work == EPOCHS and form in (COMPILED, BOTH):
+            raise NotOfferedError  # a compiler leaves out minibatches that no learner reads
         calls: dict[str, Call] = {
             ADD: self.add,
             SAMPLE: self.sample,
             UPDATE: self.update,
             ADD_AND_SAMPLE: self.add_and_sample,
             ALL: self.all_three,
+            EPOCHS: self.epochs,
         }
         call = calls[work]
         if form in (COMPILED, BOTH):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,13 @@ import torch
 from peers.interface import Array, NotOfferedError, Rows
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler
+from torchrl.data.replay_buffers.samplers import (
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+)
 
-from device_peers.interface import ALPHA, BETA, Case
+from device_peers.interface import ALPHA, BETA, NUM_EPOCHS, NUM_MINIBATCHES, Case
 from device_peers.torch_forms import TorchTable, as_arrays
 
 PACKAGE = "torchrl"
@@ -39,6 +44,9 @@ class Torchrl(TorchTable):
         sampler: Any = RandomSampler()
         if case.prioritized:
             sampler, self.note = prioritized_sampler(case)
+        elif case.rollout:
+            sampler = SamplerWithoutReplacement()
+            self.note = "a roll-out is added by one call of `extend`"
         self._buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(case.items, device=case.device, compilable=True),
             sampler=sampler,
@@ -49,7 +57,7 @@ class Torchrl(TorchTable):
         for rows in case.content():
             self._buffer.extend(self._dict(self.on_device(rows)))
         self._rows = self._dict(self.given)
-        self._last: Any = self._buffer.sample()
+        self._last: Any = None if case.rollout else self._buffer.sample()
 
     def _dict(self, rows: dict[str, torch.Tensor]) -> TensorDict:
         return TensorDict(rows, [len(rows["reward"])], device=self.case.device)
@@ -59,6 +67,11 @@ class Torchrl(TorchTable):
 
     def sample(self) -> None:
         self._last = self._buffer.sample()
+
+    def minibatches(self) -> Iterator[None]:
+        for _ in range(NUM_EPOCHS * NUM_MINIBATCHES):
+            self._last = self._buffer.sample()
+            yield
 
     def update(self) -> None:
         self._last["td_error"] = self.td

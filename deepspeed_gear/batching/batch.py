@@ -23,7 +23,7 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 
 
-@dataclass
+@dataclass(slots=True)
 class BatchSamples:
     """Samples of a batch: resolutions, and values derived from them."""
 
@@ -591,6 +591,8 @@ class BatchLifetime:
     It ends when the gatherer fills the ring entry again, or when the loader that returned the batch
     ends it earlier. The entry is known by the storages of its tensors.
     """
+
+    __slots__ = ("_batches", "_storages")
 
     def __init__(self, storages: frozenset[int]) -> None:
         self._storages = storages

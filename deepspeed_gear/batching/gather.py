@@ -434,7 +434,7 @@ class Gatherer:
         """Return fields and masks of the batch that `upcoming_call` has gathered, as `gather`."""
         buffers = self._latest = self.ring[self._turn]
         self._turn = (self._turn + 1) % len(self.ring)
-        return dict(buffers.tensors), dict(buffers.mask)
+        return buffers.tensors.copy(), buffers.mask.copy()
 
     def gather(
         self, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None
@@ -448,7 +448,7 @@ class Gatherer:
         """
         buffers = self._next()
         self.fill(buffers, resolutions, goal_step)
-        return dict(buffers.tensors), dict(buffers.mask)
+        return buffers.tensors.copy(), buffers.mask.copy()
 
     def gather_from(
         self, parts: Sequence[tuple[Gatherer, torch.Tensor, torch.Tensor | None]]
@@ -469,7 +469,7 @@ class Gatherer:
             if end > first:
                 gatherer.fill(buffers.part(first, end), resolutions, goal_step)
             first = end
-        return dict(buffers.tensors), dict(buffers.mask)
+        return buffers.tensors.copy(), buffers.mask.copy()
 
     def _upcoming(self) -> Buffers:
         """Return the next ring entry: the batch that it holds has ended."""
@@ -489,8 +489,10 @@ class Gatherer:
 
     def lend(self, batch: Batch) -> None:
         """Bind a batch of the tensors gathered last to its ring entry, whose reuse ends it."""
-        self._latest.lifetime = BatchLifetime(self._latest.storages)
-        self._latest.lifetime.bind(batch)
+        buffers = self._latest
+        lifetime = BatchLifetime(buffers.storages)
+        buffers.lifetime = lifetime
+        lifetime.bind(batch)
 
     def fill(
         self, buffers: Buffers, resolutions: torch.Tensor, goal_step: torch.Tensor | None = None

@@ -65,8 +65,9 @@ OPTIONS: Options = {
     ),
     "--last-step MEANING": (
         "what the last row of an episode holds, by is_last or another end flag: transition (a step "
-        "as any other), observation (only the one after the last step), or reward (as observation, "
-        "and each row has the reward of the step before it)"
+        "as any other), observation (only the one after the last step), reward (as observation, "
+        "and each row has the reward of the step before it), or action (as reward, and each row "
+        "has that step's action, too)"
     ),
     "--images COLUMN[,COLUMN]": (
         "columns of a table with paths of images, or one image as bytes; objects of bytes and path "
@@ -76,7 +77,7 @@ OPTIONS: Options = {
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
     "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
     "--threads N": (
-        "threads that write and compute statistics (default: all cores)",
+        "threads that read sources, write and compute statistics (default: all cores)",
         {"type": int},
     ),
     "--overwrite": "replace a data set at DEST",
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Ingest the sources, and print the size of the data set."""
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
+    from deepspeed_gear.data.ingest.side_by_side import without_surplus
     from deepspeed_gear.data.sources import check_local
 
     if args.overwrite and args.append:
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
     options["compress"] = listed(args.compress)
     naming = {name: pairs[name] or None for name in ("rename", "role")}
-    sources = [
+    opened = (
         open_source(
             path,
             args.format,
@@ -121,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
             **own,
         )
         for path in args.source
-    ]
+    )
+    sources = [*without_surplus(opened)]
     dataset = ingest(sources, args.dest, split=split or None, progress=not args.quiet, **options)
     size = show_bytes(dataset.num_bytes)
     print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")

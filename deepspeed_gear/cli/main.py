@@ -28,6 +28,8 @@ COMMANDS = {
     "clean": "remove stores of ended runs from shared memory",
 }
 
+_TAKES_EMPTY = ("--columns",)  # '' for no column
+
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the parser; only the module of `command` is imported for its arguments."""
@@ -66,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"gear {command}", "is not a command", None, known_names(command, COMMANDS)
             )
         for number, argument in enumerate(arguments):
-            if not argument or (argument.startswith("--") and argument.endswith("=")):
+            is_empty = not argument or (argument.startswith("--") and argument.endswith("="))
+            option = argument[:-1] if argument else arguments[max(0, number - 1)]
+            if is_empty and option not in _TAKES_EMPTY:
                 name = f"{argument[:-1] or f'argument {number}'} of gear {command}"
                 raise ConfigError(
                     name,

@@ -148,7 +148,7 @@ def _check_sampler(config: GearOptions) -> None:
     part.require(
         sampler.on_device,
         "kind",
-        "must be one of uniform, length, prioritized, top_k for a table on devices",
+        "must be one of uniform, length, prioritized, top_k, epoch for a table on devices",
         ON_HOST,
     )
     if any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables):

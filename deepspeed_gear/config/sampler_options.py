@@ -199,6 +199,7 @@ class TopKSampler(SamplerOptions, PriorityOptions):
 class EpochSampler(SamplerOptions):
     """Selects every item once per epoch, in an order given by the seed; new items join the next."""
 
+    on_device: ClassVar[bool] = True
     kind: Annotated[Literal["epoch"], _NAMES]
     tail: Literal["wrap", "drop"] = "wrap"
     """Treatment of an epoch that ends inside a global batch: "wrap" continues with the next epoch,

@@ -106,6 +106,9 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     when = "for a table on devices: it is a ring that evicts the oldest trajectories"
     part.admit("remove", ["fifo"], when, 'write "remove": "fifo"')
     part.leave_out("writers max_age version rate_limiter media", "for a table on devices", ON_HOST)
+    if config.item_sampler.kind == "epoch":
+        when = "with epochs of a table on devices: every item is drawn once in each"
+        part.leave_out("max_times_sampled", when, "remove trajectories with remove_ or clear")
     n = 1 if config.n_step is None else config.n_step.n
     part.require(
         table.max_length != 1 or n == 1,

@@ -187,6 +187,11 @@ class DataConfig(t.GearModel):
     """"mmap" reads the files in place, so the data may be larger than memory. "memory" copies all
     but compressed columns into shared memory, once per node.
     """
+    read_ahead: t.Flag | None = None
+    """Whether mapped files are read ahead: the rows of a batch are requested from the disk together
+    before they are copied, and with them those of the next batch where it is known. null: where
+    the data exceed the memory that is left. Batches are the same either way.
+    """
     replicate: t.Flag = False
     """Whether every node holds the whole data set, as one logical shard, so that no rows travel
     between nodes. It must fit into every node's memory.

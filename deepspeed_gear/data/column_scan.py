@@ -27,7 +27,7 @@ Bool = NDArray[np.bool_]
 _LEAST_IMAGE = 1024
 _BLOCK_ELEMENTS = 1 << 15
 _BLOCK_ROWS = (16, 4096)  # fewest and most rows of a block
-_CODES = {name: code for code, name in enumerate(DTYPES)}  # common/convert.h
+CODES = {name: code for code, name in enumerate(DTYPES)}  # common/convert.h
 _GROUP_ELEMENTS = 16  # that one task orders
 _PIXEL_BYTES = 32 * 1024 * 1024
 
@@ -102,7 +102,7 @@ class ColumnScan:
             bins = self.bins.ctypes.data
             native.pixels_count(at, flags, len(rows), outer, inner, last, bins)
             return
-        size = (_CODES[column.dtype], len(rows), column.num_elements)
+        size = (CODES[column.dtype], len(rows), column.num_elements)
         moments = self.moments.ctypes.data
         native.row_moments_add(at, *size, flags, self._block_rows, moments)
 
@@ -132,6 +132,25 @@ def _pixels(column: Column) -> tuple[int, int, int]:
     if last <= first:
         return math.prod(rest), first * second, last
     return math.prod(rest) * first, second * last, 1
+
+
+def interpolated(found: Float64, levels: Float64) -> Float64:
+    """Interpolate the values around quantiles linearly, as `np.quantile` does.
+
+    Args:
+        found: As `Neighbours.found`.
+        levels: Ascending levels in [0, 1].
+    Returns:
+        The quantiles. [levels, elements].
+    """
+    low = found[1 : 1 + len(levels)]
+    high = found[1 + len(levels) :]
+    place = (np.maximum(found[0], 1) - 1) * levels[:, None]
+    share = place - np.floor(place)
+    with np.errstate(over="ignore", invalid="ignore"):
+        spread = high - low
+        values = np.where(share < 0.5, low + spread * share, high - spread * (1 - share))
+    return np.asarray(values)
 
 
 class Neighbours:
@@ -175,21 +194,13 @@ class Neighbours:
 
     def quantiles(self) -> Float64:
         """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""
-        count = len(self._levels)
-        low = self.found[1 : 1 + count]
-        high = self.found[1 + count :]
-        place = (np.maximum(self.found[0], 1) - 1) * self._levels[:, None]
-        share = place - np.floor(place)
-        with np.errstate(over="ignore", invalid="ignore"):
-            spread = high - low
-            values = np.where(share < 0.5, low + spread * share, high - spread * (1 - share))
-        return np.asarray(values)
+        return interpolated(self.found, self._levels)
 
     def _find(self, first: int, end: int) -> None:
         assert self._native is not None
         self._native.order_statistics(
             self._rows.ctypes.data,
-            _CODES[self._column.dtype],
+            CODES[self._column.dtype],
             self._column.num_elements,
             first,
             end - first,

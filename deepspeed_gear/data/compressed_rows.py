@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.data.array_file import ArrayFile
 from deepspeed_gear.data.dataset_files import COMPRESSED, REMAKE, FileEntry, column_file
+from deepspeed_gear.data.page_requests import PageRequests
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -75,6 +76,8 @@ class CompressedRows:
         self.shape = (len(offsets) - 1, *column.shape)
         self.dtype = column.numpy_dtype
         self.nbytes = frames.nbytes + offsets.nbytes  # as stored
+        self._mapped = frames, offsets
+        self._requests: tuple[PageRequests, PageRequests] | None = None
         self._frames = np.asarray(frames)
         self._offsets = np.asarray(offsets)
         self._blob = self._frames.data
@@ -99,6 +102,11 @@ class CompressedRows:
             )
         self._header = self._frames[first : first + head].copy()
 
+    def read_ahead(self) -> None:
+        """Request the frames of a batch from the disk before they are decoded."""
+        frames, offsets = self._mapped
+        self._requests = PageRequests(frames), PageRequests(offsets)
+
     def decode(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Write the bytes of rows one after the other.
 
@@ -110,6 +118,8 @@ class CompressedRows:
         Cost: a call of zstd and a copy for each row. `multi_decompress_to_buffer`, one call for
         all, returns buffers of the compressed size, and joining them takes longer.
         """
+        if self._requests is not None:
+            self._requests[1].request(rows, rows + 2)
         begins = self._offsets[rows]
         ends = self._offsets[rows + 1]
         least = len(self._header)
@@ -118,6 +128,8 @@ class CompressedRows:
         wrong = (
             (begins < len(self.dictionary)) | (ends - begins <= least) | (ends > len(self._frames))
         )
+        if self._requests is not None:
+            self._requests[0].request(begins, ends)
         if not wrong.any():
             wrong = (self._frames[begins[:, None] + np.arange(least)] != self._header).any(axis=1)
         rule = f"must have its own frame of {size} bytes"

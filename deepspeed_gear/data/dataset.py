@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -547,6 +547,7 @@ class MappedFiles:
         self._maps: dict[Path, np.memmap] = {}
         self._checked_at = time.monotonic()
         self._folder = folder
+        self._is_read_ahead = False
         # Open descriptors keep the inodes of the folder and its files from being used again, so
         # equal inodes mean the same file.
         self._opened: dict[Path, int] = {folder: os.open(folder, os.O_RDONLY | os.O_CLOEXEC)}
@@ -607,8 +608,29 @@ class MappedFiles:
             memory = array._mmap  # type: ignore[attr-defined]
             address = np.frombuffer(memory, np.uint8, 1).ctypes.data
             entry = native.map_guard_add(address, len(memory), os.fsencode(path.absolute()))
-            # Not at exit: maps may still be read then, and the process ends anyway.
-            weakref.finalize(memory, native.map_guard_remove, entry).atexit = False
+            _remove_with(memory, native.map_guard_remove, entry)
+
+    def read_ahead(self, native: ModuleType, most_bytes: int) -> None:
+        """Mark the maps: gathers request the rows of a batch from the disk before they copy them.
+
+        Args:
+            native: The native ops.
+            most_bytes: Bytes that one gather may request before it copies them.
+        """
+        if self._is_read_ahead:
+            return
+        self._is_read_ahead = True
+        for array in self._maps.values():
+            memory = array._mmap  # type: ignore[attr-defined]
+            address = np.frombuffer(memory, np.uint8, 1).ctypes.data
+            entry = native.read_ahead_add(address, len(memory), most_bytes)
+            _remove_with(memory, native.read_ahead_remove, entry)
+
+
+def _remove_with(memory: mmap.mmap, remove: Callable[[int], None], entry: int) -> None:
+    """Remove the native entry of a map when the map is closed."""
+    # Not at exit: maps may still be read then, and the process ends anyway.
+    weakref.finalize(memory, remove, entry).atexit = False
 
 
 def _compare(path: Path, known: os.stat_result, file: Path | int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,20 +18,20 @@ from deepspeed_gear.data.column_scan import (
     run_in_turn,
     statistics_shape,
 )
+from deepspeed_gear.data.counted_neighbours import CountedNeighbours
 from deepspeed_gear.data.running_moments import Float64, Moment
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
 
 QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
-MAX_SAMPLE_ROWS = 1 << 22
-MAX_SAMPLE_BYTES = 256 * 1024 * 1024
+# Of a column whose values around quantiles are found in its map; those of larger ones are counted.
+MOST_ORDERED_BYTES = 256 * 1024 * 1024
 # Least spread of normalised values, in units of the last place of their shift. A value is rounded
 # by at most half a unit, so it is off by at most 0.1% of the spread.
 LEAST_SPREAD = 2.0**9
 _SPREADS = 1e-307, 1e307  # deviations whose reciprocals float64 can hold
 _BLOCK_BYTES = 4 * 1024 * 1024
-_SAMPLE_KEY = 0x6765_6172  # "gear"
 _LEVELS = np.array([float(level) for level in QUANTILES])
 _ARRAYS = ("mean", "std", "min", "max")
 
@@ -52,7 +52,9 @@ class ColumnStatistics:
     min: Float64
     max: Float64
     quantiles: dict[str, Float64]  # by level, "0.01" to "0.99", linearly interpolated
-    quantile_rows: int  # that the quantiles come from; equal to `count` where they are exact
+    # Rows that the quantiles come from. Fewer than `count` in data sets of earlier versions, which
+    # took a sample of large columns.
+    quantile_rows: int
     non_finite: int  # NaN and infinite values that were left out, all elements together
 
     def to_json(self) -> dict[str, Any]:
@@ -87,20 +89,6 @@ class ColumnStatistics:
             quantile_rows=int(entry["quantile_rows"]),
             non_finite=int(entry["non_finite"]),
         )
-
-
-def sample_positions(num_rows: int, num_sampled: int) -> Int64:
-    """Return the rows that a sample takes: a fixed pseudo-random one from each of equal strata.
-
-    With no more than `num_sampled` rows it takes all. [min(num_rows, num_sampled)], int64, strictly
-    increasing.
-    """
-    if num_rows <= num_sampled:
-        return np.arange(num_rows, dtype=np.int64)
-    jitter = np.random.Generator(np.random.Philox(key=_SAMPLE_KEY)).random(num_sampled)
-    # Bounds of the strata: for 10 rows and 4 samples [0, 2, 5, 7, 10].
-    bounds = np.arange(num_sampled + 1, dtype=np.int64) * num_rows // num_sampled
-    return np.asarray(bounds[:-1] + (jitter * np.diff(bounds)).astype(np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,13 +134,6 @@ class KeptRows:
         lasts = np.concatenate([begins[1:] - 1, [len(first) - 1]])
         return np.stack([first[begins], ends[lasts] - first[begins]], axis=1)
 
-    def places(self, column: Column, positions: Int64) -> Int64:
-        """Return the rows of the file that positions among the kept rows stand for."""
-        runs = self.runs(column)
-        before = np.cumsum(runs[:, 1]) - runs[:, 1]
-        run = np.searchsorted(before, positions, side="right") - 1
-        return np.asarray(runs[run, 0] + positions - before[run])
-
 
 class ColumnSummary:
     """The statistics of one column: a scan of its rows, then the values around its quantiles."""
@@ -177,41 +158,43 @@ class ColumnSummary:
         self._rows = rows
         self._scan = scan
         self._num_threads = num_threads
-        self._num_sampled = 0
-        self._neighbours: Neighbours | None = None
+        self._neighbours: Neighbours | CountedNeighbours | None = None
 
     def scan(self) -> None:
         """Scan all rows of the column, a few MiB at a time, unless they were scanned before."""
         if self._scan is not None:
             return
         scan = ColumnScan(self._column)
+        for block, keep in self._blocks():
+            scan.add(block, keep)
+        self._scan = scan
+
+    def _blocks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
+        """Yield the rows a few MiB at a time, with which of them are kept; None: all are."""
         step = block_rows(self._column)
         step *= max(1, _BLOCK_BYTES // (step * self._column.row_bytes))
         for low in range(0, len(self._values), step):
             block = np.ascontiguousarray(self._values[low : low + step])
             mask = self._rows.mask(self._column, low, low + len(block))
             if mask.any():
-                scan.add(block, None if mask.all() else mask)
-        self._scan = scan
+                yield block, None if mask.all() else np.ascontiguousarray(mask)
 
     def order(self) -> list[Callable[[], None]]:
         """Return the tasks that find the values around quantiles."""
         column = self._column
         if is_image(column):
             return []
-        count = self._rows.count(column)
-        budget = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // column.row_bytes))
-        self._num_sampled = min(count, budget)
         is_array = isinstance(self._values, np.ndarray)
-        if count <= budget and is_array and self._values.flags.c_contiguous:
-            values = self._values
+        is_small = self._rows.count(column) <= max(1, MOST_ORDERED_BYTES // column.row_bytes)
+        if is_small and is_array and self._values.flags.c_contiguous:
             runs = self._rows.runs(column)
-        else:
-            places = self._rows.places(column, sample_positions(count, budget))
-            values = np.ascontiguousarray(self._values[places])
-            runs = np.array([[0, len(places)]], np.int64)
-        self._neighbours = Neighbours(values, column, runs, _LEVELS, self._num_threads)
-        return self._neighbours.tasks
+            neighbours = Neighbours(self._values, column, runs, _LEVELS, self._num_threads)
+            self._neighbours = neighbours
+            return neighbours.tasks
+        size = len(self._values) * column.row_bytes
+        counted = CountedNeighbours(self._blocks, size, column, _LEVELS, self._num_threads)
+        self._neighbours = counted
+        return counted.tasks
 
     @np.errstate(over="ignore", invalid="ignore")
     def result(self) -> ColumnStatistics:
@@ -238,7 +221,7 @@ class ColumnSummary:
             min=shaped(moments[Moment.LEAST]),
             max=shaped(moments[Moment.GREATEST]),
             quantiles={level: shaped(array) for level, array in quantiles},
-            quantile_rows=self._num_sampled,
+            quantile_rows=count,
             non_finite=count * column.num_elements - int(num_finite.sum()),
         )
 
@@ -246,10 +229,8 @@ class ColumnSummary:
 def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
     """Compute the statistics of one stored column over the kept rows.
 
-    Cost: one pass over the column, and one over those of its rows that quantiles come from; memory
-    for a few MiB, and for `MAX_SAMPLE_BYTES` where these rows are copied. Quantiles are exact up to
-    `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed sample of that
-    size.
+    Cost: one pass over the column, and three or four for its quantiles, which are exact; memory for
+    a few MiB, and for 128 MiB of counts where it has more than `MOST_ORDERED_BYTES`.
     """
     summary = ColumnSummary(values, column, rows)
     summary.scan()

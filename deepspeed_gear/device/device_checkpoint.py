@@ -15,6 +15,7 @@ from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.log import LOG
+from deepspeed_gear.ops import faults
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.store.row_allocator import rows_of
@@ -26,10 +27,14 @@ Tables = Mapping[str, RingTable]
 Content = Mapping[str, Tensor]
 _DRAWABLE = RingState.COUNTS + UpdateCount.DRAWABLE
 _HIGHEST = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
+#: Words of the state of epochs, and their names in a position.
+_EPOCH_WORDS = (RingState.EPOCH, RingState.EPOCH_FIRST, RingState.EPOCH_SIZE)
+_EPOCH_NAMES = ("epoch", "epoch_first", "epoch_size")
 _COUNTED = [
     RingState.REFUSED,
     RingState.EMPTY,
     RingState.DROPPED,
+    RingState.EPOCHS_CUT,
     RingState.COUNTS + UpdateCount.APPLIED,
     RingState.COUNTS + UpdateCount.STALE,
     RingState.COUNTS + UpdateCount.CLAMPED,
@@ -42,8 +47,18 @@ def position_of(
     """Return the position, with `batches` and `samples` of each table. Waits for the device."""
     train = position.start(list(tables))
     for name, table in tables.items():
-        state = table.state.tolist()
+        with faults.named():
+            state = table.state.tolist()
         train[name] |= {"batches": state[RingState.BATCH], "samples": state[RingState.SAMPLES]}
+        if not table.items.by_epoch:
+            continue
+        if name in plan.datasets or plan.info.data_world == 1:
+            words = (state[word] for word in _EPOCH_WORDS)
+            train[name] |= zip(_EPOCH_NAMES, words, strict=True)
+        else:
+            # Replicas may be in different epochs. Each epoch has a sample at least, so that no
+            # replica has used this number yet.
+            train[name]["epoch"] = state[RingState.SAMPLES]
     return position.state_of(plan, {}, train, save)
 
 
@@ -54,6 +69,13 @@ def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
         of = tables[name].state
         of[RingState.BATCH] = words["batches"]
         of[RingState.SAMPLES] = words["samples"]
+        if tables[name].items.by_epoch:
+            # The epoch goes on if the table has as many items as it had (`ring_epoch_`).
+            for word, saved in zip(_EPOCH_WORDS, _EPOCH_NAMES, strict=True):
+                of[word] = words[saved]
+            of[RingState.EPOCH_NEXT] = of[RingState.NEXT]
+            of[RingState.EPOCH_TAIL] = of[RingState.TAIL]
+            of[RingState.EPOCH_STEPS] = of[RingState.STEPS]
 
 
 def saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
@@ -140,7 +162,8 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
             if count == replicas or name in plan.datasets:
                 content[name] = _read(of_save / f"shard-{replica % count}")
                 of = content[name]["state"]
-                of[RingState.SAMPLES] = -(-of[RingState.SAMPLES] * count // replicas)
+                if not table.items.by_epoch or name not in plan.datasets:
+                    of[RingState.SAMPLES] = -(-of[RingState.SAMPLES] * count // replicas)
             else:
                 saved = [_read(of_save / f"shard-{number}") for number in range(count)]
                 content[name], left_out[name] = deal(table, saved, replica, replicas)
@@ -261,6 +284,9 @@ def deal(
         state[word] = states[:, word].max()
     # Sample i of a replica has number i * replicas + replica.
     state[RingState.SAMPLES] = -(-states[:, RingState.SAMPLES].sum() // replicas)
+    # Epoch e of a replica has the key e * replicas + replica.
+    begun = states[:, RingState.EPOCH] + (states[:, RingState.EPOCH_SIZE] > 0)
+    state[RingState.EPOCH] = -(-begun.max() * len(saved) // replicas)
     state[_DRAWABLE] = torch.count_nonzero(new["sums"][: table.num_items])
     state[RingState.TAIL] = base
     state[RingState.NEXT] = base + count

@@ -82,13 +82,16 @@ class DeviceLoader:
         self._owner = owner
         info = self._info = plan.info
         count = info.micro * info.accumulation
-        # Resolutions and PER weights of this rank's samples of a global batch. Micro batch k has
-        # the samples k, k + accumulation, ...
+        # Resolutions, PER weights and epochs of this rank's samples of a global batch. Micro batch
+        # k has the samples k, k + accumulation, ...
         self._all = torch.zeros(
             count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device
         )
         self._all_weights = torch.ones(
             count if mixture.is_prioritized else 0, device=mixture.device
+        )
+        self._all_epochs = torch.zeros(
+            count if mixture.by_epoch else 0, dtype=torch.int64, device=mixture.device
         )
         self._later = [mixture.buffers(info.micro) for _ in range(info.accumulation - 1)]
         self._ring: Iterator[DeviceBatch] | None = None
@@ -97,7 +100,7 @@ class DeviceLoader:
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         later = [tensor for buffers in self._later for tensor in buffers.all]
         counters = [each.gatherer.counters for each in mixture.tables]
-        for tensor in (self._all, self._all_weights, *counters, *later):
+        for tensor in (self._all, self._all_weights, self._all_epochs, *counters, *later):
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def new_batch(self) -> DeviceBatch:
@@ -128,20 +131,24 @@ class DeviceLoader:
         source = mixture.sources[index]
         if info.accumulation == 1:
             mixture.select_(
-                out.resolutions, self._all_weights if out.importance is None else out.importance
+                out.resolutions,
+                self._all_weights if out.importance is None else out.importance,
+                out.epoch if mixture.by_epoch else self._all_epochs,
             )
             mixture.fill(out.buffers, out.resolutions, 0)
             out.place(0, first, info.num_micro_batches, source)
             return
         if index == 0:
             # All micro batches are gathered now, before an add evicts their rows.
-            mixture.select_(self._all, self._all_weights)
+            mixture.select_(self._all, self._all_weights, self._all_epochs)
             for later, buffers in enumerate(self._later, 1):
                 mixture.fill(buffers, self._all[later :: info.accumulation].contiguous(), later)
         out.place(index, first, info.num_micro_batches, source)
         out.resolutions.copy_(self._all[index :: info.accumulation])
         if out.importance is not None:
             out.importance.copy_(self._all_weights[index :: info.accumulation])
+        if mixture.by_epoch:
+            out.epoch.copy_(self._all_epochs[index :: info.accumulation])
         if index == 0:
             mixture.fill(out.buffers, out.resolutions, 0)
         else:
@@ -225,8 +232,8 @@ class DeviceBatch(Batch):
         #: Resolutions of the samples, [B, 8], int64, and their PER weights; None: all are 1.
         self.resolutions = resolutions
         self.importance = weight
-        self.written = [*buffers.all, resolutions, *([] if weight is None else [weight])]
         epoch = torch.zeros(len(resolutions), dtype=torch.int64, device=resolutions.device)
+        self.written = [*buffers.all, resolutions, epoch, *([] if weight is None else [weight])]
         valid = resolutions[:, Resolution.ID] >= 0
         samples = BatchSamples(
             resolutions, valid, step_items, total, epoch, weight, burn_in=burn_in

@@ -20,7 +20,7 @@ from deepspeed_gear.device.added_columns import AddFilter
 from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.plan.table_sizes import capacity_of, environment_sizes
@@ -135,24 +135,52 @@ class DeviceTable:
         numbers = (plan.info.data_world, plan.topology.place.data_rank)
         is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
         self._draw = [spec.seed, spec.random_key, *numbers, int(is_stratified), normalize]
+        # Every rank has the whole of a data set, so its replicas share the epochs.
+        shared = int(self.has_data)
+        drops_tail = spec.sampler.drops_tail
+        self._epoch_draw = [spec.seed, spec.random_key, *numbers, shared, int(drops_tail)]
+        self._replicas_of_epoch = plan.info.data_world if self.has_data else 1
+        # Most items of an epoch whose tail is dropped; None: any number gives batches.
+        self._most_items: int | None = None
+        if drops_tail and self.has_data:
+            self._most_items = int(table.sums[-FAN_OUT:].sum())
+        elif drops_tail:
+            sizes = capacity_of(name, options, table.schema, 1)
+            self._most_items = sizes[int(self._unit == MassUnit.TRAJECTORY)]
 
     def mark_filled(self, is_filled: bool = True) -> None:
         """Note whether the table holds trajectories."""
         self.is_filled = self.has_data or is_filled
 
-    def select_(self, resolutions: Tensor, weights: Tensor) -> None:
+    def check_fills(self, count: int) -> None:
+        """Raise ConfigError if no epoch could fill the samples of a global batch.
+
+        Args:
+            count: The samples that this replica draws from the table.
+        """
+        needed = count * self._replicas_of_epoch
+        if self._most_items is not None and self._most_items < needed:
+            rule = f'must hold a global batch ({needed} items) where sampler.tail is "drop"'
+            remedy = 'lower gear.batch_size, or use sampler.tail = "wrap"'
+            raise ConfigError(f"gear.tables.{self.name}", rule, self._most_items, remedy)
+
+    def select_(self, resolutions: Tensor, weights: Tensor, epochs: Tensor) -> None:
         """Draw the next global batch.
 
         Args:
             resolutions: Receives the resolutions. [B, 8], int64.
             weights: Receives the PER weights. [B], float32; [0] without priorities.
+            epochs: Receives the epoch of each sample. [B], int64; [0] without epochs.
         """
         table = self.table
         ops = self.table.ops
         most = self._most
         how = (table.items.anchors, table.shape, self._draw, self._unit)
         given = (table.state, resolutions, weights, table.slots, table.sums)
-        if self._takes_highest:
+        if table.items.by_epoch:
+            epoch_how = (table.items.anchors, table.shape, self._epoch_draw, self._unit)
+            ops.ring_epoch_(table.state, resolutions, epochs, table.slots, table.sums, *epoch_how)
+        elif self._takes_highest:
             ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
         elif most:
             ops.ring_select_limited_(
@@ -215,12 +243,14 @@ class TableMixture:
                     "samples), another batch size, or leave the table out"
                 )
                 raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
+            each.check_fills(count)
         # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts,
         # micro batch 0 has the samples 0, 2 | 4, 6 and micro batch 1 has 1 | 3, 5, 7.
         owners = np.repeat(np.arange(len(tables)), self._counts)
         by_part = (owners[part::num_parts] for part in range(num_parts))
         self.sizes = [np.bincount(own, minlength=len(tables)).tolist() for own in by_part]
         self.is_prioritized = tables[0].table.items.has_priorities
+        self.by_epoch = tables[0].table.items.by_epoch
         self.buffers = tables[0].gatherer.buffers
         self.has_step_items = tables[0].has_step_items
         self.device = tables[0].table.device
@@ -238,11 +268,12 @@ class TableMixture:
             return [values]
         return [values[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
-    def select_(self, resolutions: Tensor, weights: Tensor) -> None:
+    def select_(self, resolutions: Tensor, weights: Tensor, epochs: Tensor) -> None:
         """Draw the next global batch, table by table; arguments as `DeviceTable.select_`."""
-        parts = (self._split(resolutions, self._counts), self._split(weights, self._counts))
-        for each, of_table, own_weights in zip(self.tables, *parts, strict=True):
-            each.select_(of_table, own_weights)
+        given = (resolutions, weights, epochs)
+        parts = [self._split(values, self._counts) for values in given]
+        for each, own_resolutions, own_weights, own_epochs in zip(self.tables, *parts, strict=True):
+            each.select_(own_resolutions, own_weights, own_epochs)
 
     def update_(self, resolutions: Tensor, values: Tensor, parts: Sequence[int]) -> None:
         """Set the priorities of some micro batches' samples, ordered by sample number."""

@@ -18,7 +18,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Packing
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
-from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops import Ops, faults
 from deepspeed_gear.ops.constants import (
     HIGHEST_SO_FAR,
     MOST_INDICES,
@@ -62,6 +62,7 @@ class ItemRule:
     # Float32 bits of the first priority; HIGHEST_SO_FAR stands for 1 until a higher one was set.
     initial: int = HIGHEST_SO_FAR
     most_bits: int = MOST_MASS_BITS  # log2 of the largest mass
+    by_epoch: bool = False  # batches are those of epochs, every item once in each
 
     @classmethod
     def of(cls, spec: StreamSpec) -> ItemRule:
@@ -70,7 +71,7 @@ class ItemRule:
         unit = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit]
         anchors = rule.anchors.as_list()
         if priorities is None:
-            return cls(False, False, False, anchors, unit)
+            return cls(False, False, False, anchors, unit, by_epoch=spec.sampler.walks)
         alpha = int(priorities.alpha(0) * ONE_Q62)
         initial = HIGHEST_SO_FAR
         if priorities.initial is not None:
@@ -387,7 +388,11 @@ class RingTable:
         """Remove trajectories from sampling, where they are stored; rows stay until evicted."""
         unit = MassUnit.STEP if self.items.by_row else MassUnit.TRAJECTORY
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
-        self.ops.ring_remove_(*known, torch.empty_like(ids), ids.contiguous(), self.shape, unit)
+        removed = torch.empty_like(ids)
+        self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
+        if self.items.by_epoch:
+            # Later additions may bring the steps back to what they were when the epoch was drawn.
+            self.state[RingState.EPOCH_STEPS].masked_fill_((removed >= 0).any(), -1)
 
     def add_steps_(
         self,
@@ -447,11 +452,13 @@ class RingTable:
 
     def num_trajectories(self) -> int:
         """Return the number of stored trajectories. Waits for the device."""
-        return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
+        with faults.named():
+            return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
 
     def statistics(self) -> dict[str, int]:
         """Return sizes, and counts of updates. Waits for the device."""
-        state = self.state.tolist()
+        with faults.named():
+            state = self.state.tolist()
         counts = state[RingState.COUNTS :]
         statistics = {
             "steps": state[RingState.STEPS],
@@ -471,11 +478,17 @@ class RingTable:
                 "priorities_clamped": counts[UpdateCount.CLAMPED],
                 "items": counts[UpdateCount.DRAWABLE],
             }
+        if self.items.by_epoch:
+            statistics |= {
+                "epochs_begun": state[RingState.EPOCH] + int(state[RingState.EPOCH_SIZE] > 0),
+                "epochs_cut": state[RingState.EPOCHS_CUT],
+            }
         return statistics
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many priority updates were ever applied, and clamped. Waits for the device."""
-        counts = self.state[RingState.COUNTS :].tolist()
+        with faults.named():
+            counts = self.state[RingState.COUNTS :].tolist()
         return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
 
     def close(self) -> None:

@@ -321,6 +321,21 @@ def order_statistics(
 ) -> None:
     """Find the finite values around quantiles of elements [first, first + count); by address."""
 
+def digits_count(
+    values: int,
+    dtype: int,
+    num_rows: int,
+    num_elements: int,
+    first: int,
+    count: int,
+    keep: int,
+    passes: int,
+    num_passes: int,
+    counts: int,
+    /,
+) -> None:
+    """Count digits of the keys of elements [first, first + count); by address."""
+
 def store_add(reader: int, trajectory: Any, timeout_s: float, /) -> tuple[int, int, int] | None:
     """Make room for a trajectory, copy and commit it; takes the lock.
 
@@ -460,4 +475,19 @@ def map_guard_add(address: int, num_bytes: int, path: bytes, /) -> int:
     """
 
 def map_guard_remove(entry: int, /) -> None:
+    """Remove an entry, before its memory is unmapped."""
+
+def read_ahead_add(address: int, num_bytes: int, most_bytes: int, /) -> int:
+    """Mark the map of a file: gathers request its rows before they copy them.
+
+    Args:
+        address: First byte of the map.
+        num_bytes: Its size.
+        most_bytes: That a gather requests and has not copied yet.
+    Returns:
+        The entry for `read_ahead_remove`; -1 where all 256 are taken: its rows are read by page
+        faults.
+    """
+
+def read_ahead_remove(entry: int, /) -> None:
     """Remove an entry, before its memory is unmapped."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.ops import jit, native_op
+from deepspeed_gear.ops import faults, jit, native_op
 
 from ..errors import BuildError, ConfigError
 
@@ -78,6 +78,7 @@ class Ops:
     ring_select_: Op
     ring_select_limited_: Op
     ring_top_k_: Op
+    ring_epoch_: Op
     ring_update_: Op
     scatter_: Op
     native: ModuleType
@@ -204,7 +205,9 @@ def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
         if jit.loaded(op.NAME) is None and op.finished() is None:
             op.require_tools()
     load_native(timeout_s, with_kernels=not is_prebuilt)
-    return op.load(timeout_s=timeout_s)
+    module = op.load(timeout_s=timeout_s)
+    faults.report_at_exit()
+    return module
 
 
 def _builder(name: str) -> Any:

@@ -220,6 +220,13 @@ class RingState:
     EMPTY: Final = 14  # global batches without samples
     DROPPED: Final = 15  # steps of open trajectories that were evicted by the same call
     INITIAL: Final = 22  # highest priority so far when the latest batch was drawn, float32 bits
+    EPOCH: Final = 23  # number of the latest epoch
+    EPOCH_FIRST: Final = 24  # number of its first sample
+    EPOCH_SIZE: Final = 25  # its items; 0: none has begun
+    EPOCH_NEXT: Final = 26  # NEXT, TAIL and STEPS when a batch of it was last drawn
+    EPOCH_TAIL: Final = 27
+    EPOCH_STEPS: Final = 28
+    EPOCHS_CUT: Final = 29  # epochs that ended early, because the table had changed
     NUM_WORDS: Final = 32
 
 

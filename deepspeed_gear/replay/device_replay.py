@@ -23,6 +23,7 @@ from deepspeed_gear.batching.priority_reduction import (
 from deepspeed_gear.batching.transform import transform_words
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
+from deepspeed_gear.config.sampler_options import EpochSampler
 from deepspeed_gear.device import added_columns, device_checkpoint
 from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader
 from deepspeed_gear.device.device_table import (
@@ -513,6 +514,15 @@ class DeviceReplay(ReplayBase):
                 "add trajectories that have an anchor before sample_, and report priorities above "
                 "0; batch.valid and batch.is_weight mark the samples that exist"
             )
+            sampler = self.config.item_sampler
+            if isinstance(sampler, EpochSampler) and sampler.tail == "drop":
+                rule = (
+                    'must hold a global batch whenever one is drawn, where sampler.tail is "drop"'
+                )
+                remedy = (
+                    "add as many items before sample_, lower gear.batch_size, or use sampler.tail "
+                    '= "wrap"; batch.valid and batch.is_weight mark the samples that exist'
+                )
             given = f"{empty} global batches without samples"
             raise DataError("the table on the device", rule, given, remedy)
         for warning in self._clamp_warnings:

@@ -98,21 +98,25 @@ class Metrics:
 
     def made(self, taken_s: float) -> None:
         """Count a micro batch that was gathered."""
-        self.sums["sample_s"] += taken_s
-        self.sums["made"] += 1
-        if self._progress is not None:
-            self._progress[RankProgress.MADE] = self.sums["made"]
-            self._progress[RankProgress.GATHER_S] = self.sums["sample_s"]
+        sums = self.sums
+        sums["sample_s"] += taken_s
+        sums["made"] += 1
+        words = self._progress
+        if words is not None:
+            words[RankProgress.MADE] = sums["made"]
+            words[RankProgress.GATHER_S] = sums["sample_s"]
 
     def used(self, epoch: int, waited_s: float) -> None:
         """Count a batch that was returned, of an epoch."""
         self.epoch = epoch
-        self.sums["wait_s"] += waited_s
-        self.sums["batches"] += 1
-        if self._progress is not None:
-            self._progress[RankProgress.WAIT_S] = self.sums["wait_s"]
-            self._progress[RankProgress.BATCHES] = self.sums["batches"]
-            self._progress[RankProgress.RETURNED_S] = time.monotonic()
+        sums = self.sums
+        sums["wait_s"] += waited_s
+        sums["batches"] += 1
+        words = self._progress
+        if words is not None:
+            words[RankProgress.WAIT_S] = sums["wait_s"]
+            words[RankProgress.BATCHES] = sums["batches"]
+            words[RankProgress.RETURNED_S] = time.monotonic()
 
     def take_rates(
         self, counts: Mapping[str, float], late_s: Mapping[int, float]

@@ -32,6 +32,10 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest
 
+# Bytes that a rank requests from the disk before it copies them: 1 of 8 that are left.
+_AHEAD_SHARE = 8
+_LEAST_AHEAD_BYTES = 1 << 20
+_MOST_AHEAD_BYTES = 256 << 20
 NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
 
 
@@ -73,7 +77,7 @@ def open_stores(plan: Resolved) -> NodeStores:
     with undo_on_error(stores.close):
         for table in plan.tables.values():
             stores.open(table)
-        _advise(stores.tables.values())
+        _advise(plan, stores.tables)
     return stores
 
 
@@ -246,17 +250,28 @@ def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
     return None
 
 
-def _advise(tables: Iterable[Table]) -> None:
-    """Advise random reads of mapped data that do not fit into this process's share of memory."""
-    mapped = [
-        table for table in tables if table.spec.dataset is not None and not table.spec.in_memory
-    ]
-    num_bytes = sum(a.nbytes for t in mapped for a in t.columns.values())
+def _advise(plan: Resolved, tables: Mapping[str, Table]) -> None:
+    """Have mapped data read page by page and ahead where they exceed this process's memory."""
+    mapped = {
+        name: table
+        for name, table in tables.items()
+        if table.spec.dataset is not None and not table.spec.in_memory
+    }
+    num_bytes = sum(a.nbytes for t in mapped.values() for a in t.columns.values())
     limit = tightest(read_file)
-    if limit is None or num_bytes <= limit.available:
-        return
-    for table in mapped:
+    is_larger = limit is not None and num_bytes > limit.available
+    most_bytes = _MOST_AHEAD_BYTES
+    if limit is not None:
+        share = limit.available // (_AHEAD_SHARE * plan.topology.num_peers)
+        most_bytes = min(most_bytes, max(_LEAST_AHEAD_BYTES, share))
+    for name, table in mapped.items():
         assert table.spec.dataset is not None
-        table.spec.dataset.read_at_random()
-    left = f"{show_bytes(limit.available)} are left ({limit.name})"
-    LOG.info("gear: %s of data are read page by page: %s", show_bytes(num_bytes), left)
+        if is_larger:
+            table.spec.dataset.read_at_random()
+        source = plan.config.resolved_tables[name].data
+        wanted = None if source is None else source.read_ahead
+        if is_larger if wanted is None else wanted:
+            table.read_ahead(most_bytes, plan.info.data_world)
+    if limit is not None and is_larger:
+        left = f"{show_bytes(limit.available)} are left ({limit.name})"
+        LOG.info("gear: %s of data are read page by page: %s", show_bytes(num_bytes), left)

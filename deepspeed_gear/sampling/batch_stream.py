@@ -487,6 +487,7 @@ class NativeStream:
             "random_key": spec.random_key,
             "batch": spec.batch,
             "depth": spec.depth,
+            "parts_ahead": table.parts_ahead,
             "moments_size": 0 if state.numbers is None else state.numbers[0].size,
             **masses.native_words(),
         }

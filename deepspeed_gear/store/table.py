@@ -101,6 +101,8 @@ class Table:
         self.columns |= cast(
             "Mapping[str, np.ndarray]", self.compressed
         )  # they are indexed as arrays
+        #: From a part of this process to its next one, whose rows are read ahead; 0: none are.
+        self.parts_ahead = 0
         #: Called with the lock held after the death of its owner: they rebuild derived state.
         self.recoveries: list[Callable[[], None]] = []
         self._token = secrets.token_hex(8)
@@ -218,6 +220,19 @@ class Table:
         if self.media is not None:
             with self.lock:
                 self.media.abandon()
+
+    def read_ahead(self, most_bytes: int, parts: int) -> None:
+        """Request the rows of batches from the disk before they are copied; of a mapped data set.
+
+        Args:
+            most_bytes: Bytes that one gather may request before it copies them.
+            parts: From a part of a global batch that this process gathers to its next one.
+        """
+        assert self.spec.dataset is not None
+        self.spec.dataset.files.read_ahead(self.ops.native, most_bytes)
+        for rows in self.compressed.values():
+            rows.read_ahead()
+        self.parts_ahead = parts
 
     def note_oldest_open(self, version: int) -> None:
         """Record the oldest policy version of this process's open trajectories; -1: none is open.

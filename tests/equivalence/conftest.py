@@ -28,7 +28,7 @@ def cpu() -> Ops:
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def careful(request: pytest.FixtureRequest) -> Ops:
-    """The backends that name what they refuse; a kernel can only end."""
+    """The backends that refuse a call before they write; a kernel ends where it is."""
     return request.getfixturevalue(request.param)
 
 

@@ -462,6 +462,15 @@ def test_an_add_has_the_warps_that_it_needs(
     assert len(launched()) == 1
 
 
+def test_slots_that_are_not_aligned_to_vectors_are_refused(kernels_on_host: Ops) -> None:
+    """They are written by 16 bytes; tensors of torch's allocators begin at multiples of 64."""
+    ring = Ring(kernels_on_host, 99, 9, 0, 5, MassUnit.STEP, ALL_ANCHORS, True)
+    ring.tensors["slots"] = at_offset(ring.slots, 8)
+    with pytest.raises(RuntimeError, match="slots must be aligned to 16 bytes"):
+        ring.add([1, 2])
+    assert not ring.slots.any()
+
+
 @pytest.mark.parametrize("added", [0, 100, 900])
 def test_nodes_of_limited_draws_and_top_k(
     kernels_on_host: Ops, launched: Launched, added: int

@@ -2,14 +2,16 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Schema
-from deepspeed_gear.data import array_file, column_scan
+from deepspeed_gear.data import array_file, column_scan, counted_neighbours
 from deepspeed_gear.data.column_scan import ColumnScan, Neighbours, block_rows
+from deepspeed_gear.data.counted_neighbours import CountedNeighbours
 from deepspeed_gear.data.trajectory_checks import are_finite, as_float64
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import Ops
@@ -72,6 +74,44 @@ def test_native_statistics_are_those_of_numpy(
             if len(kept) and np.isfinite(numbers).all():
                 wanted = np.quantile(numbers, LEVELS, axis=0)
                 np.testing.assert_array_equal(neighbours.quantiles(), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 20)])
+@pytest.mark.parametrize("count_bytes", [1, 40_000, 1 << 27], ids=["bit", "short", "long"])
+def test_counted_neighbours_are_those_of_all_values(
+    cpu: Ops, dtype: str, shape: tuple[int, ...], count_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By digits of any length, and by NumPy alone; of rows in parts, some of which do not count."""
+    monkeypatch.setattr(counted_neighbours, "_COUNT_BYTES", count_bytes)
+    column = Column("x", dtype, shape)
+    random = np.random.default_rng(len(dtype) + len(shape))
+    for count in (1, 7, 1100):
+        values = rows_of(column, count, random)
+        if column.is_floating and shape:
+            values.reshape(count, -1)[:, -1] = rows_of(column, 1, random).reshape(-1)[-1]
+        for keep in (None, random.random(count) < 0.7):
+            kept = np.arange(count) if keep is None else np.flatnonzero(keep)
+            runs = np.stack([kept, np.ones_like(kept)], axis=1)
+            wanted = Neighbours(values, column, runs, LEVELS)
+            for task in wanted.tasks:
+                task()
+
+            def parts(
+                values: np.ndarray = values, keep: np.ndarray | None = keep
+            ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+                for low in range(0, len(values), 400):
+                    own = slice(low, low + 400)
+                    yield values[own], None if keep is None else keep[own].copy()
+
+            for native in (None, cpu.native):
+                monkeypatch.setattr(
+                    counted_neighbours, "existing_native", lambda _, native=native: native
+                )
+                found = CountedNeighbours(parts, values.nbytes, column, LEVELS, num_threads=2)
+                for task in found.tasks:
+                    task()
+                np.testing.assert_array_equal(found.found + 0.0, wanted.found + 0.0)
 
 
 @pytest.mark.parametrize("shape", [(24, 20, 3), (3, 24, 20), (2, 24, 30, 1), (40, 40, 1)])

@@ -14,10 +14,12 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -42,9 +44,11 @@ namespace gear_host {
 inline constexpr int kLanes = 32;
 inline constexpr size_t kStackBytes = 64 << 10;
 
+// A kernel that ends itself. The next cudaGetLastError returns it, as on a device.
 struct Trap : std::runtime_error {
-  Trap() : std::runtime_error("gear: a kernel found an index that leads outside") {}
+  Trap() : std::runtime_error("gear: a kernel has ended itself") {}
 };
+inline int last_error = 0;
 
 struct Warp {
   jmp_buf scheduler, lanes[kLanes];
@@ -55,6 +59,7 @@ struct Warp {
   int lane, num_lanes, first_thread;
   const void* body;
   void (*call)(const void*);
+  bool trapped;
   std::string error;
 };
 inline Warp* warp = nullptr;  // that runs
@@ -69,6 +74,8 @@ inline void RunLane() {
   for (;;) {
     try {
       warp->call(warp->body);
+    } catch (const Trap& trap) {
+      warp->trapped = true;
     } catch (const std::exception& error) {
       warp->error = error.what();
     }
@@ -98,6 +105,7 @@ void Begin(Warp* begun, const Body& body, int first_thread, int num_lanes) {
   begun->body = &body;
   begun->call = [](const void* b) { (*static_cast<const Body*>(b))(); };
   begun->error.clear();
+  begun->trapped = false;
   for (int i = 0; i < num_lanes; ++i) {
     begun->begun[i] =
         begun->begun[i] && begun->done[i];  // an error has left the others where they were
@@ -118,6 +126,7 @@ inline bool RunWarp(Warp* running) {
       left += !warp->done[warp->lane];
       waiting += warp->waits[warp->lane];
     }
+    if (warp->trapped) throw Trap();
     if (!warp->error.empty()) throw std::runtime_error(warp->error);
     // All lanes take part in a collective, or none: the kernels name all of them in its mask.
     if ((left != 0 && left != warp->num_lanes) || (waiting != 0 && waiting != left))
@@ -195,15 +204,12 @@ extern "C" __attribute__((used)) inline void gear_host_streamed(size_t* vectors)
   streamed = astray = 0;
 }
 
-// Warps and lanes run from the last to the first, blocks in any order: what relies on it shows.
 template <typename Body>
-void Launch(unsigned blocks, int threads, const Body& body) {
+void RunBlocks(unsigned blocks, int threads, const Body& body) {
   static std::vector<std::unique_ptr<Warp>> warps;  // kept: their stacks are large
   const size_t num_warps = static_cast<size_t>((threads + kLanes - 1) / kLanes);
-  launched.push_back(blocks);
   gridDim.x = blocks;
   blockDim.x = static_cast<unsigned>(threads);
-  threads_of_launches.push_back(static_cast<unsigned>(threads));
   for (const unsigned block : OrderOfBlocks(blocks)) {
     blockIdx.x = block;
     PoisonShared();
@@ -219,6 +225,18 @@ void Launch(unsigned blocks, int threads, const Body& body) {
       waiting = 0;
       for (size_t i = 0; i < num_warps; ++i) waiting += RunWarp(warps[i].get());
     }
+  }
+}
+
+// Warps and lanes run from the last to the first, blocks in any order: what relies on it shows.
+template <typename Body>
+void Launch(unsigned blocks, int threads, const Body& body) {
+  launched.push_back(blocks);
+  threads_of_launches.push_back(static_cast<unsigned>(threads));
+  try {
+    RunBlocks(blocks, threads, body);
+  } catch (const Trap&) {
+    last_error = 719;  // cudaErrorLaunchFailure
   }
 }
 
@@ -297,6 +315,7 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 [[noreturn]] inline void __trap() { throw gear_host::Trap(); }
 
 template <typename T>
@@ -345,8 +364,20 @@ T atomicCAS(T* to, T expected, T x) {
 using cudaStream_t = void*;
 using cudaError_t = int;
 inline constexpr cudaError_t cudaSuccess = 0;
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+// A device keeps an error that ends its context; here the next launch runs again.
+inline cudaError_t cudaGetLastError() { return std::exchange(gear_host::last_error, cudaSuccess); }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "unspecified launch failure";
+}
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
+inline constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = ::operator new(bytes, std::align_val_t(4096));  // whole pages, as the driver's
+  return cudaSuccess;
+}
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
   gear_host::launched.push_back(0);

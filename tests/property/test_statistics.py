@@ -21,7 +21,6 @@ from deepspeed_gear.data.dataset_statistics import (
     KeptRows,
     column_statistics,
     compute_statistics,
-    sample_positions,
 )
 from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest import ingest
@@ -132,30 +131,41 @@ def test_non_finite_values_are_left_out(data: st.DataObject, seed: int) -> None:
     assert None in found.to_json()["mean"]
 
 
-@given(num_rows=st.integers(0, 5000), num_sampled=st.integers(1, 600))
-def test_a_sample_takes_one_row_of_each_stratum(num_rows: int, num_sampled: int) -> None:
-    positions = sample_positions(num_rows, num_sampled)
-    assert len(positions) == min(num_rows, num_sampled)
-    assert (np.diff(positions) > 0).all()
-    if num_rows > num_sampled:
-        bounds = np.arange(num_sampled + 1) * num_rows // num_sampled
-        assert (positions >= bounds[:-1]).all()
-        assert (positions < bounds[1:]).all()
-
-
-def test_large_columns_have_approximate_quantiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = np.random.default_rng(0).normal(size=(200_000, 1)).astype(np.float32)
-    values.sort(axis=0)
-    rows = KeptRows(np.array([0]), np.array([200_000]), np.array([True]), False)
-    for name, limit in (("MAX_SAMPLE_ROWS", 20_000), ("MAX_SAMPLE_BYTES", 80_000)):
-        with monkeypatch.context() as patch:
-            patch.setattr(dataset_statistics, name, limit)
-            found = column_statistics(values, Column("x", "float32", (1,)), rows)
-        assert (found.count, found.quantile_rows) == (200_000, 20_000)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_columns_have_exact_quantiles(
+    threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Over the training trajectories; of columns of more bytes than are ordered at once."""
+    monkeypatch.setattr(dataset_statistics, "MOST_ORDERED_BYTES", 1000)
+    monkeypatch.setattr(dataset_statistics, "_BLOCK_BYTES", 4096)
+    random = np.random.default_rng(0)
+    schema = Schema(
+        [
+            Column("x", "float32", (5,), rows="T+1"),
+            Column("count", "int64"),
+            Column("reward", "float32", role="reward"),
+        ]
+    )
+    parts = []
+    with DatasetWriter(tmp_path / "data", schema, split={"eval": 0.3}, threads=threads) as writer:
+        for number in range(40):
+            steps = 1 + int(random.integers(1, 300))
+            parts.append(
+                {
+                    "x": random.standard_cauchy((steps + 1, 5)).astype(np.float32),
+                    "count": random.integers(-(2**60), 2**60, steps),
+                    "reward": np.full(steps, float(number // 30), np.float32),
+                }
+            )
+            writer.add(parts[-1])
+    data = Dataset.open(tmp_path / "data")
+    kept = np.flatnonzero(split_of(np.arange(40), {"eval": 0.3}) == 0)
+    for name, found in data.statistics.items():
+        values = np.concatenate([parts[i][name] for i in kept]).astype(np.float64)
+        assert found.quantile_rows == found.count == len(values)
         for level in QUANTILES:
-            rank = np.searchsorted(values[:, 0], found.quantiles[level][0]) / 200_000
-            assert abs(rank - float(level)) < 0.002
-        assert found.to_json()["quantile_rows"] == 20_000
+            wanted = np.quantile(values, float(level), axis=0)
+            np.testing.assert_array_equal(found.quantiles[level], wanted)
 
 
 def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> None:

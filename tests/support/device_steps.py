@@ -28,6 +28,7 @@ SAMPLERS = {
     "uniform": {"kind": "uniform", "unit": "step"},
     "prioritized": {"kind": "prioritized", "unit": "step", "beta": {"linear": [0.4, 1.0, 20]}},
     "table": {"kind": "prioritized", "normalize": "table", "stratified": True},
+    "epoch": {"kind": "epoch", "unit": "step"},
 }
 #: Where whole trajectories are added; and how often each may be drawn.
 LIMITED = {
@@ -79,7 +80,10 @@ def facts(batch: Any) -> list[Tensor]:
     fields = [*(batch[name] for name in batch), *(batch.mask[name] for name in batch.mask)]
     return [
         t.cpu().clone()
-        for t in (batch.trajectory_id, batch.anchor, batch.sample_number, batch.is_weight, *fields)
+        for t in (
+            *(batch.trajectory_id, batch.anchor, batch.sample_number, batch.is_weight, batch.epoch),
+            *fields,
+        )
     ]
 
 

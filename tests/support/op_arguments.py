@@ -294,7 +294,8 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
         how = envs.rule, shape, envs.unit, envs.alpha, HIGHEST_SO_FAR, envs.most_bits, True
         return *envs.tensors.values(), *outs, *flags, *how
     unit = MassUnit.TRAJECTORY if name == "ring_select_limited_" else MassUnit.STEP  # of items
-    ring = Ring(REFERENCE, *shape, unit, ALL_ANCHORS, True, True)
+    has_priorities = name != "ring_epoch_"
+    ring = Ring(REFERENCE, *shape, unit, ALL_ANCHORS, has_priorities, has_priorities)
     for _ in range(7):
         placed = ring.add(torch.randint(-1, 11, (200,)).tolist())
     state, slots, _, sums, minima, priorities, row_slots = ring.tensors.values()
@@ -333,6 +334,10 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
             2,
         ),
         "ring_top_k_": (state, *batch, slots, sums, priorities, row_slots, *drawing, False),
+        "ring_epoch_": (
+            *(state, batch[0], ring.zeros(300), slots, sums),
+            *(ring.rule, shape, [1, 2, 1, 0, 0, 0], unit),
+        ),
         "ring_update_": (
             *(state, sums, minima, priorities, slots, batch[0], reported),
             *(ring.rule, shape, unit, ring.alpha, ring.most_bits),

@@ -144,6 +144,14 @@ class Ring:
         self.ops.ring_top_k_(*named, self.rule, self.shape, draw, self.item_unit, not self.by_row)
         return resolutions, weights
 
+    def epoch(self, count: int, draw: list[int]) -> tuple[Tensor, Tensor]:
+        """Take a batch of epochs: records, and the epoch of each sample."""
+        records = self.zeros(count, 8)
+        epochs = self.zeros(count) + 77
+        named = (self.state, records, epochs, self.slots, self.sums)
+        self.ops.ring_epoch_(*named, self.rule, self.shape, draw, self.unit)
+        return records, epochs
+
     def update(self, resolutions: Tensor, values: Tensor) -> None:
         named = (self.state, self.sums, self.minima, self.priorities, self.slots)
         rest = (self.rule, self.shape, self.item_unit, self.alpha, self.most_bits)

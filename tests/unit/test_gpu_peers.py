@@ -25,7 +25,9 @@ def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
     return importlib.import_module
 
 
-CASES: list[dict[str, Any]] = [{}, {"prioritized": True}, {"length": 20}]
+ROLLOUT = {"items": 768, "added": 768, "batch": 192, "rollout": 24}
+CASES: list[dict[str, Any]] = [{}, {"prioritized": True}, {"length": 20}, ROLLOUT]
+NAMES = ["uniform", "prioritized", "windows", "roll-outs"]
 
 
 @pytest.fixture(params=["gear", "columns"])
@@ -44,12 +46,18 @@ def order_make(child: Any, **options: Any) -> Any:
     return child._case
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda options: "".join(options) or "uniform")
-def test_an_adapter_does_all_work_in_all_forms(child: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", CASES, ids=NAMES)
+def test_an_adapter_does_all_work_in_all_forms(
+    child: Any, load: Load, options: dict[str, Any]
+) -> None:
     case = order_make(child, **options)
     forms = importlib.import_module("device_peers.interface").FORMS
     for form in forms:
         for work in case.works:
+            if "compiled" in form and "epochs" in work:
+                with pytest.raises(load("peers.interface").NotOfferedError):
+                    child.answer({"do": "prepare", "form": form, "work": work})
+                continue
             prepared = child.answer({"do": "prepare", "form": form, "work": work})
             assert prepared["wrong"] == "", (form, work)
             assert prepared["host_waits"] is None
@@ -60,7 +68,8 @@ def test_an_adapter_does_all_work_in_all_forms(child: Any, options: dict[str, An
     if case.length == 1:
         exact = child.answer({"do": "exact"})
         assert exact["exact"], exact
-        assert exact["draws"] > 7 * case.items
+        assert exact["draws"] > (7 if not case.rollout else 4) * case.items
+        assert exact.get("shuffles_each_epoch", True)
 
 
 # ---- what is checked before a time is taken ------------------------------------------------------
@@ -157,6 +166,38 @@ def test_draws_that_do_not_fit_the_masses_are_found(load: Load) -> None:
     assert found["deviation"] > 6
 
 
+@pytest.mark.parametrize("fault", ["with replacement", "rows"])
+def test_epochs_that_miss_an_item_are_found(load: Load, fault: str) -> None:
+    child = load("device_peers.child").Child("columns")
+    order_make(child, **ROLLOUT)
+    module = child._module
+
+    class Wrong(module.Columns):
+        """Draws with replacement, or mixes up the rows of a column."""
+
+        def minibatches(self) -> Iterator[None]:
+            for _ in super().minibatches():
+                if fault == "rows":
+                    self._out["action"].copy_(self._out["action"].flip(0))
+                else:
+                    self._copy(torch.randint(self.case.items, (self.case.batch,)))
+                yield
+
+    child._module = ModuleType("wrong")
+    child._module.make = Wrong
+    found = child.answer({"do": "exact"})
+    assert not found["exact"]
+    assert found["each_once"] == (fault == "rows")
+
+
+def test_a_roll_out_that_is_not_replaced_is_found(load: Load) -> None:
+    child = load("device_peers.child").Child("columns")
+    order_make(child, **ROLLOUT)
+    always_the_same(child._table, "add")
+    found = child.answer({"do": "prepare", "form": "captured", "work": "add"})
+    assert found["wrong"] == "a second call adds the rows of the first again"
+
+
 def test_waits_of_the_host_are_counted(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = load("device_peers.torch_forms")
     modes: list[str] = []
@@ -182,7 +223,7 @@ def run(*arguments: str) -> Any:
 def test_the_command_runs_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     options = ("--device", "cpu", "--smoke", "--systems", "gear", "columns")
-    forms = ("--kinds", "prioritized", "--forms", "eager", "captured")
+    forms = ("--kinds", "prioritized", "roll-outs", "--forms", "eager", "captured")
     result = run(*options, *forms, "--json", str(path))
     assert result.returncode == 0, result.stderr
     document = json.loads(path.read_text())
@@ -194,7 +235,11 @@ def test_the_command_runs_without_a_gpu(tmp_path: Path) -> None:
         (system, form) for system in ("gear", "columns") for form in ("eager", "captured")
     }
     exact = [row for row in document["rows"] if row["work"] == "exactness"]
-    assert [row["exact"] for row in exact] == [True, True]
+    assert [row["exact"] for row in exact] == [True] * 4
+    rollouts = [row for row in exact if "each_once" in row]
+    assert [row["case"] for row in rollouts] == ["roll-outs of 64 x 24, B = 384"] * 2
+    works = {row["work"] for row in timed if row["case"].startswith("roll-outs")}
+    assert works == {"add", "5 epochs of 4 minibatches"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -246,12 +246,12 @@ def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
     if toolchain.cuda_home() is not None:
         compiled_kernels("9.0")  # with the reports that tests/unit/ops reads; a dry run makes none
     script = str(checkout / "launch" / "test_gpu.sh")
-    command = ["bash", script, *"A B C D M --dry-run --out".split(), str(tmp_path)]
+    command = ["bash", script, *"A B C D F M --dry-run --out".split(), str(tmp_path)]
     env = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = {}
-    for stage in "ABCDM":
+    for stage in "ABCDFM":
         record = record_of(tmp_path, stage)
         assert record["dry_run"]
         for step in record["steps"]:
@@ -264,7 +264,7 @@ def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
     lanes += [("A", "figures of device tables"), ("A", "captured and compiled steps 1 of 4")]
     lanes += [("B", "equivalence 1 of 4"), ("B", "rows that kernels read in host memory")]
     lanes += [("D", "tables beside peers")]
-    lanes += [("M", "order of memory")]
+    lanes += [("F", "faults of kernels"), ("M", "order of memory")]
     if toolchain.cuda_home() is not None:
         lanes += [("A", "build of the kernels")]
     assert {lane: ran[lane] for lane in lanes} == dict.fromkeys(lanes, 0)

@@ -38,7 +38,7 @@ PROGRAMS = {  # options, and the steps that the table holds
     "td3_device": ({"steps": 220, "random_steps": 205, "buffer": "uniform"}, ENVS * 219),
     "sac_device": ({"steps": 220, "random_steps": 205, "buffer": "uniform"}, ENVS * 219),
     "c51_device": ({"steps": 60, "random_steps": 40}, ENVS * 59),
-    "ppo_device": ({"steps": 256}, ENVS * 128),
+    "ppo_device": ({"steps": 96, "rollout": 24}, ENVS * 24),
 }
 Load = Callable[[str], ModuleType]
 
@@ -153,7 +153,7 @@ def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPa
         add(replay, columns)
 
     monkeypatch.setattr(DeviceReplay, "add_", note)
-    program.train(Namespace(**OPTIONS, steps=program.STEPS))
+    program.train(Namespace(**OPTIONS, steps=program.STEPS, rollout=program.STEPS))
     assert torch.equal(found["observation"], found["env observation"])
     assert torch.equal(found["action"], found["env action"])
     goes_on = (~found["env terminated"]).double()

@@ -127,7 +127,7 @@ OF_OTHERS = set(
     "accelerator.get_op_builder accelerator.create_op_builder extension.CUDA_HOME "
     "stream.thread_type stream.codec_context.options wrapped._gear_wrapped self._broken.__cause__ "
     "sys.unraisablehook".split()
-) | {"weakref.finalize(memory, native.map_guard_remove, entry).atexit"}
+) | {"weakref.finalize(memory, remove, entry).atexit"}
 
 
 def test_objects_are_whole_after_construction(trees: dict[str, ast.Module]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest.column_options import OutputColumns
-from deepspeed_gear.data.ingest.group_scope import DistinctNumbers
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.data.ingest.group_scope import DistinctNumbers, check_free
+from deepspeed_gear.schema import Column
 
 
 class EpisodeNumbers:
@@ -49,23 +49,17 @@ class EpisodeNumbers:
         if output is not self._output:
             self._output = output
             self._own = {name: {} for name in self._numbers}
-        for column, dtype in self._columns[id(output)].items():
-            if column not in arrays or arrays[column] is None:
+        for key, column in self._columns[id(output)].items():
+            if key not in arrays or arrays[key] is None:
                 continue
-            number = int(arrays[column])
-            own = self._own[column]
+            number = int(arrays[key])
+            own = self._own[key]
             if number not in own:
-                free = self._numbers[column].take(number)
-                if free != number and free > np.iinfo(dtype).max:
-                    raise DataError(
-                        f"{name}: {column}",
-                        f"must have a free number for each episode of all sources in {dtype}",
-                        f"{free} in place of {number}, which an earlier source has",
-                        f'leave the column out (--columns "!{column}"), or store it as int64',
-                    )
+                free = self._numbers[key].take(number)
+                check_free(name, column, "episode", free, number)
                 own[number] = free
-                self._num_changed[column] += free != number
-            arrays[column] = np.asarray(own[number])
+                self._num_changed[key] += free != number
+            arrays[key] = np.asarray(own[number])
 
     def notes(self) -> list[str]:
         """Return notes for the user on the numbers that were replaced."""
@@ -76,14 +70,11 @@ class EpisodeNumbers:
         ]
 
 
-def _counted(output: OutputColumns) -> dict[str, np.dtype[Any]]:
-    """Return the dtypes of the columns of whole numbers that each source counts anew.
-
-    They have one number per trajectory.
-    """
+def _counted(output: OutputColumns) -> dict[str, Column]:
+    """Return the columns of whole numbers, one per trajectory, that each source counts anew."""
     counted = {output.names.get(name, name) for name in output.reader.counted}
     return {
-        column.name: column.numpy_dtype
+        column.name: column
         for column in output.columns
         if column.name in counted
         and column.rows == "1"

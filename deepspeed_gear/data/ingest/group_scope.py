@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,23 @@ class DistinctNumbers:
             number = self._smallest
         self.taken.add(number)
         return number
+
+
+def check_free(where: str, column: Column, what: str, free: int, own: int) -> None:
+    """Raise DataError if a column cannot hold the free number that replaces its own one.
+
+    Args:
+        where: Name of the trajectory.
+        what: What the numbers stand for, such as "group".
+    """
+    is_whole = column.numpy_dtype.kind in "iu"
+    if is_whole and free != own and free > np.iinfo(column.numpy_dtype).max:
+        raise DataError(
+            f"{where}: {column.name}",
+            f"must have a free number for each {what} of all sources in {column.dtype}",
+            f"{free} in place of {own}, which an earlier file or source has",
+            f'--dtype {column.name}=int64, or leave the column out (--columns "!{column.name}")',
+        )
 
 
 class GroupNumbers:
@@ -75,36 +93,43 @@ class GroupNumbers:
             )
         first = next(filter(None, self._columns.values()), None)
         before: list[int] = []
-        if known is not None and first is not None and first in known.schema:
-            before = np.unique(known.columns[first]).tolist()
+        if known is not None and first is not None and first.name in known.schema:
+            before = np.unique(known.columns[first.name]).tolist()
         self._numbers = DistinctNumbers(before)
         self._file: object = None
         # Number in the data set by that in the current file.
         self._own: dict[int, int] = {}
         self._num_shared = 0
 
-    def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
-        """Set the group number of the trajectory that the reader of `output` yielded last.
+    def set_in(
+        self, output: OutputColumns, name: str, file: Path | None, arrays: dict[str, Any]
+    ) -> None:
+        """Set the group number of a trajectory.
 
         Args:
-            name: Name of the trajectory, for errors.
+            output: Its source.
+            name: Its name, for errors.
+            file: The file that it comes from, for a source of several files.
             arrays: Its columns, of which one is changed.
+        Raises:
+            DataError: A number is that of a group in an earlier file, or the column cannot hold a
+                free one.
         """
         column = self._columns[id(output)]
-        value = None if column is None else arrays.get(column)
+        value = None if column is None else arrays.get(column.name)
         scope = "file" if output.reader.numbers_groups else self._scope
         if column is None or value is None or np.ndim(value) or scope == "all":
             return
-        file = (id(output), output.reader.file)
-        if file != self._file:
-            self._file = file
+        place = (id(output), file)
+        if place != self._file:
+            self._file = place
             self._own = {}
         number = int(value)
         if number not in self._own:
             is_shared = number in self._numbers.taken
             if is_shared and scope is None and number < _COUNTED:
                 raise DataError(
-                    f"{name}: {column}",
+                    f"{name}: {column.name}",
                     "must not be the number of a group in an earlier file",
                     number,
                     "--group-scope file: they are other groups, and get other numbers; "
@@ -112,8 +137,10 @@ class GroupNumbers:
                 )
             self._num_shared += is_shared and scope is None
             is_own = scope == "file" or not is_shared
-            self._own[number] = self._numbers.take(number) if is_own else number
-        arrays[column] = np.asarray(self._own[number])
+            free = self._numbers.take(number) if is_own else number
+            check_free(name, column, "group", free, number)
+            self._own[number] = free
+        arrays[column.name] = np.asarray(self._own[number])
 
     def notes(self) -> list[str]:
         """Return notes for the user on the groups of all files."""
@@ -123,7 +150,7 @@ class GroupNumbers:
         return [f"{shared} (--group-scope file takes them as others)"] if self._num_shared else []
 
 
-def _group_column(output: OutputColumns) -> str | None:
+def _group_column(output: OutputColumns) -> Column | None:
     """Return the column of group numbers, known by its name in the data set or in the source."""
     names = {new: old for old, new in output.names.items()}
 
@@ -136,4 +163,4 @@ def _group_column(output: OutputColumns) -> str | None:
             and {column.name, names.get(column.name)}.intersection(GROUPS) != set()
         )
 
-    return next((column.name for column in output.columns if is_group(column)), None)
+    return next((column for column in output.columns if is_group(column)), None)

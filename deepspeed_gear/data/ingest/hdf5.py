@@ -48,6 +48,7 @@ class D4rlReader(ArrayReader):
         Cost: one pass over the flags and observations.
         """
         file = self.files.enter_context(open_hdf5(self.path))
+        self.reads_ahead = True
         # `hdf5_arrays` does not follow links, so the usual names are looked up as well.
         nodes = {key: file.get(key) for key in KINDS} | hdf5_arrays(file)
         self._arrays = {
@@ -111,6 +112,7 @@ class RobomimicReader(ArrayReader):
                 )
             self._names = [name for name in self._names if name in chosen]
         self._num_inner = 0
+        self.reads_ahead = True
         self._describe()
         if self._num_inner:
             self.notes.append(

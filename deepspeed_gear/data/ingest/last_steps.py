@@ -19,7 +19,9 @@ from deepspeed_gear.errors import ConfigError, DataError, near_name
 TRANSITION = "transition"  # a step as every other row: Open X-Embodiment
 OBSERVATION = "observation"  # only the observation after the last step: RLDS, OGBench
 REWARD = "reward"  # that observation, and the reward of the step before: Dreamer
-LAST_STEPS = (TRANSITION, OBSERVATION, REWARD)
+ACTION = "action"  # as REWARD, and the action of that step, too: DrQ-v2, ExORL, V-D4RL
+LAST_STEPS = (TRANSITION, OBSERVATION, REWARD, ACTION)
+_MOVED = {REWARD: ("reward", "discount"), ACTION: ("action", "reward", "discount")}
 
 
 def check_last_step(given: str) -> str:
@@ -28,6 +30,16 @@ def check_last_step(given: str) -> str:
         remedy = near_name(given, LAST_STEPS) or '"gear ingest --help" has their meaning'
         raise ConfigError("last_step", f"must be one of {', '.join(LAST_STEPS)}", given, remedy)
     return given
+
+
+def is_moved(kind: str, name: str) -> bool:
+    """Return whether the rows of a column belong to the step before their row.
+
+    Args:
+        kind: What the last row holds.
+        name: The column by its usual name, such as "action.gripper".
+    """
+    return name.split(".")[0] in _MOVED.get(kind, ())
 
 
 def last_step(path: Path, at_first: bool, at_last: bool) -> str:
@@ -49,6 +61,7 @@ def last_step(path: Path, at_first: bool, at_last: bool) -> str:
         None,
         "--last-step transition: each row is a step, with its action and reward (Open "
         "X-Embodiment); --last-step reward: a row has the reward of the step before it (Dreamer); "
+        "--last-step action: a row has the action and the reward of the step before it (DrQ-v2); "
         "--last-step observation: the reward there has no meaning",
     )
 
@@ -60,6 +73,8 @@ def note(kind: str) -> str:
         OBSERVATION: "the last row of each episode is the observation after its last step",
         REWARD: "the last row of each episode is the observation after its last step, and each row "
         "has the reward of the step before it",
+        ACTION: "the last row of each episode is the observation after its last step, and each row "
+        "has the action and the reward of the step before it",
     }
     return notes[kind]
 
@@ -135,7 +150,7 @@ def steps_of_rows(
         if name in flags:
             continue
         is_whole = name.split(".")[0] == "observation" or name not in per_row
-        first = 1 if kind == REWARD and name == "reward" else 0
+        first = int(is_moved(kind, name))
         steps[name] = value if is_whole else value[first : first + num_steps]
     steps["terminated"] = np.zeros(num_steps, np.bool_)
     steps["terminated"][-1] = bool(ends and ends[0])

@@ -151,6 +151,7 @@ class MinariReader(Reader):
         if metadata.get("total_episodes") == 0:
             raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
         self._store = self._open_store(folder, metadata)
+        self.reads_ahead = True
         numbers = self._store.numbers
         if not numbers:
             raise DataError(

@@ -33,7 +33,7 @@ _EXPORT = (
 
 
 class NpzReader(ArrayReader):
-    """Reads npz files; all arrays are in memory.
+    """Reads npz files; all arrays of a file are in memory.
 
     - With `indices`: imitation's layout. Trajectories one after the other, divided before the
       actions `indices`, each with one observation more than actions.
@@ -56,6 +56,17 @@ class NpzReader(ArrayReader):
     def open(self) -> None:
         self._arrays = self._load()
         self._describe()
+
+    @property
+    def held_bytes(self) -> int:
+        parts = self._arrays if isinstance(self._arrays, list) else [self._arrays or {}]
+        return sum(array.nbytes for part in parts for array in part.values())
+
+    def release(self) -> None:
+        self._arrays = None
+        self._num_bytes = 0
+        # Decompression releases the interpreter's lock; unpickling does not.
+        self.reads_ahead = not self.options.get("allow_pickle")
 
     def _load(self) -> Any:
         arrays = {}
@@ -94,7 +105,9 @@ class NpzReader(ArrayReader):
         return objects
 
     def _streams(self) -> Streams:
-        arrays: dict[str, Any] = self._arrays
+        yield from self._divided(self._load() if self._arrays is None else self._arrays)
+
+    def _divided(self, arrays: dict[str, Any]) -> Streams:
         kinds = {self.kind(key): array for key, array in reversed(arrays.items())}
         action = kinds.get("action")
         state = kinds.get("observation")
@@ -243,9 +256,9 @@ class PickleReader(NpzReader):
                 arrays[name] = self._as_array(f"{where}: {name}", rows, self.path.stat().st_size)
         return arrays
 
-    def _streams(self) -> Streams:
-        if isinstance(self._arrays, dict):
-            yield from super()._streams()
+    def _divided(self, arrays: Any) -> Streams:
+        if isinstance(arrays, dict):
+            yield from super()._divided(arrays)
             return
-        for i, arrays in enumerate(self._arrays):
-            yield f"trajectory {i}", arrays, True
+        for i, part in enumerate(arrays):
+            yield f"trajectory {i}", part, True

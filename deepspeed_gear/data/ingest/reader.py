@@ -59,6 +59,8 @@ class Reader(ABC):
             None where it does not state them.
         texts: The text of each number, by column of numbers that stand for texts.
         numbers_groups: Whether the reader numbers the groups itself, from 0.
+        reads_ahead: Whether a thread may read the episodes while others are written: reading
+            releases the interpreter's lock, runs no function of a user and starts no threads.
         counted: Columns of a number per trajectory that every source counts anew, such as
             `episode_index`.
         notes: Notes for the user on how the source was read.
@@ -89,6 +91,7 @@ class Reader(ABC):
         self.whole: Schema | None = None
         self.texts: dict[str, dict[int, str]] = {}
         self.numbers_groups = False
+        self.reads_ahead = False
         self.counted: tuple[str, ...] = ()
         self.notes: list[str] = []
         self.description: dict[str, Any] = {"format": self.format, "name": path.resolve().name}
@@ -115,6 +118,14 @@ class Reader(ABC):
         Raises:
             DataError: An episode is malformed; names file, episode and key.
         """
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of rows in memory after `open`."""
+        return 0
+
+    def release(self) -> None:  # noqa: B027 - most readers hold no rows
+        """Release the rows in memory: `episodes` reads them again."""
 
     def __enter__(self) -> Reader:
         return self

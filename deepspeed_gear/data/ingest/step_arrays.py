@@ -97,11 +97,14 @@ class Steps:
         self.states = [name for name in self.arrays if _kind(name) == "observation"]
         self._check_rows(sorted(arrays))
         self._find_ends(reader.options.get("episode_length"), arrays.get("episode_returns"))
+        if reader.options.get("last_step") is None:
+            self._check_limit(reader.options.get("episode_length"))
         if self._has_last_row:
             self._move_flags()
-        if reader.last_step == last_steps.REWARD and "reward" in self.arrays:
-            rewards = np.asarray(self.arrays["reward"][()])
-            self.arrays["reward"] = np.concatenate([rewards[1:], rewards[-1:]])
+        for name, array in self.arrays.items():
+            if last_steps.is_moved(reader.last_step, name):
+                rows = np.asarray(array[()])
+                self.arrays[name] = np.concatenate([rows[1:], rows[-1:]])
         self._compare_next()
 
     def _check_rows(self, found: list[str]) -> None:
@@ -216,6 +219,21 @@ class Steps:
         self.truncated = given.get("truncated", ends & ~self.terminated)
         self.ends = np.flatnonzero(np.append(ends[:-1], True)) + 1
         self.is_open = not (self.terminated[-1] or self.truncated[-1])
+
+    def _check_limit(self, limit: int | None) -> None:
+        """Refuse arrays without flags that have limit + 1 rows for each episode of a limit."""
+        has_flags = not self.arrays.keys().isdisjoint(FLAG_KINDS)
+        if limit is None or has_flags or self._has_last_row:
+            return
+        if self.length % (limit + 1) == 0 and self.length % limit:
+            raise DataError(
+                f"{self.where}--episode-length {limit}",
+                f"must come with --last-step where a source has {limit + 1} rows for each episode",
+                f"{self.length} rows",
+                "--last-step action: a row has the action and the reward of the step before it "
+                "(DrQ-v2, ExORL, V-D4RL); --last-step observation: the last row holds only an "
+                "observation (RLDS); --last-step transition: each row is a step",
+            )
 
     def _move_flags(self) -> None:
         """Move the flags of last rows, which hold only an observation, to the steps before them."""

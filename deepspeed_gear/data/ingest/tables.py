@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+import deepspeed_gear.arguments as arguments
 import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.ingest.message_masks import is_messages
 from deepspeed_gear.data.ingest.preferences import divide
@@ -34,6 +35,7 @@ from deepspeed_gear.data.ingest.table_rows import (
     plain,
     plain_bytes,
     table_files,
+    table_form,
 )
 from deepspeed_gear.data.ingest.token_rows import COLUMNS, NAMES, TokenRows, has_tokens
 from deepspeed_gear.data.nested_columns import flatten
@@ -72,6 +74,7 @@ class TableReader(Reader):
         "images",
         "schema",
         "last_step",
+        "episode_length",
     )  # and "rows", of `open_rows` alone
     early_roles = ("reward", "terminated", "truncated")
 
@@ -97,6 +100,9 @@ class TableReader(Reader):
             return
         files = [] if "rows" in self.options else self._source_files()
         self._file_bytes = sum(file.stat().st_size for file in files)
+        # JSON is parsed by Python, which holds the interpreter's lock.
+        is_json = "json" in map(table_form, files)
+        self.reads_ahead = bool(files) and not is_json and not self._tokenize
         blocks = self._given_blocks(True)
         given = next((block for block in blocks if any(map(len, block.values()))), None)
         if given is None:
@@ -106,6 +112,7 @@ class TableReader(Reader):
         self._row = self._what_a_row_is(first)
         self._row_flags = {*ROW_FLAGS} & first.keys() if self._row != "conversation" else set()
         self._find_last_step()
+        self._check_limit(first)
         by_id = f", an episode is the rows of one {self._id}" if self._id else ""
         self.notes.append(f"read as a table with one {self._row} per row{by_id}")
         uneven: set[str] = set()  # columns whose values have no common shape
@@ -138,6 +145,13 @@ class TableReader(Reader):
         heads = {facts.name: facts.name.split(".")[0] for facts in kept}
         kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
         self.columns = tuple(facts.column(num_trajectories) for facts in kept)
+        roles = {column.role for column in self.columns}
+        roles.update((self.options.get("role") or {}).values())
+        if self._row != "conversation" and roles.isdisjoint(("observation", "action")):
+            self.notes.append(
+                "no column is an observation or an action: --rename COLUMN=observation and "
+                "--rename COLUMN=action name them"
+            )
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
             self.expansion.check(
@@ -161,6 +175,27 @@ class TableReader(Reader):
                 remedy="rename the file, or name its format with --format",
             )
         return files
+
+    def _check_limit(self, first: Block) -> None:
+        """Check `episode_length`, which is for end flags that do not state why an episode ended."""
+        limit = self.options.get("episode_length")
+        kinds = {KINDS.get(name) for name in first}
+        is_any_end = "done" in kinds and kinds.isdisjoint(_FLAGS)
+        if limit is not None:
+            arguments.count("episode_length", limit)
+            if self._row == "conversation" or not is_any_end:
+                raise DataError(
+                    f"{self.path}: --episode-length",
+                    "must be for episodes whose only end flags are of either cause (dones, "
+                    "is_last)",
+                    sorted(first),
+                    "leave it out, or name the flags with --rename COLUMN=dones",
+                )
+        elif self._row != "conversation" and is_any_end:
+            self.notes.append(
+                "end flags are taken as terminated, as they do not distinguish a terminal state "
+                "from a time limit: --episode-length N takes an end after N steps as truncated"
+            )
 
     def _find_last_step(self) -> None:
         """Set what the last row of an episode holds, where flags mark rows.
@@ -328,7 +363,15 @@ class TableReader(Reader):
                 arrays[column] = value if array is None else array
             length = _num_steps(where, arrays)
             if not is_chat:
-                _set_flags(arrays, length, self._done_is_any_end)
+                limit = self.options.get("episode_length")
+                if limit is not None and length > limit:
+                    raise DataError(
+                        f"{where}: --episode-length {limit}",
+                        "must be at least the steps of every episode",
+                        length,
+                        "give the time limit of the environment",
+                    )
+                _set_flags(arrays, length, self._done_is_any_end, length == limit)
             yield label, arrays, length
 
     def _conversations(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -565,10 +608,13 @@ def _num_steps(where: str, arrays: dict[str, Any]) -> int:
     )
 
 
-def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> None:
+def _set_flags(
+    arrays: dict[str, Any], length: int, done_is_any_end: bool, is_at_limit: bool
+) -> None:
     """Give flags a row per step, and mark an episode without a flag at its end as truncated.
 
-    With `done_is_any_end`, "done" is also set at time limits: such a step does not terminate.
+    With `done_is_any_end`, "done" is also set at time limits: such a step does not terminate. No
+    more does the last step of an episode that has as many steps as the time limit.
     """
     for name in SCALARS:
         value = arrays.get(name)
@@ -584,4 +630,7 @@ def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> No
     truncated = arrays.setdefault("truncated", np.zeros(length, bool))
     if done_is_any_end:
         arrays["terminated"] = (flags["terminated"] != 0) & (truncated == 0)
+    if is_at_limit:
+        arrays["terminated"] = np.array(arrays["terminated"])  # rows of a program stay as they are
+        arrays["terminated"][-1] = False
     end_episode(arrays)

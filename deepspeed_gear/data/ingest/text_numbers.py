@@ -9,8 +9,9 @@ import numpy as np
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest.column_options import OutputColumns
-from deepspeed_gear.data.ingest.group_scope import DistinctNumbers
+from deepspeed_gear.data.ingest.group_scope import DistinctNumbers, check_free
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column
 
 TEXTS = "texts"  # in the source of a data set: the numbers of texts, by column
 
@@ -25,10 +26,13 @@ class TextNumbers:
     def __init__(self, outputs: Sequence[OutputColumns], known: Dataset | None) -> None:
         #: Number of each text, by column of the data set.
         self.texts: dict[str, dict[str, int]] = {}
-        self._changed: dict[tuple[int, str], dict[int, int]] = {}  # by output and column
+        # The new number of each one, by column of each output.
+        self._changed: dict[int, list[tuple[Column, dict[int, int]]]] = {}
         recorded: Mapping[str, Any] = {} if known is None else known.source.get(TEXTS, {})
         numbers: dict[str, DistinctNumbers] = {}
         for output in outputs:
+            columns = {column.name: column for column in output.columns}
+            of_output = self._changed[id(output)] = []
             for key, texts in output.reader.texts.items():
                 column = output.names.get(key, key)
                 if known is not None and column in known.schema and column not in recorded:
@@ -40,16 +44,27 @@ class TextNumbers:
                     )
                 of_column = self.texts.setdefault(column, dict(recorded.get(column, {})))
                 taken = numbers.setdefault(column, DistinctNumbers(of_column.values()))
-                changed = self._changed[id(output), column] = {}
+                changed = dict[int, int]()
+                of_output.append((columns[column], changed))
                 for number, text in sorted(texts.items()):
                     if text not in of_column:
                         of_column[text] = taken.take(number)
                     changed[number] = of_column[text]
 
-    def set_in(self, output: OutputColumns, arrays: dict[str, Any]) -> None:
-        """Replace the numbers in a trajectory's columns by those of the data set."""
-        for (owner, column), changed in self._changed.items():
-            if owner == id(output) and column in arrays:
-                given, places = np.unique(arrays[column], return_inverse=True)
-                new = np.array([changed[int(number)] for number in given], dtype=np.int64)
-                arrays[column] = new[places].reshape(np.shape(arrays[column]))
+    def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
+        """Replace the numbers in a trajectory's columns by those of the data set.
+
+        Args:
+            output: Its source.
+            name: Its name, for errors.
+            arrays: Its columns, of which those numbers are changed.
+        Raises:
+            DataError: A column cannot hold the free number of a text.
+        """
+        for column, changed in self._changed[id(output)]:
+            if column.name in arrays:
+                given, places = np.unique(arrays[column.name], return_inverse=True)
+                for number in given.tolist():
+                    check_free(name, column, "text", changed[number], number)
+                new = np.array([changed[number] for number in given.tolist()], dtype=np.int64)
+                arrays[column.name] = new[places].reshape(np.shape(arrays[column.name]))

@@ -12,11 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from numpy.lib import format as npy
-
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import check_no_pointer
-from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry, read_header
+from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry, read_npy
 from deepspeed_gear.data.ingest.reader import decode_images
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_bytes
 from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
@@ -43,7 +41,7 @@ class WebdatasetReader(TableReader):
     """
 
     format = "webdataset"
-    takes = ("episode_id", "tokenize", "last_step")
+    takes = ("episode_id", "episode_length", "tokenize", "last_step")
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -66,6 +64,7 @@ class WebdatasetReader(TableReader):
 
     def open(self) -> None:
         super().open()
+        self.reads_ahead = False  # images are decoded by Python
         if self._num_skipped:
             self.notes.append(f"{self._num_skipped} files without a key or a field: left out")
         if self._unknown:
@@ -208,11 +207,7 @@ def _array(where: str, content: bytes) -> Any:
     file = io.BytesIO(content)
     # A malformed file can raise any exception.
     with DataError.on(where, "must be a readable npy file", Exception, remedy=DAMAGED):
-        dtype = read_header(where, file, len(content))
-        if dtype.hasobject:
-            _refuse_objects(where, b"")
-        file.seek(0)
-        array = npy.read_array(file, allow_pickle=False)
+        array = read_npy(where, file, len(content), partial(_refuse_objects, where))
     return array if array.ndim else array[()]
 
 

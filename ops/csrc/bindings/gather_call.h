@@ -41,14 +41,16 @@ struct GatherCall {
   std::vector<KnownTensor> known;
 
   // Gathers samples. A program may have given a tensor of a batch other memory, or another form:
-  // then they are all checked again, so that an unfit one is an error.
-  void Run(const Resolution* records, int64_t count, const std::optional<at::Tensor>& n_steps) {
+  // then they are all checked again, so that an unfit one is an error. `next`: as in GatherChecked.
+  void Run(const Resolution* records, int64_t count, const std::optional<at::Tensor>& n_steps,
+           const Resolution* next = nullptr) {
     // A backward pass that has saved old values raises.
     for (const at::Tensor& tensor : overwritten) tensor.unsafeGetTensorImpl()->bump_version();
     if (count != num_samples || !AreKnown()) Check(count);
     checked->CheckSteps(n_steps.has_value());
     const int64_t* steps = n_steps ? Values<int64_t>(*n_steps, "n_steps", count) : nullptr;
-    GatherChecked(*checked, records, steps, count, threads, counters.mutable_data_ptr<int64_t>());
+    GatherChecked(*checked, records, steps, count, threads, counters.mutable_data_ptr<int64_t>(),
+                  next);
   }
 
  private:

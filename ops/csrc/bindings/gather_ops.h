@@ -11,6 +11,7 @@
 #include "bindings/device.h"
 #include "bindings/tensors.h"
 #include "gather/gather.h"
+#include "gather/read_ahead.h"
 #include "returns/returns.h"
 
 namespace gear {
@@ -195,12 +196,14 @@ inline void CountRows(const FieldList& fields, int64_t count, int64_t* counters)
 // Gathers by threads of its own: torch's pool would need OpenMP's runtime of the same torch build.
 inline void GatherInThreads(const FieldList& fields, const Resolution* records,
                             const int64_t* n_steps, int64_t count, int64_t threads,
-                            int64_t* counters) {
+                            const cpu::ReadAhead& ahead, int64_t* counters) {
   std::atomic<int64_t> real{0};
   const auto work = [&](int64_t begin, int64_t end) {
-    const int64_t mine = cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
-                                     n_steps, begin, end, count);
-    real.fetch_add(mine, std::memory_order_relaxed);
+    ahead.InBlocks(records, n_steps, begin, end, [&](int64_t first, int64_t last) {
+      const int64_t mine = cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
+                                       n_steps, first, last, count);
+      real.fetch_add(mine, std::memory_order_relaxed);
+    });
   };
   const int64_t part = threads <= 1 ? count : (count + threads - 1) / threads;
   std::vector<std::thread> others;
@@ -226,9 +229,12 @@ inline void GatherGoals(const FieldList& fields, const int64_t* held, const Reso
   for_each_run([&](int64_t first, int64_t end) {
     CheckWindows(fields, held, records + first, end - first, steps.data() + first);
   });
+  const cpu::ReadAhead ahead(fields.data(), static_cast<int64_t>(fields.size()), 1);
   for_each_run([&](int64_t first, int64_t end) {
-    counters[0] += cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
-                               steps.data(), first, end);
+    ahead.InBlocks(records, steps.data(), first, end, [&](int64_t begin, int64_t last) {
+      counters[0] += cpu::Gather(fields.data(), static_cast<int64_t>(fields.size()), records,
+                                 steps.data(), begin, last);
+    });
     CountRows(fields, end - first, counters);
   });
 }
@@ -261,15 +267,20 @@ struct CheckedFields {
   }
 };
 
-// Gathers checked fields on the host, after `CheckSteps`.
+// Gathers checked fields on the host, after `CheckSteps`. `next`: as many samples that are gathered
+// after these, whose rows are requested now where columns are read ahead; or null.
 inline void GatherChecked(const CheckedFields& checked, const Resolution* records,
-                          const int64_t* n_steps, int64_t count, int64_t threads,
-                          int64_t* counters) {
+                          const int64_t* n_steps, int64_t count, int64_t threads, int64_t* counters,
+                          const Resolution* next = nullptr) {
   const FieldList& fields = checked.fields;
   if (checked.are_goals)
     return GatherGoals(fields, checked.held.data(), records, n_steps, count, counters);
   CheckWindows(fields, checked.held.data(), records, count, n_steps);
-  if (count > 0) GatherInThreads(fields, records, n_steps, count, threads, counters);
+  if (count == 0) return;
+  const cpu::ReadAhead ahead(fields.data(), static_cast<int64_t>(fields.size()), threads);
+  if (next != nullptr && ahead.IsNeeded())
+    ahead.Request(next, nullptr, 0, std::min(ahead.block(), count));
+  GatherInThreads(fields, records, n_steps, count, threads, ahead, counters);
 }
 
 inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counters,
@@ -337,6 +348,17 @@ inline void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& s
       const int64_t most = Min(n, r.num_steps - r.anchor);
       return IsInside(r.first_row, r.anchor, r.anchor + most, rows);
     });
+    cpu::Field read[3]{};
+    const at::Tensor* columns[3] = {&reward, &terminated, truncated ? &*truncated : &terminated};
+    for (int f = 0; f < 3; ++f) {
+      read[f].window = {0, n, kInPlace};
+      read[f].part = {0, n};
+      read[f].elements = 1;
+      read[f].from = CodeOf(*columns[f]);
+      read[f].column = columns[f]->const_data_ptr();
+    }
+    const cpu::ReadAhead ahead(read, 3, 1);
+    if (ahead.IsNeeded()) ahead.Request(records, nullptr, 0, count);
   }
   const Device device(returns, "every tensor", discount, steps, reward, terminated, truncated,
                       powers, resolutions);

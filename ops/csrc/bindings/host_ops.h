@@ -237,8 +237,10 @@ inline void Pack(at::TensorList outs, at::TensorList columns, at::TensorList shi
     TORCH_CHECK(is_inside, "gear: resolution ", i,
                 " must lie in the columns, and its place in [0, 2^40]");
   }
-  if (rows > 0)
-    cpu::Pack(fields.data(), static_cast<int64_t>(fields.size()), records, at, count, first, rows);
+  if (rows == 0) return;
+  const cpu::ReadAhead ahead(fields.data(), static_cast<int64_t>(fields.size()), 1);
+  if (ahead.IsNeeded()) ahead.RequestWhole(records, count);
+  cpu::Pack(fields.data(), static_cast<int64_t>(fields.size()), records, at, count, first, rows);
 }
 
 inline void PlanPacks(at::Tensor& micro_step, at::Tensor& rank, at::Tensor& num_micro_steps,

@@ -74,6 +74,10 @@ PyMethodDef kMethods[] = {
         "order_statistics",
         "order_statistics(values, dtype, num_elements, first, count, runs, num_runs, levels, "
         "num_levels, found) -> None"),
+    Function<gear::python::CountDigits, true>(
+        "digits_count",
+        "digits_count(values, dtype, num_rows, num_elements, first, count, keep, passes, "
+        "num_passes, counts) -> None"),
     Function<gear::python::AllFinite, true>("all_finite",
                                             "all_finite(values, bytes, type) -> bool"),
     {nullptr, nullptr, 0, nullptr}};

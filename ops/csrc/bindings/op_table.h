@@ -115,6 +115,9 @@
      "Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) weights, Tensor(d!) slots, " \
      "Tensor sums, Tensor priorities, Tensor row_slots, int[] rule, int[] shape, int[] draw, " \
      "int unit, bool counts") \
+  OP(ring_epoch_, RingEpoch, \
+     "Tensor(a!) state, Tensor(b!) resolutions, Tensor(c!) epochs, Tensor slots, Tensor sums, " \
+     "int[] rule, int[] shape, int[] draw, int unit") \
   OP(ring_update_, RingUpdate, \
      "Tensor(a!) state, Tensor(b!) sums, Tensor(c!) minima, Tensor(d!) priorities, " \
      "Tensor slots, Tensor resolutions, Tensor values, int[] rule, int[] shape, int unit, " \

@@ -6,6 +6,7 @@
 #include "bindings/device.h"
 #include "bindings/tensors.h"
 #include "gather/gather.h"
+#include "ring/epoch.h"
 #include "ring/ring.h"
 
 namespace gear {
@@ -211,6 +212,26 @@ inline void RingTopK(at::Tensor& state, at::Tensor& resolutions, at::Tensor& wei
   const Device device(state, kOfRing, resolutions, weights, slots, sums, priorities, row_slots);
   device.RunWith(on::RingTopKScratch(ring, count), on::RingTopK, ring, DrawOf(draw), count, counts,
                  records, weighed);
+}
+
+inline void RingEpoch(at::Tensor& state, at::Tensor& resolutions, at::Tensor& epochs,
+                      const at::Tensor& slots, const at::Tensor& sums, at::IntArrayRef rule,
+                      at::IntArrayRef shape, at::IntArrayRef draw, int64_t unit) {
+  cpu::Ring ring = RingOf(shape, rule, unit, false);
+  SetMemory(&ring, state, slots, sums);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
+  int64_t* numbers = Values<int64_t>(epochs, "epochs", count);
+  TORCH_CHECK(draw.size() == 6 && draw[2] > 0 && draw[3] >= 0 && draw[3] < draw[2],
+              "gear: draw must be seed, stream, stride, offset, shared and drops_tail, got ", draw);
+  cpu::EpochDraw how{};
+  how.base.seed = static_cast<uint64_t>(draw[0]);
+  how.base.stream = static_cast<uint32_t>(draw[1]);
+  how.base.stride = draw[2];
+  how.base.offset = draw[3];
+  how.is_shared = draw[4] != 0;
+  how.drops_tail = draw[5] != 0;
+  const Device device(state, kOfRing, resolutions, epochs, slots, sums);
+  device.Run(on::RingEpoch, ring, how, count, records, numbers);
 }
 
 inline void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima,

@@ -20,6 +20,13 @@ inline void OrderStatistics(const char* values, int64_t dtype, int64_t num_eleme
                        num_levels, found);
 }
 
+inline void CountDigits(const char* values, int64_t dtype, int64_t num_rows, int64_t num_elements,
+                        int64_t first, int64_t count, const uint8_t* keep,
+                        const cpu::DigitPass* passes, int64_t num_passes, uint64_t* counts) {
+  cpu::CountDigits({values, dtype, num_rows, num_elements}, first, count, keep, passes, num_passes,
+                   counts);
+}
+
 // type: a code of cpu::Exponents.
 inline bool AllFinite(const char* values, int64_t bytes, int64_t type) {
   return cpu::AllFinite(values, bytes, static_cast<cpu::Exponents>(type));

@@ -449,6 +449,10 @@ inline void Bind(py::module_& module) {
     return cpu::MapGuardAdd(At<const void>(begin), num_bytes, path.c_str());
   });
   module.def("map_guard_remove", [](int entry) { cpu::MapGuardRemove(entry); });
+  module.def("read_ahead_add", [](uintptr_t begin, size_t num_bytes, int64_t most_bytes) {
+    return cpu::ReadAheadAdd(At<const void>(begin), num_bytes, most_bytes);
+  });
+  module.def("read_ahead_remove", [](int entry) { cpu::ReadAheadRemove(entry); });
 }
 
 }  // namespace gear::python

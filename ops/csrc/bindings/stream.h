@@ -33,6 +33,7 @@ inline cpu::Stream MakeStream(const WordMap& words, const std::vector<int64_t>& 
   ReadWords(words, "plain_unit", &stream.plain_unit, "has_priorities", &stream.has_priorities);
   ReadWords(words, "moments_head", &stream.moments_head, "moments", &stream.moments);
   ReadWords(words, "numbers", &stream.numbers, "moments_size", &stream.moments_size);
+  ReadWords(words, "parts_ahead", &stream.parts_ahead);
   stream.coordinates.resize(static_cast<size_t>(stream.batch));
   if (!stream.has_priorities) return stream;
   cpu::StreamPriorities& given = stream.priorities;
@@ -73,7 +74,11 @@ inline PyObject* TakeSelection(cpu::Stream& stream, int64_t number, int64_t alph
                       static_cast<uint64_t>(words[cpu::kExponent]),
                       weights.mutable_data_ptr<float>());
     }
-    if (call != nullptr) call->Run(records, count, std::nullopt);
+    if (call == nullptr) return true;
+    std::vector<Resolution> next(stream.parts_ahead > 0 ? static_cast<size_t>(count) : 0);
+    const bool is_drawn =
+        !next.empty() && cpu::NextPart(stream, number, part, num_parts, next.data());
+    call->Run(records, count, std::nullopt, is_drawn ? next.data() : nullptr);
     return true;
   };
   if (!take()) Py_RETURN_NONE;

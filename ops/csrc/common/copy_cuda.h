@@ -13,7 +13,7 @@ struct Lane {
 
 inline constexpr int kLine = 128, kVectorBytes = 16;  // bytes of a line of the caches, of a vector
 
-inline constexpr int kMostVectors = 0x7FFFFFFF - 4096;  // of a copy, so that an index is an int
+inline constexpr int64_t kMostVectors = 0x7FFFFFFF - 4096;  // of a copy, so that an index is an int
 
 // Lanes of a team that copies so many bytes, `each` a lane.
 GEAR_HOST_DEVICE int TeamOf(int64_t bytes, int64_t each, int most) {
@@ -96,14 +96,16 @@ __device__ inline void CopyShifted(const uint4* __restrict__ from, unsigned offs
 }
 
 // `end`: of the memory that `from` points into. Nothing after it is read; bytes before `from`, down
-// to a multiple of 16, may be read, because allocations begin at such addresses.
+// to a multiple of 16, may be read, because allocations begin at such addresses. Callers check that
+// there are at most kMostVectors.
 __device__ inline void CopyBytes(const char* from, const char* end, char* to, int64_t bytes,
                                  Lane lane) {
-  // Few words, as of rows of scalars: all of them under way at once, without edges. More than half a
-  // line is read by vectors, so that over PCIe a line stays one request.
-  const auto odd = static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) |
-                                         reinterpret_cast<uintptr_t>(to) |
-                                         static_cast<uintptr_t>(bytes)) & 3;
+  // Few words, as of rows of scalars: all of them under way at once, without edges. More than half
+  // a line is read by vectors, so that over PCIe a line stays one request.
+  const auto odd =
+      static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
+                            static_cast<uintptr_t>(bytes)) &
+      3;
   if (odd == 0 && bytes <= kLine / 2) {
     const auto* source = reinterpret_cast<const uint32_t*>(from);
     auto* target = reinterpret_cast<uint32_t*>(to);
@@ -119,7 +121,6 @@ __device__ inline void CopyBytes(const char* from, const char* end, char* to, in
   const auto* source = reinterpret_cast<const uint4*>(begin - offset);
   int64_t whole = (bytes - head) >> 4;
   if (offset != 0) whole = Clamp<int64_t>(((end - begin + offset) >> 4) - 1, 0, whole);
-  Require(whole <= kMostVectors);
   const auto vectors = static_cast<int>(whole);
   // The bytes before and after the vectors, at most 46. Each lane's first one is under way with the
   // vectors, because a store waits for its load and would hold back the loads after it.

@@ -4,13 +4,15 @@
 // A function of gear::cuda takes what the one of gear::cpu takes, raw pointers and sizes, and a
 // stream at the end. Every launch is followed by an error check, which throws std::runtime_error;
 // an empty input returns before it. No call waits for the device: indices in device memory are
-// checked there, and a wrong one ends the kernel with an error before it reads or writes outside.
+// checked there, and a wrong one ends the kernel before it reads or writes outside (faults_cuda.h).
 #pragma once
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
+#include "common/faults_cuda.h"
+#include "common/found_fault_cuda.h"
 #include "common/host_device.h"
 
 namespace gear::cuda {
@@ -28,10 +30,11 @@ inline int ThreadsOf(int64_t threads, int most) {
   return static_cast<int>(Min<int64_t>((threads + kWarp - 1) / kWarp * kWarp, most));
 }
 
+// Throws an error, which names the fault that has ended a kernel of the process, if there is one.
 inline void Check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("gear: ") + what +
-                             " failed: " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  if (const auto fault = FindFault()) throw std::runtime_error(fault->Text());
+  throw std::runtime_error(std::string("gear: ") + what + " failed: " + cudaGetErrorString(error));
 }
 
 inline cudaStream_t AsStream(void* stream) { return static_cast<cudaStream_t>(stream); }
@@ -49,12 +52,8 @@ __device__ inline int64_t GlobalThreads() { return int64_t{gridDim.x} * blockDim
 
 __device__ inline int LaneOfWarp() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-// Ends the kernel with an error where an index in memory is out of range.
-__device__ inline void Require(bool condition) {
-  if (!condition) __trap();
-}
-
-// Asks for the line of an address, which the cache has when it is read soon after. Takes no register.
+// Asks for the line of an address, which the cache has when it is read soon after. Takes no
+// register.
 __device__ inline void Prefetch(const void* from) {
 #if defined(__CUDA_ARCH__)
   asm volatile("prefetch.global.L1 [%0];" ::"l"(from));

@@ -28,10 +28,9 @@ GEAR_HOST_DEVICE uint64_t MulQ62(uint64_t a, uint64_t b) {
   return (MulHi(a, b) << 2) | ((a * b) >> 62);
 }
 
-// log2(x) in [0, 1], Q62, for x in [1, 2), Q63; exactly 0 for 1.
-GEAR_HOST_DEVICE uint64_t Log2OfSignificand(uint64_t x) {
-  // 1 / (1 + i / 64), Q63, rounded up.
-  static constexpr uint64_t kInverse[1 << kTableBits] = {
+// 1 / (1 + i / 64), Q63, rounded up.
+GEAR_HOST_DEVICE const uint64_t* InverseTable() {
+  alignas(16) static constexpr uint64_t kInverse[1 << kTableBits] = {
       9223372036854775808u, 9081474005518548488u, 8943875914525843208u, 8810385229234412713u,
       8680820740569200761u, 8555011744329067417u, 8432797290838652168u, 8314025498009938757u,
       8198552921648689608u, 8086243977516515777u, 7976970410252779078u, 7870610804782742023u,
@@ -49,8 +48,12 @@ GEAR_HOST_DEVICE uint64_t Log2OfSignificand(uint64_t x) {
       4919131752989213765u, 4878477771559550841u, 4838490248841849605u, 4799152929745574405u,
       4760450083537948805u, 4722366482869645214u, 4684887383799251205u, 4647998506761461825u,
   };
-  // -log2(kInverse[i]), Q62.
-  static constexpr uint64_t kLog2[1 << kTableBits] = {
+  return kInverse;
+}
+
+// -log2(kInverse[i]), Q62.
+GEAR_HOST_DEVICE const uint64_t* LogTable() {
+  alignas(16) static constexpr uint64_t kLog2[1 << kTableBits] = {
       0x0000000000000000u, 0x016E79685C2D2299u, 0x02D75A6EB1DFB0E6u, 0x043ACE27E8A7E6ACu,
       0x0598FDBEB244C59Fu, 0x06F210902B6AEE98u, 0x08462C466D3CF1CBu, 0x099574F13C570D0Fu,
       0x0AE00D1CFDEB43CFu, 0x0C2615E81781D97Fu, 0x0D67AF16DA7649F7u, 0x0EA4F726192CB7E4u,
@@ -68,22 +71,12 @@ GEAR_HOST_DEVICE uint64_t Log2OfSignificand(uint64_t x) {
       0x3A0A7EDA4C112CE5u, 0x3ACEA7C065D41DFCu, 0x3B9133567FEAD8BCu, 0x3C52285C1C02803Eu,
       0x3D118D66C4D4E553u, 0x3DCF68E36752A0FAu, 0x3E8BC1179E0CAA9Bu, 0x3F469C22EF8466C4u,
   };
-  const uint64_t entry = x << 1 >> (64 - kTableBits);
-  const uint64_t rest = MulQ62(x, kInverse[entry]);  // Q64: the 1 before it is shifted out
-  uint64_t b = 906295301149760215u;
-  b = 1107936214076780330u - MulHi(rest, b);
-  b = 1330641342918730110u - MulHi(rest, b);
-  b = 1663314082862784279u - MulHi(rest, b);
-  b = 2217752182832675559u - MulHi(rest, b);
-  b = 3326628274460942658u - MulHi(rest, b);
-  b = 6653256548922161223u - MulHi(rest, b);
-  return kLog2[entry] + MulHi(rest, b);
+  return kLog2;
 }
 
-// 2^x in [1, 2), Q62, for x in [0, 1), Q64; exactly 1 for 0.
-GEAR_HOST_DEVICE uint64_t Exp2Fraction(uint64_t x) {
-  // 2^(i / 64), Q62.
-  static constexpr uint64_t kPower[1 << kTableBits] = {
+// 2^(i / 64), Q62.
+GEAR_HOST_DEVICE const uint64_t* PowerTable() {
+  alignas(16) static constexpr uint64_t kPower[1 << kTableBits] = {
       4611686018427387904u, 4661903986662671289u, 4712668792719003883u, 4763986391269842979u,
       4815862801830788490u, 4868304109465667592u, 4921316465500308115u, 4974906088244084429u,
       5029079263719320435u, 5083842346398635250u, 5139201759950318048u, 5195163997991819502u,
@@ -101,7 +94,37 @@ GEAR_HOST_DEVICE uint64_t Exp2Fraction(uint64_t x) {
       8457869449776733335u, 8549969609603290562u, 8643072674415606501u, 8737189565132953756u,
       8832331321595618838u, 8928509103859867100u, 9025734193507008925u, 9124017994966720698u,
   };
-  const uint64_t power = kPower[x >> (64 - kTableBits)];
+  return kPower;
+}
+
+// The tables, wherever they lie: a kernel may have copied them (power_cuda.h).
+struct PowerTables {
+  const uint64_t *inverse, *logs, *powers;
+};
+
+GEAR_HOST_DEVICE PowerTables TablesInMemory() {
+  return {InverseTable(), LogTable(), PowerTable()};
+}
+
+// log2(x) in [0, 1], Q62, for x in [1, 2), Q63; exactly 0 for 1.
+GEAR_HOST_DEVICE uint64_t Log2OfSignificand(uint64_t x,
+                                            const PowerTables& tables = TablesInMemory()) {
+  const uint64_t entry = x << 1 >> (64 - kTableBits);
+  const uint64_t rest = MulQ62(x, tables.inverse[entry]);  // Q64: the 1 before it is shifted out
+  uint64_t b = 906295301149760215u;
+  b = 1107936214076780330u - MulHi(rest, b);
+  b = 1330641342918730110u - MulHi(rest, b);
+  b = 1663314082862784279u - MulHi(rest, b);
+  b = 2217752182832675559u - MulHi(rest, b);
+  b = 3326628274460942658u - MulHi(rest, b);
+  b = 6653256548922161223u - MulHi(rest, b);
+  return tables.logs[entry] + MulHi(rest, b);
+}
+
+// 2^x in [1, 2), Q62, for x in [0, 1), Q64; exactly 1 for 0.
+GEAR_HOST_DEVICE uint64_t Exp2Fraction(uint64_t x,
+                                       const PowerTables& tables = TablesInMemory()) {
+  const uint64_t power = tables.powers[x >> (64 - kTableBits)];
   const uint64_t rest = x << kTableBits >> kTableBits;
   uint64_t b = 713668068253643u;
   b = 6148960213822094u + MulHi(rest, b);
@@ -113,9 +136,9 @@ GEAR_HOST_DEVICE uint64_t Exp2Fraction(uint64_t x) {
 }
 
 // log2(x), Q54; x > 0. Exact for powers of two.
-GEAR_HOST_DEVICE int64_t Log2(uint64_t x) {
+GEAR_HOST_DEVICE int64_t Log2(uint64_t x, const PowerTables& tables = TablesInMemory()) {
   const int top = HighestBit(x);
-  const uint64_t fraction = (Log2OfSignificand(x << (63 - top)) + 128) >> (62 - kLogBits);
+  const uint64_t fraction = (Log2OfSignificand(x << (63 - top), tables) + 128) >> (62 - kLogBits);
   return (int64_t{top} << kLogBits) + static_cast<int64_t>(fraction);
 }
 
@@ -133,9 +156,9 @@ struct Power {
 };
 
 // 2^log.
-GEAR_HOST_DEVICE Power Exp2(int64_t log) {
+GEAR_HOST_DEVICE Power Exp2(int64_t log, const PowerTables& tables = TablesInMemory()) {
   // Shifting the whole part out leaves the fraction, also of a negative log.
-  return {Exp2Fraction(static_cast<uint64_t>(log) << (64 - kLogBits)),
+  return {Exp2Fraction(static_cast<uint64_t>(log) << (64 - kLogBits), tables),
           static_cast<int>(log >> kLogBits)};
 }
 
@@ -148,7 +171,7 @@ GEAR_HOST_DEVICE bool IsPriority(uint32_t bits) {
 GEAR_HOST_DEVICE uint32_t OrderOf(uint32_t bits) { return bits & 0x7FFFFFFFu; }
 
 // priority^alpha; alpha in [0, 1] as Q62. `bits`: of a float32 that is finite and above 0.
-GEAR_HOST_DEVICE Power PowerOfPriority(uint32_t bits, uint64_t alpha) {
+GEAR_HOST_DEVICE Power PowerOfPriority(uint32_t bits, uint64_t alpha, const PowerTables& tables) {
   const uint32_t biased = bits >> 23, low = bits & 0x7FFFFFu;
   const uint64_t mantissa = biased != 0 ? (low | 0x800000u) : low;
   const int exponent = (biased != 0 ? static_cast<int>(biased) : 1) - 150;
@@ -156,7 +179,7 @@ GEAR_HOST_DEVICE Power PowerOfPriority(uint32_t bits, uint64_t alpha) {
     const int top = HighestBit(mantissa);
     return {mantissa << (62 - top), top + exponent};
   }
-  return Exp2(Scale(Log2(mantissa) + exponent * (int64_t{1} << kLogBits), alpha));
+  return Exp2(Scale(Log2(mantissa, tables) + exponent * (int64_t{1} << kLogBits), alpha), tables);
 }
 
 // How priorities become masses.
@@ -172,9 +195,10 @@ struct Mass {
 
 // round(priority^alpha * 2^24), halves up, clamped to [1, 2^most_bits]; 0 for priority 0. `bits`:
 // of a priority, see IsPriority.
-GEAR_HOST_DEVICE Mass MassOfPriority(uint32_t bits, MassScale scale) {
+GEAR_HOST_DEVICE Mass MassOfPriority(uint32_t bits, MassScale scale,
+                                     const PowerTables& tables = TablesInMemory()) {
   if (OrderOf(bits) == 0) return {0, false};
-  const Power power = PowerOfPriority(bits, scale.alpha);
+  const Power power = PowerOfPriority(bits, scale.alpha, tables);
   const int shift = 62 - kMassBits - power.exponent;
   if (shift > 63) return {1, true};
   const int least_shift = 62 - scale.most_bits;
@@ -198,10 +222,16 @@ GEAR_HOST_DEVICE uint32_t FloatBits(Power power) {
   return Min((static_cast<uint32_t>(power.exponent + 126) << 23) + kept, kLargest);
 }
 
+// The bits of 2^(log * beta) as float32; beta in [0, 1] as Q62.
+GEAR_HOST_DEVICE uint32_t ImportanceOfLog(int64_t log, uint64_t beta,
+                                          const PowerTables& tables = TablesInMemory()) {
+  return FloatBits(Exp2(Scale(log, beta), tables));
+}
+
 // The bits of (ratio / mass)^beta as float32; log_ratio = log2(ratio); mass > 0; beta in [0, 1] as
 // Q62.
 GEAR_HOST_DEVICE uint32_t ImportanceBits(int64_t log_ratio, uint64_t mass, uint64_t beta) {
-  return FloatBits(Exp2(Scale(log_ratio - Log2(mass), beta)));
+  return ImportanceOfLog(log_ratio - Log2(mass), beta);
 }
 
 }  // namespace gear

@@ -33,6 +33,13 @@ enum RingWord : int64_t {
   kRingAddedFrom = 20,    // and the items of the added ones
   kRingAddedTo = 21,      //
   kRingInitial = 22,      // highest priority so far when the latest batch was drawn: float32 bits
+  kRingEpoch = 23,        // number of the latest epoch,
+  kRingEpochFirst = 24,   // number of its first sample,
+  kRingEpochSize = 25,    // and its items; 0: none has begun
+  kRingEpochNext = 26,    // what the table was when a batch of it was last drawn: next,
+  kRingEpochTail = 27,    // tail,
+  kRingEpochSteps = 28,   // and steps
+  kRingEpochsCut = 29,    // epochs that ended early, because the table had changed
   kRingBlocks = 31,       // in a kernel whose last block goes on: blocks that have ended
   kRingWords = 32
 };

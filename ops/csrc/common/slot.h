@@ -120,13 +120,17 @@ enum Unit : int64_t { kTrajectory = 0, kStep = 1, kByLength = 2 };
 // Whether an update applies: its trajectory is still stored and, where items are steps, its step is
 // an anchor of the trajectory as it is. Anchors that count from the end move while it grows; a step
 // that is none has no mass; reports do not change that.
-GEAR_HOST_DEVICE bool IsCurrent(const Slot* slots, int64_t num_slots, const AnchorRule& rule,
-                                int64_t unit, const PriorityUpdate& update) {
-  if (update.slot < 0 || update.slot >= num_slots) return false;
-  const Slot& slot = slots[update.slot];
+GEAR_HOST_DEVICE bool IsCurrent(const Slot& slot, const AnchorRule& rule, int64_t unit,
+                                const PriorityUpdate& update) {
   return slot.state == kCommitted && slot.generation == update.generation && update.anchor >= 0 &&
          update.anchor < slot.num_steps &&
          (unit != kStep || IsAnchor(rule, slot.num_steps, update.anchor));
+}
+
+GEAR_HOST_DEVICE bool IsCurrent(const Slot* slots, int64_t num_slots, const AnchorRule& rule,
+                                int64_t unit, const PriorityUpdate& update) {
+  return update.slot >= 0 && update.slot < num_slots &&
+         IsCurrent(slots[update.slot], rule, unit, update);
 }
 
 // The item of an update that is current.

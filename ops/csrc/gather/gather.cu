@@ -38,13 +38,14 @@ struct Batch {
   int first, last;  // of the order, that this launch takes
   uint64_t* counters;
   uint64_t rows, bytes;  // that the tasks write
+  Faults faults;
 };
 static_assert(sizeof(Batch) <= 4096, "parameters of a kernel hold 4 KiB on every device");
 
 __device__ int SampleAt(const Batch& batch, int k) {
   if (batch.order == nullptr) return k;
   const int64_t sample = batch.order[k];
-  Require(sample >= 0 && sample < batch.count);
+  batch.faults.Require(sample >= 0 && sample < batch.count, kGatherOrder, k);
   return static_cast<int>(sample);
 }
 
@@ -126,8 +127,8 @@ __device__ void Write(const Task& task, const Read& read, Lane lane) {
   CopyWindow(task.field, task.held, read, lane);
 }
 
-// The real rows of a window. One that lies in its trajectory, as most do, needs no arithmetic of its
-// edges.
+// The real rows of a window. One that lies in its trajectory, as most do, needs no arithmetic of
+// its edges.
 __device__ Span SpanOf(const Batch& batch, const Task& task, int sample, int64_t anchor,
                        int64_t rows) {
   const Field& field = task.field;
@@ -179,12 +180,13 @@ __device__ unsigned Gather(const Batch& batch, const Task& task, int64_t thread,
     }
     Read read{r.sample, r.first_row, {0, 1, 0, 0, 0}};
     if (field.source != cpu::kTrajectoryRow) {
-      Require(IsAnchored(r.num_steps, r.anchor));
+      batch.faults.Require(IsAnchored(r.num_steps, r.anchor), kGatherAnchor, r.sample);
       const int64_t held = r.num_steps + (field.source == cpu::kStepRowsPlusOne ? 1 : 0);
       read.span = SpanOf(batch, task, r.sample, r.anchor, held);
     }
     const Span& span = read.span;
-    Require(IsInside(read.first_row, span, length, field.pad, task.held));
+    batch.faults.Require(IsInside(read.first_row, span, length, field.pad, task.held), kGatherRows,
+                         r.sample);
     const int64_t rows = span.end - span.begin;
     if (field.mask != nullptr)
       for (int64_t t = lane.index; t < length; t += lane.team)
@@ -319,6 +321,7 @@ void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
     batch.order = order;
     batch.count = static_cast<int>(count);
     batch.counters = reinterpret_cast<uint64_t*>(counters);
+    batch.faults = FaultsOfProcess();
     for (int t = 0; t < batch.num_tasks; ++t)
       batch.tasks[t] = TaskOf(fields[first + t], held[first + t]);
     const int64_t bytes = BytesOf(fields + first, batch.num_tasks);

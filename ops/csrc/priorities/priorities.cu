@@ -11,10 +11,10 @@ namespace gear::cuda {
 namespace {
 
 __global__ void MassKernel(const float* __restrict__ priorities, int64_t count, MassScale scale,
-                           int64_t* __restrict__ masses) {
+                           const Faults faults, int64_t* __restrict__ masses) {
   for (int64_t i = GlobalThread(); i < count; i += GlobalThreads()) {
     const auto bits = BitCast<uint32_t>(priorities[i]);
-    Require(IsPriority(bits));
+    faults.Require(IsPriority(bits), kMassPriority, i);
     masses[i] = static_cast<int64_t>(MassOfPriority(bits, scale).value);
   }
 }
@@ -42,11 +42,12 @@ __global__ void LevelKernel(const uint64_t* __restrict__ below, int64_t used,
 // share a node write the same value to it; -1 is none.
 __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
                                  const int64_t* __restrict__ items, int64_t count,
-                                 int64_t num_items, int shift, uint64_t* __restrict__ nodes) {
+                                 int64_t num_items, int shift, const Faults faults,
+                                 uint64_t* __restrict__ nodes) {
   const int lane = LaneOfWarp();
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     if (items[i] == -1) continue;
-    Require(items[i] >= 0 && items[i] < num_items);
+    faults.Require(items[i] >= 0 && items[i] < num_items, kUpdateItem, i);
     const int64_t node = items[i] >> shift;
     const uint64_t least = Least::Of(below[node * kFanOut + lane]);
     if (lane == 0) nodes[node] = least;
@@ -58,7 +59,8 @@ __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
 void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses,
             void* stream) {
   if (count == 0) return;
-  Launch("MassOf", MassKernel, Blocks(count), kThreads, stream, priorities, count, scale, masses);
+  Launch("MassOf", MassKernel, Blocks(count), kThreads, stream, priorities, count, scale,
+         FaultsOfProcess(), masses);
 }
 
 void TreeBuild(uint64_t* sums, int64_t num_items, void* stream) {
@@ -89,7 +91,7 @@ void MinimaAbove(const uint64_t* sums, int64_t num_items, const int64_t* items, 
   for (int level = 1; level < shape.levels; ++level) {
     Launch("MinimaAbove", LeastAboveKernel, Blocks(count * kWarp), kThreads, stream,
            MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1), items, count, num_items,
-           level * kFanOutBits, minima + MinimaOffset(shape, level));
+           level * kFanOutBits, FaultsOfProcess(), minima + MinimaOffset(shape, level));
   }
 }
 

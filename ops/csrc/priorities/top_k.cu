@@ -209,7 +209,8 @@ __device__ Ordered Candidate(const Leaves& leaves, int64_t first, int64_t order,
 
 // Takes the leaves above the k-th highest, in any order, and counts those equal to it, by warp.
 __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __restrict__ found,
-                                int64_t most, uint64_t* __restrict__ num_equal) {
+                                int64_t most, const Faults faults,
+                                uint64_t* __restrict__ num_equal) {
   const int lane = LaneOfWarp();
   const int64_t warp = GlobalThread() / kWarp, own = LeavesOfWarp(leaves.count);
   const int64_t end = Min((warp + 1) * own, leaves.count);
@@ -231,8 +232,9 @@ __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __
                           static_cast<unsigned long long>(__popc(above)));
       place = __shfl_sync(kAllLanes, place, 0) + __popc(above & ((1u << lane) - 1));
       if (orders[k] <= lowest) continue;
-      Require(static_cast<int64_t>(place) < most);
-      found[place] = Candidate(leaves, first, orders[k], begin + k * kWarp + lane);
+      const int64_t number = begin + k * kWarp + lane;
+      faults.Require(static_cast<int64_t>(place) < most, kTopKChange, leaves.At(first, number));
+      found[place] = Candidate(leaves, first, orders[k], number);
     }
   }
   if (lane == 0) num_equal[warp] = equal;
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(kSummers) SumInFrontKernel(uint64_t* counts, i
 
 // Takes the first of those that are equal to the k-th highest, as many as are needed.
 __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ search,
-                                Ordered* __restrict__ found, int64_t most,
+                                Ordered* __restrict__ found, int64_t most, const Faults faults,
                                 const uint64_t* __restrict__ before) {
   const int lane = LaneOfWarp();
   const int64_t warp = GlobalThread() / kWarp, own = LeavesOfWarp(leaves.count);
@@ -283,8 +285,9 @@ __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ 
       number += __popc(equal);
       if (orders[k] < 0 || mine >= wanted) continue;
       const int64_t place = static_cast<int64_t>(search->taken) + mine;
-      Require(place < most);
-      found[place] = Candidate(leaves, first, lowest, begin + k * kWarp + lane);
+      const int64_t leaf = begin + k * kWarp + lane;
+      faults.Require(place < most, kTopKChange, leaves.At(first, leaf));
+      found[place] = Candidate(leaves, first, lowest, leaf);
     }
   }
 }
@@ -344,6 +347,7 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
     Check(cudaMemsetAsync(to, byte, bytes, on), "cudaMemsetAsync");
   };
   const Leaves leaves{priorities, sums, num_leaves};
+  const Faults faults = FaultsOfProcess();
   fill(memory.counts, 0, kPasses * kDigits * sizeof(uint64_t));
   // Places without a leaf are sorted after all others, and their leaf is -1.
   fill(memory.found, 0xFF, static_cast<size_t>(memory.most) * sizeof(Ordered));
@@ -356,11 +360,11 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
     Launch("TopK", ChooseDigitKernel, 1, kWarp, stream, memory.search, shift, counts);
   }
   Launch("TopK", TakeAboveKernel, memory.blocks, kThreads, stream, leaves, memory.search,
-         memory.found, memory.most, memory.num_equal);
+         memory.found, memory.most, faults, memory.num_equal);
   Launch("TopK", SumInFrontKernel, 1, ThreadsOf(memory.NumWarps(), kSummers), stream,
          memory.num_equal, memory.NumWarps());
   Launch("TopK", TakeEqualKernel, memory.blocks, kThreads, stream, leaves, memory.search,
-         memory.found, memory.most, memory.num_equal);
+         memory.found, memory.most, faults, memory.num_equal);
   const Ordered* sorted = Sort(memory.found, memory.other, memory.most, stream);
   Launch("TopK", WriteItemsKernel, Blocks(k), kThreads, stream, sorted, memory.most, k, items);
 }

@@ -40,11 +40,12 @@ __device__ double SumInOrder(double* sum, double value) {
 // under way while they are added.
 template <typename T>
 __global__ void SuffixSumKernel(const T* __restrict__ reward, const Extent* __restrict__ extents,
-                                int64_t num_extents, int64_t num_rows, float* __restrict__ out) {
+                                int64_t num_extents, int64_t num_rows, const Faults faults,
+                                float* __restrict__ out) {
   const int lane = LaneOfWarp();
   for (int64_t i = GlobalThread() / kWarp; i < num_extents; i += GlobalThreads() / kWarp) {
     const Extent extent = extents[i];
-    Require(IsIn(extent, num_rows));
+    faults.Require(IsIn(extent, num_rows), kSuffixSumExtent, i);
     const int64_t first = extent.first;
     int64_t row = first + extent.steps - 1 - lane;
     // After the first row nothing is added to what counts: the sums of lanes there are not kept.
@@ -64,8 +65,8 @@ __global__ void SuffixSumKernel(const T* __restrict__ reward, const Extent* __re
 template <typename T>
 __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step,
                             const Resolution* __restrict__ resolutions, int64_t count,
-                            float* __restrict__ returns, float* __restrict__ discount,
-                            int64_t* __restrict__ steps) {
+                            const Faults faults, float* __restrict__ returns,
+                            float* __restrict__ discount, int64_t* __restrict__ steps) {
   const int lane = LaneOfWarp();
   for (int64_t i = GlobalThread() / kWarp; i < count; i += GlobalThreads() / kWarp) {
     const Resolution r = resolutions[i];
@@ -73,9 +74,10 @@ __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step,
     bool is_terminated = false;
     int64_t k = 0;
     if (!IsNoSample(r)) {
-      Require(IsAnchored(r));
+      faults.Require(IsAnchored(r), kNStepAnchor, i);
       const int64_t most = Min(n_step.n, r.num_steps - r.anchor), first = r.first_row + r.anchor;
-      Require(IsInside(r.first_row, r.anchor, r.anchor + most, n_step.num_rows));
+      faults.Require(IsInside(r.first_row, r.anchor, r.anchor + most, n_step.num_rows), kNStepRows,
+                     i);
       for (bool is_end = false; k < most && !is_end;) {
         const bool is_step = k + lane < most;
         const int64_t row = first + k + lane;
@@ -119,7 +121,7 @@ void SuffixSum(const void* reward, int64_t dtype, const Extent* extents, int64_t
     // Blocks of one warp: shuffles are limited by multiprocessor, and so each has few of them.
     const auto blocks = static_cast<unsigned>(Min(num_extents, kMostBlocks));
     Launch("SuffixSum", SuffixSumKernel<decltype(one)>, blocks, kWarp, stream, rewards, extents,
-           num_extents, num_rows, out);
+           num_extents, num_rows, FaultsOfProcess(), out);
   });
 }
 
@@ -129,7 +131,7 @@ void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t cou
   WithType(n_step.dtype, [&](auto one) {
     const auto* rewards = static_cast<const decltype(one)*>(n_step.reward);
     Launch("NStepReturn", NStepKernel<decltype(one)>, Blocks(count * kWarp), kThreads, stream,
-           rewards, n_step, resolutions, count, returns, discount, steps);
+           rewards, n_step, resolutions, count, FaultsOfProcess(), returns, discount, steps);
   });
 }
 

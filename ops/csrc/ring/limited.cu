@@ -46,7 +46,7 @@ __device__ void TakeOut(const Ring& ring, const TreeShape& tree, int64_t item, i
 // One block.
 __global__ void __launch_bounds__(kDrawers* kWarp, 1)
     LimitedKernel(const Ring ring, const RingDraw draw, const TreeShape tree, int64_t count,
-                  int64_t most, Resolution* resolutions, float* weights) {
+                  int64_t most, const Faults faults, Resolution* resolutions, float* weights) {
   // Of the samples that are drawn at once: slot and mass of each, and its draws before this batch
   // and in earlier rounds.
   __shared__ int64_t slots[kDrawers], times[kDrawers];
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kDrawers* kWarp, 1)
                                   ring.NumItems(), lane)
                           .hit;
       if (lane == 0) {
-        Require(ResolveItem(ring, draw, hit, number, &found));
+        faults.Require(ResolveItem(ring, draw, hit, number, &found), kLimitedItem, hit.item);
         slots[warp] = found.slot;
         times[warp] = TimesSampled(ring.slots[found.slot]);
         masses[warp] = static_cast<uint64_t>(found.mass);
@@ -100,7 +100,10 @@ __global__ void __launch_bounds__(kDrawers* kWarp, 1)
     }
     __syncthreads();  // before the next round reads the tree and the counts, and writes to `slots`
   }
-  if (weights != nullptr) WeighByBlock(ring, draw, tree, first_total, resolutions, count, weights);
+  if (weights != nullptr)
+    WeighByBlock(ring, draw, tree, BetaOf(ring, draw), first_total, resolutions, count, weights,
+                 LogOfMass{}, TablesInMemory());
+  __syncthreads();  // the state is read above
   if (threadIdx.x == 0) Advance(ring.state, first_total, count);
 }
 
@@ -111,7 +114,7 @@ void RingSelectLimited(const Ring& ring, const RingDraw& draw, int64_t count, in
   if (count == 0) return;
   const int threads = ThreadsOf(count * kWarp, kDrawers * kWarp);
   Launch("RingSelectLimited", LimitedKernel, 1, threads, stream, ring, draw,
-         ShapeOfTree(ring.NumItems()), count, most, resolutions, weights);
+         ShapeOfTree(ring.NumItems()), count, most, FaultsOfProcess(), resolutions, weights);
 }
 
 }  // namespace gear::cuda

@@ -124,7 +124,14 @@ __global__ void ExtendKernel(const Ring ring, const OpenRing open, const EnvStep
   int64_t* state = ring.state;
   const int64_t part = shape.num_rows / steps.num_envs, stays = state[kRingTail];
   const auto priority = static_cast<uint32_t>(initial < 0 ? state[kRingInitial] : initial);
-  const uint64_t mass = rule.has_priorities ? MassOfPriority(priority, rule.scale).value : 0;
+  // One warp of the block computes it.
+  __shared__ uint64_t shared_mass;
+  if (threadIdx.x / kWarp == 0) {
+    const uint64_t own = rule.has_priorities ? MassOfPriority(priority, rule.scale).value : 0;
+    if (lane == 0) shared_mass = own;
+  }
+  __syncthreads();
+  const uint64_t mass = shared_mass;
   uint64_t added = 0, dropped = 0, drawable = 0;
   for (int64_t env = GlobalThread() / kWarp; env < steps.num_envs; env += GlobalThreads() / kWarp) {
     const PlacedStep place = placed[env];

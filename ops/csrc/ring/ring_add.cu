@@ -3,7 +3,7 @@
 // through the state. Both run the same device functions, over the threads of a block or a grid.
 #include "common/convert.h"
 #include "common/launch_cuda.h"
-#include "common/power.h"
+#include "common/power_cuda.h"
 #include "priorities/priorities.h"
 #include "ring/ring.h"
 #include "select/tree_cuda.h"
@@ -13,7 +13,7 @@ namespace {
 
 // Threads of kernels whose amount of work is known only on the device.
 constexpr int64_t kMostThreads = 1 << 16;
-constexpr int kMostPlacers = 1024;  // threads of the block that places
+constexpr int kMostPlacers = 1024;             // threads of the block that places
 constexpr int64_t kFewestPlacers = 4 * kWarp;  // a warp for each scheduler of a multiprocessor
 // Rows that one block adds. It writes about 64 bytes a cycle, and 20 bytes a row.
 constexpr int64_t kMostAdded = 1 << 14;
@@ -71,7 +71,9 @@ __device__ int64_t RowsThatFit(WarpSums* sums, bool meets_end, int64_t before, i
 }
 
 // Where a place lies that is less than once round a ring after another place of it.
-__device__ int64_t Round(int64_t place, int64_t size) { return place < size ? place : place - size; }
+__device__ int64_t Round(int64_t place, int64_t size) {
+  return place < size ? place : place - size;
+}
 
 // Items that an add frees and that it adds: numbers that never end, and the first items.
 struct Changes {
@@ -83,17 +85,19 @@ struct Changes {
 struct Advanced {
   int64_t old_head, old_next, tail, oldest, head, next;
   int64_t head_row, next_slot, tail_slot;  // places of the first three in their rings
+  int64_t generation;                      // how often `old_next` has been round its ring
 };
 
 __device__ Changes ChangesOf(const Ring& ring, const Advanced& to, int64_t stays) {
   const RingShape& shape = ring.shape;
-  if (!ring.rule.by_row)
-    return {to.tail, stays, to.old_next, to.next, to.tail_slot, to.next_slot};
+  if (!ring.rule.by_row) return {to.tail, stays, to.old_next, to.next, to.tail_slot, to.next_slot};
   // At most as many are stored as there are slots.
   const int64_t begin = stays < to.old_next
                             ? ring.begins[Round(to.tail_slot + stays - to.tail, shape.num_slots)]
                             : to.old_head;
-  const int64_t first_freed = to.oldest == to.old_head ? to.head_row : to.oldest % shape.num_rows;
+  // What is stored fits into the ring: its first row lies less than once round before the head.
+  const int64_t back = to.head_row - (to.old_head - to.oldest);
+  const int64_t first_freed = back < 0 ? back + shape.num_rows : back;
   return {to.oldest, begin, to.old_head, to.head, first_freed, to.head_row};
 }
 
@@ -108,13 +112,16 @@ __device__ Advanced Place(const Ring& ring, const int64_t* lengths, int64_t coun
   const RingShape& shape = ring.shape;
   const int lane = LaneOfWarp(), warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t* state = ring.state;
-  Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0, 0, 0, 0, 0};
-  // One division for three remainders: a lane for each.
+  Advanced to{state[kRingHead], state[kRingNext], state[kRingTail], 0, 0, 0, 0, 0, 0, 0};
+  // One division for three remainders and a quotient: a lane for each.
   const int64_t number = lane == 0 ? to.old_head : lane == 1 ? to.old_next : to.tail;
-  const int64_t place = number % (lane == 0 ? shape.num_rows : shape.num_slots);
+  const int64_t size = lane == 0 ? shape.num_rows : shape.num_slots;
+  const int64_t round = number / size;
+  const int64_t place = number - round * size;
   to.head_row = __shfl_sync(kAllLanes, place, 0);
   to.next_slot = __shfl_sync(kAllLanes, place, 1);
   to.tail_slot = __shfl_sync(kAllLanes, place, 2);
+  to.generation = __shfl_sync(kAllLanes, round, 1);
   // Used after the scan: it is under way meanwhile.
   to.oldest = to.tail < to.old_next ? ring.begins[to.tail_slot] : to.old_head;
   int64_t head = to.old_head, next = to.old_next;
@@ -178,8 +185,8 @@ __global__ void __launch_bounds__(kMostPlacers)
 
 __device__ Changes ChangesOf(const int64_t* state, int64_t num_items) {
   const int64_t freed = state[kRingFreedFrom], added = state[kRingAddedFrom];
-  return {freed, state[kRingFreedTo], added, state[kRingAddedTo], freed % num_items,
-          added % num_items};
+  return {
+      freed, state[kRingFreedTo], added, state[kRingAddedTo], freed % num_items, added % num_items};
 }
 
 // Clears a trajectory that is evicted. Returns its steps.
@@ -189,9 +196,9 @@ __device__ uint64_t ClearSlot(const Ring& ring, int64_t at) {
   return static_cast<uint64_t>(slot.num_steps);
 }
 
-// Adds what leaves have changed by, modulo 2^64, to the sums above: those of a warp that share a node
-// are added first, most often all. Sums are integers, so their order does not matter. All lanes of the
-// warp take part; a change of 0 is none.
+// Adds what leaves have changed by, modulo 2^64, to the sums above: those of a warp that share a
+// node are added first, most often all. Sums are integers, so their order does not matter. All
+// lanes of the warp take part; a change of 0 is none.
 __device__ void AddDifferences(const Ring& ring, const TreeShape& tree, int64_t item,
                                uint64_t change) {
   const int lane = LaneOfWarp();
@@ -253,21 +260,51 @@ struct Initial {
   uint32_t priority;
 };
 
-__device__ Initial InitialOf(const Ring& ring, int64_t initial) {
+__device__ Initial InitialOf(const Ring& ring, int64_t initial, const PowerTables& tables) {
   const auto priority = static_cast<uint32_t>(initial < 0 ? ring.state[kRingInitial] : initial);
   if (!ring.rule.has_priorities) return {0, priority};
-  return {MassOfPriority(priority, ring.rule.scale).value, priority};
+  return {MassOfPriority(priority, ring.rule.scale, tables).value, priority};
 }
 
-// Sets slots and items of the added trajectories: a team of 2^`bits` lanes for each, at most a warp.
+// A quarter of a slot.
+struct alignas(16) Words {
+  int64_t first, second;
+};
+
+// Sets the slots and begins of the added trajectories, a lane for 16 bytes: a warp writes eight
+// slots that most often follow each other, with one store. `generation_of(place)`: of its slot.
+template <typename GenerationOf>
+__device__ void SetSlots(const Ring& ring, const Placed* placed, int64_t count,
+                         const GenerationOf& generation_of, int64_t thread, int64_t threads) {
+  constexpr int kParts = sizeof(Slot) / sizeof(Words);
+  static_assert(kParts == 4, "a slot is four vectors");
+  const int64_t born = ring.state[kRingBatch];
+  uint64_t steps = 0;
+#pragma unroll 1
+  for (int64_t i = thread; i < count * kParts; i += threads) {
+    const Placed& place = placed[i / kParts];
+    const auto part = static_cast<int>(i % kParts);
+    if (place.slot < 0) continue;
+    Words words{0, born};
+    if (part == 0) words = {kCommitted, generation_of(place)};
+    if (part == 1) words = {place.id, place.first_row};
+    if (part == 2) words = {place.num_steps, place.num_steps + ring.shape.final_row};
+    reinterpret_cast<Words*>(&ring.slots[place.slot])[part] = words;
+    if (part != 0) continue;
+    ring.begins[place.slot] = place.begin;
+    steps += static_cast<uint64_t>(place.num_steps);
+  }
+  AddToCount(ring.state, kRingSteps, steps);
+}
+
+// Sets the items of the added trajectories: a team of 2^`bits` lanes for each, at most a warp.
 // `tree`: the sums above are changed too, from masses that were 0, or null.
 __device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, Initial first,
                      const TreeShape* tree, int bits, int64_t thread, int64_t threads) {
   const RingRule& rule = ring.rule;
   const int team = 1 << bits;
   const int lane = static_cast<int>(thread) & (team - 1);
-  int64_t* state = ring.state;
-  uint64_t steps = 0, drawable = 0;
+  uint64_t drawable = 0;
   const auto set = [&](int64_t item, uint64_t mass, bool is_one) {
     if (is_one) drawable += SetNew(ring, item, mass, first.priority);
     if (tree != nullptr) AddDifferences(ring, *tree, item, is_one ? mass : 0);
@@ -278,11 +315,6 @@ __device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, Init
     const int64_t i = begin + own;
     const Placed place = i < count ? placed[i] : Placed{-1, 0, 0, -1, 0};
     const bool is_added = place.slot >= 0;
-    if (is_added && lane == 0) {
-      ring.slots[place.slot] = SlotOfPlaced(ring.shape, place, state[kRingBatch]);
-      ring.begins[place.slot] = place.begin;
-      steps += static_cast<uint64_t>(place.num_steps);
-    }
     if (!rule.by_row) {
       const auto mass = static_cast<uint64_t>(MassOfSlot(rule.anchors, rule.unit, place.num_steps));
       set(place.slot, rule.has_priorities && mass > 0 ? first.mass : mass, is_added && lane == 0);
@@ -297,14 +329,16 @@ __device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, Init
       set(row, is_anchor ? first.mass : 0, is_step);
     }
   }
-  AddToCount(state, kRingSteps, steps);
-  AddToCount(state + kRingCounts, kDrawable, drawable);
+  AddToCount(ring.state + kRingCounts, kDrawable, drawable);
 }
 
 __global__ void FillKernel(const Ring ring, const Placed* __restrict__ placed, int64_t count,
                            int64_t initial, int bits) {
-  Fill(ring, placed, count, InitialOf(ring, initial), nullptr, bits, GlobalThread(),
-       GlobalThreads());
+  SetSlots(
+      ring, placed, count, [&](const Placed& place) { return place.id / ring.shape.num_slots; },
+      GlobalThread(), GlobalThreads());
+  Fill(ring, placed, count, InitialOf(ring, initial, TablesInMemory()), nullptr, bits,
+       GlobalThread(), GlobalThreads());
 }
 
 // The nodes of a level above a run of items, which may go on at item 0 after the last one.
@@ -335,10 +369,10 @@ __device__ void Mend(const Ring& ring, const TreeShape& tree, int level, int64_t
   const uint64_t* below = ring.sums + tree.offset[level - 1];
   const uint64_t* least_below =
       ring.minima == nullptr ? nullptr : MinimaLevel(ring.sums, ring.minima, tree, level - 1);
-  const NodeRun freed = NodesAbove(changes.first_freed, changes.freed_to - changes.freed_from,
-                                   num_items, shift);
-  const NodeRun added = NodesAbove(changes.first_added, changes.added_to - changes.added_from,
-                                   num_items, shift);
+  const NodeRun freed =
+      NodesAbove(changes.first_freed, changes.freed_to - changes.freed_from, num_items, shift);
+  const NodeRun added =
+      NodesAbove(changes.first_added, changes.added_to - changes.added_from, num_items, shift);
   ForEachNode(freed.count + added.count, thread, threads, [&](int64_t k) {
     const bool is_one = k >= 0;
     const int64_t node = !is_one ? 0 : k < freed.count ? freed[k] : added[k - freed.count];
@@ -357,8 +391,11 @@ __global__ void MendKernel(const Ring ring, const TreeShape tree, int level, int
 }
 
 // By one block: clears the trajectories that are evicted, a thread for each. Returns the first one
-// that stays. `sums`: their use before is separated by a barrier.
-__device__ int64_t Evict(const Ring& ring, const Advanced& to, WarpSums* sums) {
+// that stays. `sums`: their use before is separated by a barrier. `meanwhile`: called by the last
+// warp, which has the fewest of them, before the barrier.
+template <typename Meanwhile>
+__device__ int64_t Evict(const Ring& ring, const Advanced& to, WarpSums* sums,
+                         const Meanwhile& meanwhile) {
   // Each has a row at least, so begins ascend by one or more: no later one can be evicted.
   const int64_t by_rows = to.head - ring.shape.num_rows - to.oldest;
   const int64_t end =
@@ -371,6 +408,7 @@ __device__ int64_t Evict(const Ring& ring, const Advanced& to, WarpSums* sums) {
     steps -= ClearSlot(ring, at);
     ++evicted;
   }
+  if (threadIdx.x / kWarp == blockDim.x / kWarp - 1) meanwhile();
   AddToCount(ring.state, kRingSteps, steps);
   const auto of_warp = static_cast<int64_t>(SumOfWarp(static_cast<uint64_t>(evicted)));
   if (LaneOfWarp() == 0) sums->coming[threadIdx.x / kWarp] = of_warp;
@@ -378,31 +416,43 @@ __device__ int64_t Evict(const Ring& ring, const Advanced& to, WarpSums* sums) {
   return to.tail + SumOverWarps(sums->coming, 0, LaneOfWarp()).all;
 }
 
-// One block: all of an add of few rows. Without minima the sums get the differences of their leaves,
-// which nothing waits for; with them, each level is made of the one below.
+// One block: all of an add of few rows. Without minima the sums get the differences of their
+// leaves, which nothing waits for; with them, each level is made of the one below.
 __global__ void __launch_bounds__(kMostPlacers)
     AddKernel(const Ring ring, const __grid_constant__ TreeShape tree,
               const int64_t* __restrict__ lengths, int64_t count, int64_t initial, int bits,
-              int64_t num_items, Placed* placed) {
+              int64_t num_items, Placed* __restrict__ placed) {
   __shared__ WarpSums sums;
   __shared__ Changes changes;  // not in registers, of which the tree needs all
   __shared__ Initial first;
+  __shared__ Placed places[kMostPlacers];
+  alignas(16) __shared__ uint64_t logs[kPowerWords];
+  const PowerTables tables = BeginTables(logs);
   const bool by_differences = ring.minima == nullptr;
-  const Advanced to = Place(ring, lengths, count, placed, &sums);
+  const Advanced to = Place(ring, lengths, count, places, &sums);
+  EndCopies();
   __syncthreads();  // the sums are read above
-  const int64_t stays = Evict(ring, to, &sums);
+  const int64_t stays = Evict(ring, to, &sums, [&] {
+    const Initial of_add = InitialOf(ring, initial, tables);
+    if (LaneOfWarp() == 0) first = of_add;
+  });
   const Changes own = ChangesOf(ring, to, stays);
   if (threadIdx.x == 0) {
     changes = own;
     SetPlaced(ring.state, to, stays);  // barriers ago all have read it
   }
-  if (threadIdx.x / kWarp == blockDim.x / kWarp - 1) {  // one warp, which most often clears nothing
-    const Initial of_add = InitialOf(ring, initial);
-    if (LaneOfWarp() == 0) first = of_add;
-  }
+  // Whole lines: a thread for each word, not for each place.
+  constexpr int kWords = sizeof(Placed) / sizeof(int64_t);
+  for (int64_t i = threadIdx.x; i < count * kWords; i += blockDim.x)
+    reinterpret_cast<int64_t*>(placed)[i] = reinterpret_cast<const int64_t*>(places)[i];
   ClearItems(ring, own, by_differences ? &tree : nullptr, num_items, threadIdx.x, blockDim.x);
   __syncthreads();  // what is cleared may be added again; begins are read above
-  Fill(ring, placed, count, first, by_differences ? &tree : nullptr, bits, threadIdx.x, blockDim.x);
+  // Slots of an add follow each other, at most once round the ring.
+  SetSlots(
+      ring, places, count,
+      [&](const Placed& place) { return to.generation + (place.slot < to.next_slot ? 1 : 0); },
+      threadIdx.x, blockDim.x);
+  Fill(ring, places, count, first, by_differences ? &tree : nullptr, bits, threadIdx.x, blockDim.x);
   if (by_differences) return;
   for (int level = 1; level < tree.levels; ++level) {
     __syncthreads();  // the level below is complete
@@ -415,6 +465,8 @@ __global__ void __launch_bounds__(kMostPlacers)
 void RingAdd(const Ring& ring, const int64_t* lengths, int64_t count, int64_t initial,
              Placed* placed, void* stream) {
   if (count == 0) return;
+  if (reinterpret_cast<uintptr_t>(ring.slots) % sizeof(Words) != 0)
+    throw std::runtime_error("gear: slots must be aligned to 16 bytes");
   const int64_t num_items = ring.NumItems();
   const TreeShape tree = ShapeOfTree(num_items);
   // Lanes of a trajectory: one for each of its items, at most a warp.

@@ -15,7 +15,7 @@ struct Columns {
 
 __global__ void ScatterKernel(const Columns columns, int64_t num_columns,
                               const int64_t* __restrict__ placed, int64_t place_words,
-                              int64_t count) {
+                              int64_t count, const Faults faults) {
   const Lane lane{static_cast<int>(threadIdx.x) % kWarp, kWarp};
   for (int64_t i = GlobalThread() / kWarp; i < count * num_columns; i += GlobalThreads() / kWarp) {
     const int64_t* place = placed + i / num_columns * place_words;
@@ -24,8 +24,9 @@ __global__ void ScatterKernel(const Columns columns, int64_t num_columns,
     const bool is_single = column.source == cpu::kTrajectoryRow;
     const int64_t more = column.source == cpu::kStepRowsPlusOne ? 1 : 0;
     const int64_t rows = is_single ? 1 : place[2] + more, first = is_single ? place[0] : place[1];
-    Require(place[2] >= 0 && rows <= column.most_rows && first >= 0 &&
-            first <= column.num_rows - rows);
+    faults.Require(
+        place[2] >= 0 && rows <= column.most_rows && first >= 0 && first <= column.num_rows - rows,
+        kScatterPlace, i / num_columns);
     const int64_t own = column.most_rows * column.row_bytes;
     CopyBytes(column.values + i / num_columns * own, column.values + count * own,
               column.rows + first * column.row_bytes, rows * column.row_bytes, lane);
@@ -40,9 +41,13 @@ void Scatter(const ScatterColumn* columns, int64_t num_columns, const int64_t* p
   for (int64_t first = 0; first < num_columns; first += kMostColumns) {
     const int64_t now = Min(num_columns - first, kMostColumns);
     Columns part{};
-    for (int64_t c = 0; c < now; ++c) part.at[c] = columns[first + c];
+    for (int64_t c = 0; c < now; ++c) {
+      part.at[c] = columns[first + c];
+      if (part.at[c].most_rows * part.at[c].row_bytes / kVectorBytes > kMostVectors)
+        throw std::runtime_error("gear: rows of a trajectory in a column must be below 32 GiB");
+    }
     Launch("Scatter", ScatterKernel, Blocks(count * now * kWarp), kThreads, stream, part, now,
-           placed, place_words, count);
+           placed, place_words, count, FaultsOfProcess());
   }
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/convert.h"
 #include "common/launch_cuda.h"
-#include "common/power.h"
+#include "common/power_cuda.h"
 #include "ring/ring.h"
 
 namespace gear::cuda {
@@ -13,36 +13,59 @@ __device__ inline uint64_t LeastOfTable(const Ring& ring, const TreeShape& tree,
   return __shfl_sync(kAllLanes, LeastOfWarp(nodes[lane] - 1), 0) + 1;  // as in IsLess
 }
 
-// Weights of the samples `thread`, `thread` + `threads` and so on. `least`: mass of the batch. All
-// lanes of a warp take part.
-__device__ inline void Weigh(const Ring& ring, const RingDraw& draw, const TreeShape& tree,
-                             uint64_t total, uint64_t least, const Resolution* resolutions,
-                             int64_t count, float* weights, int64_t thread, int64_t threads) {
+// The exponent of the next batch's weights.
+__device__ inline uint64_t BetaOf(const Ring& ring, const RingDraw& draw) {
   const int64_t batch = Min(ring.state[kRingBatch], draw.num_betas - 1);
-  const auto beta = static_cast<uint64_t>(draw.betas[batch]);
+  return static_cast<uint64_t>(draw.betas[batch]);
+}
+
+// The logarithm of a sample's mass.
+struct LogOfMass {
+  __device__ int64_t operator()(const Resolution& resolution) const {
+    return Log2(static_cast<uint64_t>(resolution.mass));
+  }
+};
+
+// The same, which the warp that drew the sample has left in the place of its number.
+struct LogInRecord {
+  __device__ int64_t operator()(const Resolution& resolution) const {
+    return resolution.sample_number;
+  }
+};
+
+// Weights of the samples `thread`, `thread` + `threads` and so on. `least`: mass of the batch. All
+// lanes of a warp take part. `log_of`: LogOfMass or LogInRecord.
+template <typename LogOf>
+__device__ void Weigh(const Ring& ring, const RingDraw& draw, const TreeShape& tree, uint64_t beta,
+                      uint64_t total, uint64_t least, const Resolution* resolutions, int64_t count,
+                      float* weights, const LogOf& log_of, const PowerTables& tables,
+                      int64_t thread, int64_t threads) {
   uint64_t numerator = least, divisor = 1;
   if (draw.normalize == kByTable) numerator = LeastOfTable(ring, tree, LaneOfWarp());
   if (draw.normalize == kNotNormalized) {
     numerator = total;
     divisor = static_cast<uint64_t>(ring.state[kRingCounts + kDrawable]);
   }
-  const int64_t log_ratio = total == 0 ? 0 : Log2(numerator) - Log2(divisor);
+  // Only without a norm there is a divisor: the logarithm of 1 is 0.
+  const int64_t log_divisor = divisor == 1 ? 0 : Log2(divisor, tables);
+  const int64_t log_ratio = total == 0 ? 0 : Log2(numerator, tables) - log_divisor;
   for (int64_t i = thread; i < count; i += threads) {
-    const auto mass = static_cast<uint64_t>(resolutions[i].mass);
-    weights[i] = total == 0 ? 0.0f : BitCast<float>(ImportanceBits(log_ratio, mass, beta));
+    const int64_t log = log_ratio - log_of(resolutions[i]);
+    weights[i] = total == 0 ? 0.0f : BitCast<float>(ImportanceOfLog(log, beta, tables));
   }
 }
 
-// The same by one block, which has written all samples. The state may be written afterwards.
-__device__ inline void WeighByBlock(const Ring& ring, const RingDraw& draw, const TreeShape& tree,
-                                    uint64_t total, const Resolution* resolutions, int64_t count,
-                                    float* weights) {
+// The same by one block, which sees all samples. The state may be written after a barrier.
+template <typename LogOf>
+__device__ void WeighByBlock(const Ring& ring, const RingDraw& draw, const TreeShape& tree,
+                             uint64_t beta, uint64_t total, const Resolution* resolutions,
+                             int64_t count, float* weights, const LogOf& log_of,
+                             const PowerTables& tables) {
   uint64_t least = ~uint64_t{0};
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x)
     least = Min(least, static_cast<uint64_t>(resolutions[i].mass));
-  Weigh(ring, draw, tree, total, LeastOfBlock(least), resolutions, count, weights, threadIdx.x,
-        blockDim.x);
-  __syncthreads();  // the state is read above
+  Weigh(ring, draw, tree, beta, total, LeastOfBlock(least), resolutions, count, weights, log_of,
+        tables, threadIdx.x, blockDim.x);
 }
 
 }  // namespace gear::cuda

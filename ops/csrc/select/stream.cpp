@@ -223,7 +223,24 @@ bool Select(Stream& stream, int64_t number, int64_t alpha, int64_t beta) {
   const Held held(stream.mutex, stream.holder, stream.timeout_s);
   if (held.refusal() != 0 || !SelectHeld(stream, number, alpha, beta)) return false;
   const bool is_turn = stream.num_peers > 1 && (number + 1) % stream.num_peers == stream.peer;
-  if (is_turn) DrawAhead(stream, number + 1);
+  if (is_turn || stream.parts_ahead > 0) DrawAhead(stream, number + 1);
+  return true;
+}
+
+bool NextPart(const Stream& stream, int64_t number, int64_t part, int64_t num_parts,
+              Resolution* samples) {
+  // With 2 replicas and 2 micro batches, replica 1 has parts 1 and 3; after 3 comes 1 of the next.
+  part += stream.parts_ahead;
+  if (part >= num_parts) {
+    part -= num_parts;
+    ++number;
+    // Pairs with the release stores of DrawAhead and SelectHeld.
+    const int64_t drawn = __atomic_load_n(&stream.position[kAhead], __ATOMIC_ACQUIRE);
+    const int64_t held = __atomic_load_n(&HeadOf(stream, number)[kNumber], __ATOMIC_ACQUIRE);
+    if (drawn != number && held != number) return false;
+  }
+  const Resolution* ring = stream.ring + number % stream.depth * stream.batch + part;
+  for (int64_t i = 0; i < stream.batch / num_parts; ++i) samples[i] = ring[i * num_parts];
   return true;
 }
 

@@ -80,6 +80,7 @@ struct Stream {
   uint32_t random_key;
   int64_t batch, depth;
   double timeout_s;
+  int64_t parts_ahead;  // from a part of this process to its next one; 0: rows are not read ahead
   bool has_priorities;
   StreamPriorities priorities;
   // Running moments of the table; each selection has a copy in its ring entry. Null: none.
@@ -93,9 +94,15 @@ struct Stream {
 };
 
 // Makes the selection of a global batch, or finds it made; draws for the next one where it is this
-// process's turn. Takes the lock. False: Python must make it; at most changes that precede the
-// selection were written to the tree, as Python does again.
+// process's turn, or where rows are read ahead. Takes the lock. False: Python must make it; at most
+// changes that precede the selection were written to the tree, as Python does again.
 bool Select(Stream& stream, int64_t number, int64_t alpha, int64_t beta);
+
+// Copies the samples that this process gathers after a part of a global batch, [batch / num_parts];
+// false: they are not drawn yet. Only priorities and changes of slots decide draws, and a batch is
+// drawn ahead where there are none.
+bool NextPart(const Stream& stream, int64_t number, int64_t part, int64_t num_parts,
+              Resolution* samples);
 
 // Whether this process's log has room for so many more priorities.
 bool HasRoom(const Stream& stream, int64_t count);

@@ -39,4 +39,22 @@ void CountPixels(const uint8_t* pixels, const uint8_t* keep, int64_t num_rows, i
 void OrderStatistics(const ColumnRows& rows, int64_t first, int64_t count, const int64_t* runs,
                      int64_t num_runs, const double* levels, int64_t num_levels, double* found);
 
+// A pass over the digits of a column's keys, the unsigned integers in the order of its finite
+// values. Keys are divided into digits from the highest one on; a node stands for the keys whose
+// digits so far are equal.
+struct DigitPass {
+  int64_t shift, bits;  // of its digit: (key >> shift) & (2^bits - 1)
+  // Index of the node of the next pass that a digit of a node leads to, or -1: [nodes, 2^bits].
+  // Null for the pass that counts.
+  const int32_t* children;
+};
+static_assert(sizeof(DigitPass) == 24, "a pass is a row of 3 int64");
+
+// Counts the digits of the last pass, of elements [first, first + count) of rows. The nodes of the
+// first pass are these elements. keep: as for AddRowMoments.
+// counts: [nodes of the last pass, 2^bits], which is added to.
+// Cost: a pass over the rows; for each value a look at one table for each pass.
+void CountDigits(const ColumnRows& rows, int64_t first, int64_t count, const uint8_t* keep,
+                 const DigitPass* passes, int64_t num_passes, uint64_t* counts);
+
 }  // namespace gear::cpu

@@ -213,6 +213,20 @@ def test_tasks_of_several_sets_have_a_number_for_each_text(
         assert grown.source["texts"] == whole.source["texts"]
 
 
+def test_tasks_that_a_dtype_has_no_free_number_for_are_refused(tmp_path: Path) -> None:
+    columns = {"observation.state": np.ones((300, 2)), "action": np.ones((300, 1))}
+    for name in "ab":
+        texts = [f"{name} {number}" for number in range(100)]
+        write(tmp_path / name, "v3.0", [300], tasks=texts, **columns)
+    given = [str(tmp_path / name) for name in "ab"] + [str(tmp_path / "out"), "--reward", "none"]
+    refused = r"b: episode 0: task_index must have a free number.*128 in place of 28.*--dtype"
+    with pytest.raises(DataError, match=refused):
+        run_command(command, *given, "--dtype", "task_index=int8")
+    assert not (tmp_path / "out").exists()
+    assert run_command(command, *given) == 0
+    assert Dataset.open(tmp_path / "out").columns["task_index"].tolist()[-1] == 199
+
+
 @pytest.mark.parametrize(
     ("columns", "kept", "left_out"),
     [

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from gear_support import run_command
@@ -33,6 +34,7 @@ def rows_of(place: str) -> dict[str, Any]:
         "action": -row,
         "reward": rewards * 1.0,
         "extra": row * 2,
+        "discount": row + 0.5,
         "is_first": np.isin(row, FIRST),
         "is_last": np.isin(row, LAST),
         "is_terminal": row == LAST[2],
@@ -76,6 +78,7 @@ FORMS = [as_npz, as_steps, as_steps_with_ids, as_episodes]
         ("last", "observation", "observation"),
         ("last", "transition", "transition"),
         ("last", "reward", "reward"),
+        ("last", "action", "action"),
     ],
 )
 def test_the_last_row_of_an_episode(
@@ -101,10 +104,13 @@ def test_the_last_row_of_an_episode(
         if kind == "transition" and is_terminal and write is as_npz:
             states = np.append(states, states[-1:], axis=0)
         np.testing.assert_array_equal(stored["observation"], states)
-        np.testing.assert_array_equal(stored["action"], rows["action"][own])
         np.testing.assert_array_equal(stored["extra"], rows["extra"][own])
-        rewarded = slice(first + 1, first + 1 + steps) if kind == "reward" else own
+        moved = slice(first + 1, first + 1 + steps)
+        acted = moved if kind == "action" else own
+        rewarded = moved if kind in ("reward", "action") else own
+        np.testing.assert_array_equal(stored["action"], rows["action"][acted])
         np.testing.assert_array_equal(stored["reward"], rows["reward"][rewarded])
+        np.testing.assert_array_equal(stored["discount"], rows["discount"][rewarded])
         ends = np.arange(steps) == steps - 1
         np.testing.assert_array_equal(stored["terminated"], ends & is_terminal)
         np.testing.assert_array_equal(stored["truncated"], ends & (not is_terminal))
@@ -125,6 +131,35 @@ def test_rewards_that_allow_two_meanings_are_refused(
     with pytest.raises(ConfigError, match="last_step must be one of transition, observation, rewa"):
         open_source(source, last_step="last")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.hdf5"])
+def test_rows_of_the_step_before_them_without_flags(tmp_path: Path, name: str) -> None:
+    """ExORL and V-D4RL: 5 rows for each episode of 4 steps, and nothing divides them."""
+    row = np.arange(10)
+    arrays = {"observation": row[:, None] * 1.0, "action": -row[:, None], "reward": row * 1.0}
+    source = tmp_path / name
+    if name == "a.npz":
+        np.savez(source, **arrays, physics=row * 3)
+    else:
+        with h5py.File(source, "w") as file:
+            for key, array in {**arrays, "physics": row * 3}.items():
+                file[key] = array
+    given = ["--episode-length", "4"]
+    with pytest.raises(DataError, match=r"must come with --last-step where .* 5 rows for each epi"):
+        run_command(command, str(source), str(tmp_path / "out"), *given)
+    given += ["--last-step", "action"]
+    assert run_command(command, str(source), str(tmp_path / "out"), *given) == 0
+    dataset = Dataset.open(tmp_path / "out")
+    assert dataset.lengths.tolist() == [4, 4]
+    for number, first in enumerate((0, 5)):
+        stored = dataset.trajectory(number)
+        assert stored["observation"][:, 0].tolist() == [*range(first, first + 5)]
+        assert stored["action"][:, 0].tolist() == [*range(-first - 1, -first - 5, -1)]
+        assert stored["reward"].tolist() == [*range(first + 1, first + 5)]
+        assert stored["physics"].tolist() == [3 * i for i in range(first, first + 4)]
+        assert stored["truncated"].tolist() == [False] * 3 + [True]
+        assert not stored["terminated"].any()
 
 
 def test_flags_of_a_program_without_some_of_them(tmp_path: Path) -> None:
@@ -198,3 +233,50 @@ def test_several_observations_by_role_and_flags_by_rename(tmp_path: Path) -> Non
         assert [data.trajectory(i)["qvel"].tolist() for i in (0, 1)] == [[0, 2, 4], [6, 8, 10]]
         assert data.columns["terminated"].sum() == 0
         assert data.lengths.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("write", [as_steps_with_ids, as_episodes])
+@pytest.mark.parametrize("flag", ["dones", "is_last"])
+def test_the_time_limit_of_a_table(
+    tmp_path: Path, write: Callable[..., Path], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flags of both causes are terminated with a note, or truncated after N steps."""
+    rows = {name: array for name, array in rows_of("all").items() if name[:3] != "is_"}
+    rows[flag] = np.isin(np.arange(NUM_ROWS), LAST)
+    source = write(tmp_path, rows)
+    out = str(tmp_path / "out")
+    assert run_command(command, str(source), out) == 0
+    assert Dataset.open(out).columns["terminated"].sum() == 4
+    assert "do not distinguish a terminal state from a time limit" in capsys.readouterr().err
+    given = ["--episode-length", "5", "--overwrite"]
+    assert run_command(command, str(source), out, *given) == 0
+    dataset = Dataset.open(out)
+    assert dataset.lengths.tolist() == list(LENGTHS)
+    ends = [dataset.trajectory(i) for i in range(4)]
+    assert [bool(one["terminated"][-1]) for one in ends] == [True, True, False, True]
+    assert [bool(one["truncated"][-1]) for one in ends] == [False, False, True, False]
+    assert "do not distinguish" not in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"--episode-length 4 must be at least the steps .* got 5"):
+        run_command(command, str(source), out, "--episode-length", "4", "--overwrite")
+    named = write(tmp_path, {**rows, "timeouts": rows[flag]})
+    with pytest.raises(DataError, match="--episode-length must be for episodes whose only end fl"):
+        run_command(command, str(named), out, "--episode-length", "5", "--overwrite")
+
+
+def test_a_table_without_usual_names_has_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JAT's files: their observations and actions would be columns without a role."""
+    row = {"continuous_observations": [[0.0], [1.0]], "continuous_actions": [[2.0], [3.0]]}
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({**row, "rewards": [1.0, 0.5]}))
+    assert run_command(command, str(source), str(tmp_path / "out")) == 0
+    assert "no column is an observation or an action: --rename" in capsys.readouterr().err
+    renamed = [f"--rename=continuous_{name}s={name}" for name in ("observation", "action")]
+    roles = [f"--role=continuous_{name}s={name}" for name in ("observation", "action")]
+    for given in (renamed, roles):
+        target = str(tmp_path / given[0][2:6])
+        assert run_command(command, str(source), target, *given) == 0
+        assert "no column is" not in capsys.readouterr().err
+        used = {column.role for column in Dataset.open(target).schema}
+        assert {"observation", "action", "reward"} <= used

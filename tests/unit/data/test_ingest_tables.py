@@ -142,9 +142,26 @@ def test_episode_ids_that_a_dtype_has_no_free_number_for_are_refused(tmp_path: P
     with pytest.raises(DataError, match=refused):
         run_command(command, *sources, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    options = ["--columns", "!episode_index"]
-    assert run_command(command, *sources, str(tmp_path / "out"), *options) == 0
-    assert len(Dataset.open(tmp_path / "out")) == 400
+    for options in (["--columns", "!episode_index"], ["--dtype", "episode_index=int64"]):
+        given = [*sources, str(tmp_path / "out"), "--overwrite", *options]
+        assert run_command(command, *given) == 0
+        assert len(Dataset.open(tmp_path / "out")) == 400
+
+
+def test_groups_that_a_dtype_has_no_free_number_for_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = {"tokens": [[1, 2]] * 100, "loss_mask": [[0, 1]] * 100, "reward": [1.0] * 100}
+    sources = [str(tmp_path / f"{name}.parquet") for name in "ab"]
+    for source in sources:
+        parquet.write_table(arrow.table({"prompt_id": range(100), **rows}), source)
+    given = [*sources, str(tmp_path / "out"), "--group-scope", "file"]
+    refused = "b.parquet: row 28: prompt_id must have a free number.*128 in place of 28.*--dtype"
+    with pytest.raises(DataError, match=refused):
+        run_command(command, *given, "--dtype", "prompt_id=int8")
+    assert not (tmp_path / "out").exists()
+    assert run_command(command, *given, "--dtype", "prompt_id=int64") == 0
+    assert Dataset.open(tmp_path / "out").columns["prompt_id"].tolist() == [*range(200)]
 
 
 def step_rows() -> Iterator[dict[str, Any]]:

@@ -26,6 +26,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "stratified trajectories": {"kind": "uniform", "stratified": True},
     "prioritized": {"kind": "prioritized", "unit": "step", "beta": {"linear": [0.2, 1.0, 5]}},
     "by the table": {"kind": "prioritized", "unit": "step", "normalize": "table"},
+    "epochs": {"kind": "epoch", "unit": "step"},
 }
 
 
@@ -194,7 +195,7 @@ def test_a_step_of_a_mixture_is_traced_without_a_break() -> None:
             {"shares": {"a": 1.0}},
             "tables.b.placement must be .host. for a table that is not sampled",
         ),
-        ({"of": {"kind": "epoch"}}, "kind must be one of"),
+        ({"of": {"kind": "fifo"}}, "kind must be one of"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(change: dict[str, Any], match: str) -> None:

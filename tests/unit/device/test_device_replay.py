@@ -187,7 +187,7 @@ def with_envs(**table: Any) -> dict[str, Any]:
         ({"table": {"writers": 2}}, "writers must not be given"),
         ({"table": {"max_age": 2}}, "max_age must not be given"),
         ({"prefetch": 2}, "prefetch must not be given"),
-        ({"sampler": {"kind": "epoch"}}, "kind must be one of"),
+        ({"sampler": {"kind": "lifo"}}, "kind must be one of"),
         ({"sampler": {**PRIORITIZED, "alpha": {"linear": [0, 1, 5]}}}, "alpha must be a number"),
         (
             {"sampler": {**PRIORITIZED, "beta": {"callable": "math:sqrt"}}},

@@ -47,6 +47,24 @@ def test_a_whole_step_is_traced_without_a_break(sampler: dict[str, Any], most: i
     assert_traced(made, step, 12, prepare=lambda _: None)
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.5", reason="torch 2.4 compiles no op that writes to a list"
+)
+def test_a_step_of_epochs_is_traced_without_a_break() -> None:
+    """Trajectories are added, drawn and removed."""
+    weights = torch.nn.Parameter(torch.zeros(3))
+
+    def step(replay: DeviceReplay, batch: Any, columns: dict[str, Tensor]) -> Tensor:
+        replay.add_(columns)
+        replay.sample_(batch)
+        replay.remove_(batch.trajectory_id[:1])
+        error = (batch["following"] @ weights - batch["return_n"]).abs()
+        return (error * batch.epoch).sum()
+
+    made = online({"kind": "epoch", "unit": "step"}, seed=3, batch_size=9)
+    assert_traced(made, step, 12, prepare=lambda _: None)
+
+
 def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """Return what the ops of gear write to in a traced graph."""
     found = set()
@@ -68,6 +86,8 @@ def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
         ("uniform steps", 2, None),
         ("prioritized", 2, 3),
         ("by the table", 1, None),
+        ("epochs", 1, None),
+        ("epochs", 2, 3),
     ],
 )
 def test_a_traced_step_writes_to_fixed_tensors_only(
@@ -83,7 +103,8 @@ def test_a_traced_step_writes_to_fixed_tensors_only(
         return graph.forward
 
     table = {} if num_envs is None else {"num_envs": num_envs}
-    section = online(SAMPLERS[sampler], gradient_accumulation_steps=accumulation, table=table)
+    kinds = {**SAMPLERS, "epochs": {"kind": "epoch", "unit": "step"}}
+    section = online(kinds[sampler], gradient_accumulation_steps=accumulation, table=table)
     with DeviceReplay(section, "cpu") as replay:
         batches = [replay.new_batch() for _ in range(accumulation)]
 
@@ -91,7 +112,7 @@ def test_a_traced_step_writes_to_fixed_tensors_only(
             add_some(replay, columns)
             for batch in batches:
                 replay.sample_(batch)
-                if sampler != "uniform steps":
+                if replay.config.item_sampler.has_priorities:
                     replay.update_priorities_(batch, batch["reward"].abs())
 
         torch._dynamo.reset()

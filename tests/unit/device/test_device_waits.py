@@ -205,3 +205,32 @@ def test_top_k_of_copies_of_a_data_set_is_refused(replicate: Replicate, tmp_path
         ConfigError, match=r'must not be "top_k" .* on the devices of 2 replicas.*"host"'
     ):
         DeviceReplay(of_data(tmp_path, {"kind": "top_k", "unit": "step"}), DEVICE)
+
+
+def test_replicas_with_the_same_data_set_share_the_epochs_of_one_process(
+    replicate: Replicate, tmp_path: Path
+) -> None:
+    section = of_data(tmp_path, {"kind": "epoch", "unit": "step"})
+    assert waits_of(section) == []
+
+    def drawn() -> tuple[list[list[Any]], dict[str, Any]]:
+        with DeviceReplay(section, "cpu") as replay:
+            batches = [replay.sample().clone() for _ in range(24)]
+            state = replay.state_dict()
+        names = ("trajectory_id", "anchor", "epoch", "sample_number", "sample_index")
+        return [[getattr(batch, name).tolist() for name in names] for batch in batches], state
+
+    whole, state = drawn()
+    assert max(max(epoch) for _, _, epoch, _, _ in whole) > 0
+    parts = []
+    for replica in range(REPLICAS):
+        replicate(replica)
+        found, own_state = drawn()
+        assert own_state["train"] == state["train"]
+        parts.append(found)
+    for one, *of_replicas in zip(whole, *parts, strict=True):
+        joined = [
+            [value for values in zip(*columns, strict=True) for value in values]
+            for columns in zip(*of_replicas, strict=True)
+        ]
+        assert one == joined

@@ -1,0 +1,185 @@
+"""Sources of an ingest that threads read ahead, side by side."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.table_rows import plain_bytes
+
+_MOST_THREADS = 8
+_HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
+_AHEAD_BYTES = 256 << 20  # of episodes that are read and not written yet, of all sources together
+
+
+class ReadEpisode(NamedTuple):
+    """An episode as a source has yielded it."""
+
+    name: str  # for errors
+    arrays: dict[str, Any]
+    length: int
+    file: Path | None  # `Reader.file` at that time
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays, about."""
+        return sum(map(_num_bytes, self.arrays.values()))
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    is_plain = isinstance(value, np.ndarray) and value.dtype != object
+    return value.nbytes if is_plain else plain_bytes(value)
+
+
+def without_surplus(readers: Iterable[Reader]) -> Iterator[Reader]:
+    """Yield readers as they are opened, and release the rows that exceed 1 GiB in memory together.
+
+    Those of the first one stay, since reading them twice takes time.
+    """
+    held = 0
+    for number, reader in enumerate(readers):
+        held += reader.held_bytes
+        if number and held > _HELD_BYTES:
+            held -= reader.held_bytes
+            reader.release()
+        yield reader
+
+
+class SourceThread:
+    """Reads the episodes of one source in a thread, up to a number of bytes ahead of their user.
+
+    An error of the source is raised by the iterator, in the place of the episode.
+    """
+
+    def __init__(self, output: OutputColumns, most_bytes: int) -> None:
+        self._output = output
+        self._most_bytes = most_bytes
+        self._change = threading.Condition()
+        self._episodes: deque[ReadEpisode] = deque()
+        self._num_bytes = 0
+        self._is_done = False
+        self._is_stopped = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="gear-source", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for episode in read(self._output):
+                if not self._put(episode):
+                    break
+        except BaseException as error:
+            self._error = error  # the user raises it
+        with self._change:
+            self._is_done = True
+            self._change.notify_all()
+
+    def _put(self, episode: ReadEpisode) -> bool:
+        """Add an episode once there is room, or none waits; False: the user reads no more."""
+        size = episode.num_bytes
+
+        def may_go_on() -> bool:
+            fits = self._num_bytes + size <= self._most_bytes
+            return self._is_stopped or fits or not self._episodes
+
+        with self._change:
+            self._change.wait_for(may_go_on)
+            if self._is_stopped:
+                return False
+            self._episodes.append(episode)
+            self._num_bytes += size
+            self._change.notify_all()
+            return True
+
+    def __iter__(self) -> Iterator[ReadEpisode]:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._episodes or self._is_done)
+                if not self._episodes:
+                    break
+                episode = self._episodes.popleft()
+                self._num_bytes -= episode.num_bytes
+                self._change.notify_all()
+            yield episode
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread, after the episode that it reads; safe to call twice."""
+        with self._change:
+            self._is_stopped = True
+            self._change.notify_all()
+        self._thread.join()
+
+
+class SideBySide:
+    """The episodes of all sources in their order, read ahead by a thread for each of some sources.
+
+    The source whose episodes are asked for and those after it are read at the same time, as many as
+    threads may work, up to 256 MiB ahead together (or one episode of each). So the data set, and
+    the error of a wrong source, are those of reading one source after the other. With one thread
+    the caller reads, as it does for sources that are not read ahead.
+
+    A context manager: its threads end with it, before readers are closed.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[OutputColumns],
+        num_threads: int | None = None,
+        may_read_ahead: Callable[[Reader], bool] = lambda reader: reader.reads_ahead,
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            outputs: The sources.
+            num_threads: Threads that may work. None: the cores of this process, at most 8.
+            may_read_ahead: Whether a thread may read a source.
+        """
+        cores = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._outputs = outputs
+        self._num_threads = cores if num_threads is None else num_threads
+        self._at_once = max(1, min(self._num_threads, len(outputs)))
+        self._may_read_ahead = may_read_ahead
+        self._threads: dict[int, SourceThread] = {}  # by index of the source
+
+    def episodes(self, index: int) -> Iterator[ReadEpisode]:
+        """Yield the episodes of a source; sources are asked for in their order."""
+        if self._num_threads > 1:
+            for other in range(index, min(index + self._at_once, len(self._outputs))):
+                self._start(other)
+        if index not in self._threads:
+            yield from read(self._outputs[index])
+            return
+        thread = self._threads[index]
+        yield from thread
+        thread.close()
+        del self._threads[index]
+
+    def _start(self, index: int) -> None:
+        output = self._outputs[index]
+        if index not in self._threads and self._may_read_ahead(output.reader):
+            self._threads[index] = SourceThread(output, _AHEAD_BYTES // self._at_once)
+
+    def __enter__(self) -> SideBySide:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for thread in self._threads.values():
+            thread.close()
+
+
+def read(output: OutputColumns) -> Iterator[ReadEpisode]:
+    """Yield the episodes of a source, each with the file that it comes from."""
+    for name, arrays, length in output.episodes():
+        yield ReadEpisode(name, arrays, length, output.reader.file)
