@@ -38,8 +38,10 @@ class D4rlReader(ArrayReader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
+        """Return whether the root has an array of a usual name, or rewards of several agents."""
         return any(
-            kind is h5py.Dataset and key in KINDS for key, kind in hdf5_members(path).items()
+            key in KINDS and (kind is h5py.Dataset or KINDS[key] == "reward")
+            for key, kind in hdf5_members(path).items()
         )
 
     def open(self) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import deepspeed_gear.arguments as arguments
 import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.array_values import as_array
+from deepspeed_gear.data.ingest.agents import Agents
 from deepspeed_gear.data.ingest.reader import (
     FLAGS,
     LEAVE_OUT,
@@ -365,7 +366,8 @@ class ArrayReader(Reader):
         """Yield the steps of each environment or trajectory, in the same order in every call."""
 
     def _steps(self) -> Iterator[Steps]:
-        return (Steps(self, *stream) for stream in self._streams())
+        for name, arrays, is_whole in self._streams():
+            yield Steps(self, name, self._agents.joined(name, arrays), is_whole)
 
     def _as_array(self, where: str, value: Any, file_bytes: int) -> NDArray[Any]:
         """Convert nested lists to an array; those of a pickle may contain one list many times.
@@ -394,6 +396,7 @@ class ArrayReader(Reader):
         Cost: one pass over flags, observations and next observations.
         """
         self.keep = cache(self.select)
+        self._agents = Agents(str(self.path), self.judged)
         if (limit := self.options.get("episode_length")) is not None:
             arguments.count("episode_length", limit)
         keys = {key.replace("/", "."): None for _, arrays, _ in self._streams() for key in arrays}
@@ -459,9 +462,14 @@ class ArrayReader(Reader):
         self.columns = tuple(self._columns_of(first))
         episodes = int(np.count_nonzero(kept))
         self.description.update(episodes=episodes, steps=self.num_steps, shifted=is_shifted)
+        agents = self._agents.names
+        if agents:
+            self.description.update(agents=agents)
         unused = ", ".join(first.left_out)
         short = f"the last step of {num_short} episodes that do not terminate"
         notes = {
+            f"agents {', '.join(agents)}, in this order: reward is the mean of theirs, and an "
+            "episode ends with its last agent": agents,
             f"{unused}: not arrays of numbers with a row per step, left out": unused,
             f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,
             "next observations at ends are those of the next episodes: not used there": num_resets,
