@@ -67,29 +67,31 @@ class Agents:
       takes the place of that one.
     """
 
-    def __init__(self, where: str, judged: Callable[[str], tuple[str, ...]]) -> None:
+    def __init__(self, where: str) -> None:
         """Know no agent yet.
 
         Args:
             where: The source, for errors.
-            judged: Returns the kind of a key and its parts.
         """
         self._where = where
-        self._judged = judged
         self.names: list[str] = []  # agent_2 comes before agent_10
 
-    def joined(self, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def joined(
+        self, name: str, arrays: Mapping[str, Any], judged: Callable[[str], tuple[str, ...]]
+    ) -> dict[str, Any]:
         """Return arrays by key, with one for all agents; those of a source without agents as given.
 
         Args:
             name: The trajectory or environment, for errors; "" if there is only one.
             arrays: By key.
+            judged: Returns the kind of a key and its parts.
         Raises:
             DataError: An agent lacks an array that others have, or the agents are not those of the
                 trajectories before.
         """
         where = f"{self._where}: {name}: " if name else f"{self._where}: "
-        keys = {key: self._parsed(key) for key in arrays}
+        kinds = {key: judged(key) for key in arrays}
+        keys = {key: _parsed(key, kind) for key, kind in kinds.items()}
         found = {at.agent for at in keys.values() if at and at.kind in _NAMES_AGENTS} - {ALL}
         names = sorted(found, key=_by_number)
         if self.names and names != self.names:
@@ -109,7 +111,7 @@ class Agents:
                 groups.setdefault((at.kind, at.joined), {})[at.agent] = key
             else:
                 result[key] = arrays[key]
-        own = {self._judged(key)[0] for key in result}  # kinds of arrays of the episode itself
+        own = {kinds[key][0] for key in result}  # kinds of arrays of the episode itself
         flags: dict[str, tuple[str, dict[str, str]]] = {}
         for (kind, head), given in groups.items():
             self._check(where, kind, head, given)
@@ -138,14 +140,6 @@ class Agents:
             elif kind not in own:
                 result[head] = last[kind]
         return result
-
-    def _parsed(self, key: str) -> _Key | None:
-        """Return the parts of a key that may be an agent's; None: it has no part."""
-        kind, *parts = self._judged(key)
-        if not parts:
-            return None
-        head = re.split(r"[/.]", key)[0]
-        return _Key(head, kind, parts[0], tuple(parts[1:]))
 
     def _check(self, where: str, kind: str, head: str, given: Mapping[str, str]) -> None:
         """Raise DataError if an agent lacks an array; parts of its observation may be its own."""
@@ -176,6 +170,15 @@ class Agents:
         """Return the flags of all agents. [T, agents], bool."""
         values = _values(f"{where}: ", given, self.names, arrays)
         return np.stack([convert(where, rows, FLAGS[0]) for rows in values.T], axis=1)
+
+
+def _parsed(key: str, judged: tuple[str, ...]) -> _Key | None:
+    """Return the parts of a key that may be an agent's; None: it has no part."""
+    kind, *parts = judged
+    if not parts:
+        return None
+    head = re.split(r"[/.]", key)[0]
+    return _Key(head, kind, parts[0], tuple(parts[1:]))
 
 
 def last_ends(flags: Mapping[str, NDArray[np.bool_]]) -> dict[str, NDArray[np.bool_]]:

@@ -367,7 +367,7 @@ class ArrayReader(Reader):
 
     def _steps(self) -> Iterator[Steps]:
         for name, arrays, is_whole in self._streams():
-            yield Steps(self, name, self._agents.joined(name, arrays), is_whole)
+            yield Steps(self, name, self._agents.joined(name, arrays, self.judged), is_whole)
 
     def _as_array(self, where: str, value: Any, file_bytes: int) -> NDArray[Any]:
         """Convert nested lists to an array; those of a pickle may contain one list many times.
@@ -396,7 +396,7 @@ class ArrayReader(Reader):
         Cost: one pass over flags, observations and next observations.
         """
         self.keep = cache(self.select)
-        self._agents = Agents(str(self.path), self.judged)
+        self._agents = Agents(str(self.path))
         if (limit := self.options.get("episode_length")) is not None:
             arguments.count("episode_length", limit)
         keys = {key.replace("/", "."): None for _, arrays, _ in self._streams() for key in arrays}

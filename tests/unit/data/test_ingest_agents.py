@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -194,3 +196,16 @@ def test_flags_that_stay_set_end_an_agent_once() -> None:
     ends = last_ends({"terminated": flags, "truncated": np.zeros_like(flags)})
     assert np.flatnonzero(ends["terminated"]).tolist() == [2, 5]
     assert not ends["truncated"].any()
+
+
+def test_a_reader_that_is_dropped_closes_its_file(tmp_path: Path) -> None:
+    """By reference count: a cycle of objects would keep the file open until a collection."""
+    with h5py.File(tmp_path / "steps.hdf5", "w") as file:
+        for key, rows in steps().items():
+            file[key] = rows
+    gc.disable()
+    try:
+        reader = weakref.ref(open_source(tmp_path / "steps.hdf5"))
+        assert reader() is None
+    finally:
+        gc.enable()
