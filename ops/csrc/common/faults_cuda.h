@@ -1,6 +1,6 @@
 // Faults that end a kernel: a wrong index in device memory, or a value that its op does not take.
-// A trap ends the context of the whole process and tells nothing, so the kernel first leaves a word
-// in pinned host memory, which outlives the context. Errors of later calls name what it says.
+// A trap ends the context of the whole process without a reason, so the kernel first writes a word
+// to pinned host memory, which outlives the context. Errors of later calls name that fault.
 #pragma once
 #include <cuda_runtime.h>
 
