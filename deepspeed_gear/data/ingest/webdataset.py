@@ -19,12 +19,11 @@ from deepspeed_gear.data.ingest.reader import decode_images
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_bytes
 from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
 from deepspeed_gear.data.ingest.tables import TableReader
+from deepspeed_gear.data.sources.opened_files import TAR, TAR_AT, is_tar
 from deepspeed_gear.errors import DataError
 
 _NAMES = (".tar", ".tar.gz", ".tgz")
-_MAGIC = b"ustar"
 _GZIP = b"\x1f\x8b"
-_MAGIC_AT = 257
 _IMAGES = ("jpg", "jpeg", "png")
 _TEXTS = ("txt", "text", "transcript")
 _TEXT = "name it .txt if it is a text"
@@ -219,6 +218,6 @@ def _refuse_objects(where: str, content: bytes) -> NoReturn:
 def _shards(path: Path) -> list[Path]:
     if not path.is_dir():
         is_named = path.name.lower().endswith(_NAMES)
-        head = first_bytes(path, _MAGIC_AT + len(_MAGIC))
-        return [path] if is_named or head[_MAGIC_AT:] == _MAGIC else []
+        head = first_bytes(path, TAR_AT + len(TAR))
+        return [path] if is_named or is_tar(head) else []
     return [file for file in sorted(path.iterdir()) if file.name.lower().endswith(_NAMES)]

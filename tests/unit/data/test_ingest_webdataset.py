@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from range_server import serving
@@ -105,6 +106,28 @@ def test_names_skipped_files_and_a_remote_shard(tmp_path: Path) -> None:
         address = f"{server.url}/part.tar"
         remote = ingest([address], tmp_path / "remote", rename={"npy": "state"})
     assert remote.fingerprint == dataset.fingerprint
+
+
+def test_a_shard_is_no_archive_of_its_last_file_and_no_hdf5_file_of_its_first(
+    tmp_path: Path,
+) -> None:
+    """zipfile finds a zip file by the end of a file, and HDF5 one that begins at byte 512."""
+    with io.BytesIO() as file:
+        steps = {"observations": np.zeros((3, 2)), "actions": [0, 1, 2], "rewards": [0.5] * 3}
+        np.savez(file, **steps, terminals=[0, 0, 1], timeouts=[0] * 3)
+        episode = file.getvalue()
+    with io.BytesIO() as file:
+        with h5py.File(file, "w") as group:
+            for name, rows in steps.items():
+                group[name] = rows
+            group["terminals"], group["timeouts"] = [0, 0, 1], [0] * 3
+        other = file.getvalue()
+    files = {"0.h5": other, "0.npz": episode, "1.npz": episode}
+    source = write(tmp_path / "part.tar", files)
+    assert main(["ingest", str(source), str(tmp_path / "out"), "--quiet"]) == 0
+    dataset = Dataset.open(tmp_path / "out")
+    assert dataset.source["sources"][0]["format"] == "webdataset"
+    assert dataset.lengths.tolist() == [3, 3]
 
 
 BROKEN: list[tuple[dict[str, bytes], str]] = [
