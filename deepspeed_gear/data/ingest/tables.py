@@ -25,7 +25,7 @@ from deepspeed_gear.data.ingest.reader import (
     make_column,
 )
 from deepspeed_gear.data.ingest.row_images import RowImages
-from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
@@ -237,7 +237,7 @@ class TableReader(Reader):
             yield label, {judged: given[name] for name, judged in names}
 
     def _judged(self, name: str) -> str:
-        return name if name in self._row_flags else _usual(name, self._names)
+        return name if name in self._row_flags else usual_name(name, self._names)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
         """Return the facts of each kept column over all trajectories, and the number of these."""
@@ -284,8 +284,8 @@ class TableReader(Reader):
     def _what_a_row_is(self, first: Block) -> str:
         """Return "conversation", "step" or "episode", and set the column of episode ids."""
         self._names = first.keys()
-        usual = {_usual(name, first): rows for name, rows in first.items()}
-        any_end = {_usual(name, first) for name in {"done", "dones"} & first.keys()}
+        usual = {usual_name(name, first): rows for name, rows in first.items()}
+        any_end = {usual_name(name, first) for name in {"done", "dones"} & first.keys()}
         self._done_is_any_end = "terminated" in any_end and "truncated" in usual
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
         if not has_steps:
@@ -354,7 +354,7 @@ class TableReader(Reader):
                 row = steps
             arrays: dict[str, Any] = {}
             for name, value in row.items():
-                column = column_name(*name.split(".")) if is_chat else _usual(name, self._names)
+                column = column_name(*name.split(".")) if is_chat else usual_name(name, self._names)
                 if column in arrays:
                     raise DataError(
                         f"{where}: {column}", "must come from one key only", name, "rename one"
@@ -416,7 +416,7 @@ class TableReader(Reader):
                     flags = [
                         np.asarray(b, bool)
                         for name, b in block.items()
-                        if _usual(name, ()) in _FLAGS
+                        if usual_name(name, ()) in _FLAGS
                     ]
                     num_rows = len(next(iter(block.values())))
                     starts = np.asarray(block.get("is_first", np.zeros(num_rows)), bool)
@@ -578,7 +578,13 @@ class _Facts:
         return make_column(self._where, self.name, self._dtype, self._shapes[rows], role, rows)
 
 
-def _usual(name: str, names: Any) -> str:
+def has_meaning(name: str) -> bool:
+    """Return whether a table needs a column, by its usual name, to find episodes and their ends."""
+    is_needed = name in _NAMES or name in KINDS or name in _EPISODE_IDS or name in COLUMNS
+    return is_needed or KINDS.get(name.split(".")[0]) in ("reward", *FLAG_KINDS)
+
+
+def usual_name(name: str, names: Any) -> str:
     """Return the usual name of a column.
 
     `obs.pos` is `observation.pos`, unless the table has a column of that name as well.

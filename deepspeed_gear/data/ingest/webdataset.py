@@ -8,17 +8,21 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry, read_npy
-from deepspeed_gear.data.ingest.reader import decode_images
+from deepspeed_gear.data.ingest.reader import column_name, decode_images
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_bytes
 from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
-from deepspeed_gear.data.ingest.tables import TableReader
+from deepspeed_gear.data.ingest.tables import TableReader, has_meaning, usual_name
+from deepspeed_gear.data.ingest.token_rows import may_be_read, take_rows
 from deepspeed_gear.data.sources.opened_files import TAR, TAR_AT, is_tar
 from deepspeed_gear.errors import DataError
 
@@ -27,6 +31,7 @@ _GZIP = b"\x1f\x8b"
 _IMAGES = ("jpg", "jpeg", "png")
 _TEXTS = ("txt", "text", "transcript")
 _TEXT = "name it .txt if it is a text"
+_LEFT_OUT = 0  # the value of a column that is not decoded
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")  # as in the package webdataset
 
 
@@ -36,7 +41,8 @@ class WebdatasetReader(TableReader):
     A sample is a row of a table: a step, an episode or a conversation (`TableReader`). Its files
     are `KEY.FIELD`, where FIELD is everything after the first dot of the name. `reward.npy` gives
     the column `reward`, and `npy` the column `npy`; the values of a JSON object and the arrays of
-    an npz file are columns of their own names.
+    an npz file are columns of their own names. Images and arrays that `--columns` leaves out are
+    not decoded.
     """
 
     format = "webdataset"
@@ -56,6 +62,7 @@ class WebdatasetReader(TableReader):
     def _given_blocks(self, is_nested: bool) -> Iterator[Block]:
         self._num_skipped = 0
         self._unknown = set[str]()
+        self._takes_rows = take_rows(self._tokenize)
         for file in self._source_files():
             check_no_pointer(file)
             self.file = file
@@ -129,7 +136,9 @@ class WebdatasetReader(TableReader):
         """Yield the names and values of the columns in a file."""
         name, _, kind = field.rpartition(".")
         column = name or kind
-        if kind == "npy":
+        if kind in ("npy", *_IMAGES) and self._is_left_out(column):
+            yield column, _LEFT_OUT
+        elif kind == "npy":
             yield column, _array(where, content)
         elif kind == "npz":
             yield from self._arrays(where, content, name)
@@ -165,17 +174,44 @@ class WebdatasetReader(TableReader):
             DataError.on(where, "must be a readable npz file", Exception, remedy=DAMAGED),
             zipfile.ZipFile(io.BytesIO(content)) as archive,
         ):
-            entries = [one for one in archive.infolist() if one.filename.endswith(NPY)]
-            declared = sum(entry.file_size for entry in entries)
-            self.expansion.check(where, declared, len(content))
-            arrays = {
-                entry.filename.removesuffix(NPY): read_entry(
+            entries = [
+                (head + one.filename.removesuffix(NPY).replace("/", "."), one)
+                for one in archive.infolist()
+                if one.filename.endswith(NPY)
+            ]
+            read = [entry for column, entry in entries if not self._is_left_out(column)]
+            self.expansion.check(where, sum(entry.file_size for entry in read), len(content))
+            arrays = [
+                read_entry(
                     f"{where}: {entry.filename}", archive, entry, partial(_refuse_objects, where)
                 )
-                for entry in entries
-            }
-        for key, array in arrays.items():
-            yield head + key.replace("/", "."), array if array.ndim else array[()]
+                if entry in read
+                else np.asarray(_LEFT_OUT)
+                for _, entry in entries
+            ]
+        for (column, _), array in zip(entries, arrays, strict=True):
+            yield column, array if array.ndim else array[()]
+
+    def _is_left_out(self, column: str) -> bool:
+        """Return whether `--columns` leaves a column out, and nothing else needs its values.
+
+        The names of a table's columns are known after its first rows only, so a column is decoded
+        if any name that it may get is kept.
+        """
+        usual = usual_name(column, ())
+        names = {column, usual, column_name(*column.split("."))}
+        if self._takes_rows or any(map(self.select.keeps, names)):
+            return False
+        renamed = self.options.get("rename") or ()
+        named = [*renamed, *self._tokenize, self.options.get("episode_id")]
+        roles = self.options.get("role") or ()
+        return not any(
+            has_meaning(name)
+            or may_be_read(name)
+            or any(name == one or name.startswith(f"{one}.") for one in named)
+            or any(fnmatchcase(name, pattern) for pattern in roles)
+            for name in names
+        )
 
 
 class _Inflated(io.RawIOBase):

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from range_server import serving
 
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.ingest import ingest, open_source
 from deepspeed_gear.errors import DataError
 
 MINI = Path(__file__).parents[2] / "support" / "formats" / "mini_webdataset"
@@ -182,3 +183,41 @@ def test_a_gzip_file_takes_no_more_memory_than_its_bound(
     (tmp_path / "bomb.tar.gz").write_bytes(content)
     with pytest.raises(DataError, match="must hold at most 100 bytes for each of the"):
         ingest([tmp_path / "bomb.tar.gz"], tmp_path / "out")
+
+
+def encode(text: str, row: dict[str, Any]) -> list[int]:
+    return [len(text), int(row["extra"][0])]
+
+
+@pytest.mark.parametrize("columns", ["txt,kept", "!depth,!extra"])
+def test_entries_that_are_left_out_are_not_decoded(tmp_path: Path, columns: str) -> None:
+    """Broken ones show it, from the first sample on."""
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("kept.npy", npy(1))
+            archive.writestr("extra.npy", b"no array")
+        arrays = file.getvalue()
+    files: dict[str, bytes] = {}
+    for number in range(40):
+        files |= step(f"{number:03}", **{"txt": b"a", "depth.png": b"no image", "npz": arrays})
+    source = write(tmp_path / "part.tar", files)
+    assert main(["ingest", str(source), str(tmp_path / "out"), "--columns", columns]) == 0
+    dataset = Dataset.open(tmp_path / "out")
+    assert dataset.lengths.tolist() == [40]
+    assert dataset.trajectory(0)["kept"].tolist() == [1] * 40
+    assert not {"depth", "extra"} & {*dataset.schema.names}
+    notes = dataset.source["sources"][0]["notes"]
+    assert columns[0] == "!" or any("left out" in one and "depth, extra" in one for one in notes)
+    with pytest.raises(DataError, match="must match an optional column, got 'deep'"):
+        ingest([source], tmp_path / "none", columns=["!depth", "!extra", "deep"])
+    with pytest.raises(DataError, match=r"000\.npz.* must be a readable npz file"):
+        ingest([source], tmp_path / "none", columns=["txt"], rename={"extra": "observation.more"})
+
+
+def test_a_function_of_rows_gets_the_entries_that_are_left_out(tmp_path: Path) -> None:
+    files = {"0.txt": b"text", "0.extra.npy": npy([7, 8])}
+    source = write(tmp_path / "part.tar", files)
+    with open_source(source, columns=[], tokenize={"txt": encode}) as reader:
+        dataset = ingest([reader], tmp_path / "out", reward="none")
+    assert dataset.trajectory(0)["tokens"].tolist() == [4, 7]
+    assert "extra" not in dataset.schema
