@@ -18,8 +18,9 @@ from deepspeed_gear.data.sources.remote_path import RemotePath
 _REMOTE_HDF5: weakref.WeakSet[h5py.File] = weakref.WeakSet()
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _ZIP = b"PK"
-#: The text that each header of a tar file has at this byte.
-TAR, TAR_AT = b"ustar", 257
+#: The text that each header of a tar file has, at byte `TAR_AT`.
+TAR = b"ustar"
+TAR_AT = 257
 _HDF5_NAMES = (".hdf5", ".h5", ".hdf", ".he5", ".mat")
 
 
