@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import tarfile
 import zipfile
 import zlib
@@ -12,6 +13,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -23,6 +25,8 @@ from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_b
 from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
 from deepspeed_gear.data.ingest.tables import TableReader, has_meaning, usual_name
 from deepspeed_gear.data.ingest.token_rows import may_be_read, take_rows
+from deepspeed_gear.data.sources import is_address, pattern_paths, source_path
+from deepspeed_gear.data.sources.brace_patterns import check_none_missing, expand
 from deepspeed_gear.data.sources.opened_files import TAR, TAR_AT, is_tar
 from deepspeed_gear.errors import DataError
 
@@ -46,14 +50,19 @@ class WebdatasetReader(TableReader):
     """
 
     format = "webdataset"
-    takes = ("episode_id", "episode_length", "tokenize", "last_step")
+    takes = (
+        "episode_id",
+        "episode_length",
+        "tokenize",
+        "last_step",
+    )  # and "shards", the files of a pattern
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
         return bool(_shards(path))
 
     def _source_files(self) -> list[Path]:
-        files = _shards(self.path)
+        files = self.options.get("shards") or _shards(self.path)
         if not files:
             rule = f"must be a file named {', '.join(_NAMES)}, or a folder of such files"
             raise DataError(str(self.path), rule, None, "give the shards, or their folder")
@@ -71,6 +80,8 @@ class WebdatasetReader(TableReader):
     def open(self) -> None:
         super().open()
         self.reads_ahead = False  # images are decoded by Python
+        if shards := self.options.get("shards"):
+            self.notes.append(f"{len(shards)} shards, from {shards[0].name} to {shards[-1].name}")
         if self._num_skipped:
             self.notes.append(f"{self._num_skipped} files without a key or a field: left out")
         if self._unknown:
@@ -236,6 +247,34 @@ class _Inflated(io.RawIOBase):
         self._num_bytes += len(content)
         self._expansion.check(self._where, self._num_bytes, self._file_bytes)
         return len(content)
+
+
+def is_pattern(source: str | Path, format: str) -> bool:
+    """Return whether a source's name has braces, as patterns of shards have: `part-{0..9}.tar`."""
+    name = str(source).lower()
+    if name.startswith(("http://", "https://")):
+        name = urlsplit(name).path
+    is_shards = format == "webdataset" or (format == "auto" and any(n in name for n in _NAMES))
+    return is_shards and "{" in name
+
+
+def pattern_shards(pattern: str | Path, show_progress: bool = False) -> list[Path]:
+    """Return the shards that a pattern of braces names, in its order; none if it is a file's name.
+
+    Raises:
+        DataError: The pattern is wrong, or shards are missing.
+    """
+    if isinstance(pattern, str) and is_address(pattern):
+        try:
+            source_path(pattern).source.close()
+        except DataError:
+            return [*pattern_paths(pattern, show_progress)]
+        return []
+    if os.path.exists(pattern):
+        return []
+    names = expand(str(pattern))
+    check_none_missing([name for name in names if not os.path.isfile(name)])
+    return [Path(name) for name in names]
 
 
 def _array(where: str, content: bytes) -> Any:
