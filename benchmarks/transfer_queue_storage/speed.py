@@ -136,7 +136,7 @@ def main() -> None:
         fields = make(quick)
         size = num_bytes(fields)
         times: dict[str, list[dict[str, float]]] = {name: [] for name in BACKENDS}
-        for number in range(2 if quick else 8):
+        for number in range(2 if quick else 14):
             names = [*BACKENDS] if number % 2 else [*BACKENDS][::-1]
             for name in names:
                 times[name].append(turn(started[name][0], fields, number))

@@ -299,8 +299,7 @@ class SegmentStore(ProcessBound):
     def _locked(self) -> Iterator[None]:
         """Hold the lock of the store, with the index as the log has it."""
         with self._threads:
-            if self._lock < 0:
-                raise StoreError(str(self.folder), "must be open", None, "open it again")
+            self._check_open()
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             try:
                 self._refresh()
@@ -309,8 +308,13 @@ class SegmentStore(ProcessBound):
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
 
+    def _check_open(self) -> None:
+        if self._lock < 0:
+            raise StoreError(str(self.folder), "must be open", None, "open it again")
+
     def _refresh(self) -> bool:
         """Take over new records of the log; return whether there were any."""
+        self._check_open()
         status = None
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(self._log_path)

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,7 @@ from transfer_queue.metadata import extract_field_schema
 from transfer_queue.storage import StorageManager, StorageManagerFactory
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 
-from deepspeed_gear.errors import CheckpointError, DataError, FieldError, StoreError
+from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, StoreError
 from deepspeed_gear.file_system import is_open
 from deepspeed_gear.integrations.field_values import batch_of, field_block, packed, values_of
 from deepspeed_gear.integrations.segment_index import FieldBlock
@@ -44,6 +45,7 @@ _PREFIX = f"transfer-queue-{os.getuid()}-"
 _FOLDER = "gear_storage"  # in a checkpoint
 _UNITS = "units.json"
 _THREADS = 4  # of a client: puts and gets that run at once
+_END_S = 10.0  # within which the processes of a job that has ended release its folder
 
 
 def gear_backend(
@@ -66,7 +68,7 @@ def gear_backend(
         required_node_resource: Resource of Ray that storage nodes have; None: all nodes.
     """
     options = {
-        "path": None if path is None else os.fspath(path),
+        "path": None if path is None else os.path.abspath(path),
         "capacity_bytes": capacity_bytes,
         "syncs": syncs,
         "resume": resume,
@@ -110,6 +112,9 @@ class NodeStorage:
             if not (folder / LOCK).exists():
                 rule = "must be empty or hold values of an earlier job"
                 raise StoreError(str(folder), rule, None, "choose another path")
+            deadline = time.monotonic() + _END_S
+            while is_open(folder / LOCK) and time.monotonic() < deadline:
+                time.sleep(0.1)
             if is_open(folder / LOCK):
                 rule = "must belong to one job at a time"
                 raise StoreError(
@@ -205,6 +210,10 @@ class GearStorageManager(StorageManager):
     def __init__(
         self, controller_info: Any, config: DictConfig, zmq_context: Any | None = None
     ) -> None:
+        if config.get("units") is None:
+            rule = "must name the storage nodes of the job"
+            remedy = "use the config that tq.init returned"
+            raise ConfigError(f"backend.{BACKEND}.units", rule, None, remedy)
         super().__init__(controller_info, config, zmq_context=zmq_context)
         self._units: StorageUnits = config.units
         own = ray.get_runtime_context().get_node_id()

@@ -379,8 +379,9 @@ def test_a_segment_that_another_program_removed_is_an_error(store: SegmentStore)
 
 def test_a_closed_store_is_refused(store: SegmentStore) -> None:
     store.close()
-    with pytest.raises(StoreError, match="must be open"):
-        store.clear([0])
+    for call in (store.statistics, lambda: store.clear([0]), lambda: get(store, [0], "a")):
+        with pytest.raises(StoreError, match="must be open"):
+            call()
 
 
 def test_what_is_flushed_is_flushed_before_the_record(
