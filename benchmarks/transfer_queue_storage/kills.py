@@ -2,8 +2,9 @@
 
 It runs in the environment of TransferQueue. This project's backend runs on two nodes of Ray on this
 machine: half of the samples lie on the other one and go through its actor. Writers on both nodes
-and the actors of both are killed while samples are put. Of TransferQueue's own backend one of two
-storage units is killed.
+and the actors of both are killed while samples are put. Then a whole job is killed, and another one
+reads its values after a load of a checkpoint that has no values. Of TransferQueue's own backend one
+of two storage units is killed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +36,7 @@ from deepspeed_gear.integrations.transfer_queue import NAMESPACE, gear_backend
 
 PARTITION = "train"
 LENGTH = 3000
+SAVED = "saved"
 
 
 def fields(numbers: list[int]) -> TensorDict:
@@ -136,6 +139,44 @@ def ours(rounds: int) -> dict[str, Any]:
     }
 
 
+def job(folder: Path) -> None:
+    """Put samples, save a checkpoint without their values, and stay."""
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    tq.init({"backend": gear_backend(path=folder / "values")})
+    numbers = [*range(64)]
+    tq.kv_batch_put(
+        keys=[str(number) for number in numbers], partition_id=PARTITION, fields=fields(numbers)
+    )
+    tq.save_checkpoint(folder / "saved", include_storage=False)
+    print(SAVED, flush=True)
+    time.sleep(600)
+
+
+def whole_job() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--job", folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+            assert running.stdout is not None
+            while running.stdout.readline().strip() != SAVED:
+                assert running.poll() is None
+            running.send_signal(signal.SIGKILL)
+        saved_bytes = sum(one.stat().st_size for one in Path(folder, "saved").rglob("*"))
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        tq.init({"backend": gear_backend(path=Path(folder) / "values", resume=True)})
+        tq.load_checkpoint(Path(folder) / "saved")
+        numbers = [*range(64)]
+        count = lost(numbers)
+        tq.close()
+        ray.shutdown()
+    return {
+        "backend": "this project's, in a folder on the disk",
+        "killed": "the whole job; another one loads a checkpoint without values",
+        "samples": len(numbers),
+        "lost": count,
+        "checkpoint_bytes": saved_bytes,
+    }
+
+
 def theirs() -> dict[str, Any]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     tq.init()
@@ -158,8 +199,12 @@ def theirs() -> dict[str, Any]:
 
 
 def main() -> None:
+    if "--job" in sys.argv:
+        job(Path(sys.argv[-1]))
+        return
     rounds = 2 if "--quick" in sys.argv else 4
     print(json.dumps(ours(rounds)), flush=True)
+    print(json.dumps(whole_job()), flush=True)
     print(json.dumps(theirs()), flush=True)
 
 
