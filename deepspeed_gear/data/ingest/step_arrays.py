@@ -29,7 +29,7 @@ from deepspeed_gear.data.ingest.reader import (
     stored_dtype,
 )
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS, ROW_FLAGS
-from deepspeed_gear.data.ingest.step_blocks import BlockRows, EpisodeBounds, Int64
+from deepspeed_gear.data.ingest.step_blocks import BlockRows, EpisodeBounds, Int64, episode_name
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
@@ -576,7 +576,7 @@ class ArrayReader(Reader):
         except DataError:
             return None
         block = TrajectoryBlock(
-            partial(_episode_name, number),
+            partial(episode_name, number),
             bounds.lengths,
             arrays,
             {column.name: column.rows for column in self.columns},
@@ -595,7 +595,7 @@ class ArrayReader(Reader):
         """Yield a block for each episode, from the one of a number on."""
         each = zip(bounds.low.tolist(), bounds.end.tolist(), bounds.high.tolist(), strict=True)
         for place, (low, end, high) in enumerate(each):
-            name = _episode_name(number, place)
+            name = episode_name(number, place)
             arrays = {}
             for column in self.columns:
                 rows = steps.rows(column, low, end, high)
@@ -603,7 +603,3 @@ class ArrayReader(Reader):
                 arrays[column.name] = convert(where, rows, column)
             end_episode(arrays)
             yield TrajectoryBlock.of_one(name, arrays, end - low)
-
-
-def _episode_name(first: int, place: int) -> str:
-    return f"episode {first + place}"

@@ -110,3 +110,13 @@ class BlockRows:
         """
         rows = np.asarray(array[self.first : self.end])
         return rows if self._is_same else rows.take(self._index, axis=0)
+
+
+def episode_name(first: int, place: int = 0) -> str:
+    """Return the name of an episode for errors.
+
+    Args:
+        first: Number of the first episode of its block.
+        place: Its place in the block.
+    """
+    return f"episode {first + place}"
