@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import compressed_rows, dataset_files
 from deepspeed_gear.data.array_file import BLOCK_BYTES, ArrayFile, Workers
-from deepspeed_gear.data.column_scan import ColumnScan
+from deepspeed_gear.data.column_scan import SAMPLE_BYTES, ColumnScan
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
     REMAKE,
@@ -133,7 +133,8 @@ class DatasetWriter:
         self._lengths = packed("q")
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
-        self._scans = {c.name: ColumnScan(c) for c in schema if not c.is_opaque}
+        sample_bytes = min(SAMPLE_BYTES, _MEMORY // len(schema))
+        self._scans = {c.name: ColumnScan(c, sample_bytes) for c in schema if not c.is_opaque}
         self._kept_ids = range(0)  # for which `_kept` states whether they are for training
         self._kept: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._part: DatasetPart | None = None
