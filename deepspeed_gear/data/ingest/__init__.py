@@ -6,14 +6,13 @@ import fcntl
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 from tqdm import tqdm
 from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic needs it as well
 
@@ -34,7 +33,7 @@ from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReade
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rlds import RldsReader
 from deepspeed_gear.data.ingest.rllib import RllibReader
-from deepspeed_gear.data.ingest.side_by_side import SideBySide, without_surplus
+from deepspeed_gear.data.ingest.side_by_side import ReadBlock, SideBySide, without_surplus
 from deepspeed_gear.data.ingest.source_checks import (
     MAX_EXPANSION,
     Expansion,
@@ -403,7 +402,7 @@ def ingest(
             source[TEXTS] = texts.texts
         bar = stack.enter_context(_progress_bar(readers, schema, progress))
         num_steps = 0
-        divides: Any = bool(options.get("split_by_flags"))
+        divides = bool(options.get("split_by_flags"))
         with DatasetWriter(
             dest,
             schema,
@@ -418,18 +417,17 @@ def ingest(
                 SideBySide(outputs, options.get("threads"), _may_read_ahead)
             )
             for index, output in enumerate(outputs):
-                for episode in side_by_side.episodes(index):
-                    arrays = episode.arrays
-                    if SOURCE.name in schema and SOURCE.name not in arrays:
-                        number = writer.num_sources_before + index
-                        arrays["source"] = np.asarray(number, dtype=np.int64)
-                    groups.set_in(output, episode.name, episode.file, arrays)
-                    texts.set_in(output, episode.name, arrays)
-                    numbers.set_in(output, episode.name, arrays)
-                    writer.add(arrays, episode.name, split_by_flags=divides)
-                    num_steps += episode.length
+                blocks = side_by_side.blocks(index)
+                if groups.has(output) or texts.has(output) or numbers.has_any(output):
+                    blocks = _renumbered(blocks, output, groups, texts, numbers)
+                for block, _ in blocks:
+                    if SOURCE.name in schema and SOURCE.name not in block.arrays:
+                        block = block.with_number(SOURCE, writer.num_sources_before + index)
+                    writer.add_block(block, split_by_flags=divides)
+                    steps = int(block.lengths.sum())
+                    num_steps += steps
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
-                    bar.update(episode.length * schema.row_bytes)
+                    bar.update(steps * schema.row_bytes)
                 output.reader.release()
             for note in (*groups.notes(), *numbers.notes()):
                 readers[-1].notes.append(note)
@@ -439,6 +437,23 @@ def ingest(
                 if isinstance(reader.path, RemotePath):
                     bar.write(f"{reader.path}: {reader.path.source.traffic}", file=sys.stderr)
             return writer.close()
+
+
+def _renumbered(
+    blocks: Iterable[ReadBlock],
+    output: OutputColumns,
+    groups: GroupNumbers,
+    texts: TextNumbers,
+    numbers: EpisodeNumbers,
+) -> Iterator[ReadBlock]:
+    """Yield the episodes one by one, with the numbers of the data set in place of the source's."""
+    for block, file in blocks:
+        for one in block.divided():
+            name = one.name_of(0)
+            groups.set_in(output, name, file, one.arrays)
+            texts.set_in(output, name, one.arrays)
+            numbers.set_in(output, name, one.arrays)
+            yield ReadBlock(one, file)
 
 
 def _may_read_ahead(reader: Reader) -> bool:

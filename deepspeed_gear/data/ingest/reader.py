@@ -19,6 +19,7 @@ from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_names import SourceNames
 from deepspeed_gear.data.sources.opened_files import hdf5_file, is_hdf5
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
@@ -118,6 +119,24 @@ class Reader(ABC):
         Raises:
             DataError: An episode is malformed; names file, episode and key.
         """
+
+    def blocks(self) -> Iterator[TrajectoryBlock]:
+        """Yield the episodes in order, in blocks; here in blocks of one.
+
+        A reader whose arrays hold the rows of many episodes one after the other overrides it, since
+        the work for each episode takes longer than that for the rows of a short one. Called once,
+        in place of `episodes`.
+        """
+        first = next(column for column in self.columns if column.rows != "1")
+        for name, arrays in self.episodes():
+            if first.name not in arrays:
+                raise DataError(
+                    f"{self.path}: {name}: column {first.name}",
+                    "must be in every trajectory",
+                    remedy="remove the trajectories without it from the source",
+                )
+            length = len(arrays[first.name]) - int(first.rows == "T+1")
+            yield TrajectoryBlock.of_one(name, arrays, length)
 
     @property
     def held_bytes(self) -> int:
@@ -383,10 +402,16 @@ class RowReader:
             return read_rows(self._where, self._dataset, 0, len(self))
         low, high, _ = rows.indices(len(self))
         high = max(low, high)
-        if not self._first <= low <= high <= self._first + len(self._block):
+        until = self._first + len(self._block)
+        if not self._first <= low <= high <= until:
             # Rounded out to whole chunks: with chunks of 10 rows, [7, 23) is read as [0, 30), or
-            # up to the end of the block if that is later.
-            self._first = low // self._chunk * self._chunk
-            end = max(self._first + self.block_rows, -(-high // self._chunk) * self._chunk)
-            self._block = read_rows(self._where, self._dataset, self._first, min(end, len(self)))
+            # up to the end of the block if that is later. Rows that were read already are kept.
+            first = low // self._chunk * self._chunk
+            end = max(first + self.block_rows, -(-high // self._chunk) * self._chunk)
+            begin = until if self._first <= first < until else first
+            block = read_rows(self._where, self._dataset, begin, min(end, len(self)))
+            if begin > first:
+                block = np.concatenate([self._block[first - self._first :], block])
+            self._first = first
+            self._block = block
         return self._block[low - self._first : high - self._first]
