@@ -43,7 +43,7 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
-from deepspeed_gear.data.ingest.webdataset import WebdatasetReader
+from deepspeed_gear.data.ingest.webdataset import WebdatasetReader, is_pattern, pattern_shards
 from deepspeed_gear.data.ingest.zarr import ZarrReader
 from deepspeed_gear.data.sources import check_local, is_address, source_path
 from deepspeed_gear.data.sources.remote_path import RemotePath
@@ -69,6 +69,7 @@ _CLASSES: tuple[type[Reader], ...] = (
 )
 _MOST_FILES = 64  # of a folder that are looked at where its layout is unknown
 READERS = {reader.format: reader for reader in _CLASSES}
+_CHECK = "check the path and its permissions"
 _NAMING = ("rename", "role")  # options of columns that a reader may apply before
 
 
@@ -83,7 +84,8 @@ def open_source(
     """Check a source and open it, in the given format or in the one that its content shows.
 
     Args:
-        path: A file or folder, or the address of a remote one: hf://, s3://, gs://, https://.
+        path: A file or folder, or the address of a remote one: hf://, s3://, gs://, https://. For
+            shards of WebDataset also a pattern, `part-{000..012}.tar`.
         format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
@@ -93,6 +95,8 @@ def open_source(
     """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
+    if is_pattern(path, format) and (shards := pattern_shards(path, show_progress)):
+        return _open_shards(path, shards, select, expansion, options)
     if isinstance(path, str) and is_address(path):
         source = source_path(path, show_progress)
         with undo_on_error(source.source.close):
@@ -107,13 +111,14 @@ def _open_path(
     expansion: Expansion,
     options: Mapping[str, Any],
 ) -> Reader:
-    with DataError.on(
-        str(path), "must be readable", OSError, remedy="check the path and its permissions"
-    ):
+    with DataError.on(str(path), "must be readable", OSError, remedy=_CHECK):
         if not path.exists():
             remedy = "check the path of the source"
             if "{" in path.name:
-                remedy = "give the folder, or the name without quotes: the shell expands braces"
+                remedy = (
+                    "give the folder, or the name without quotes: the shell expands braces; only "
+                    "shards of WebDataset may be named by a pattern"
+                )
             raise DataError(str(path), "must exist", None, remedy)
         if (path / SCHEMA_FILE).is_file():
             check_no_pointer(path / SCHEMA_FILE)
@@ -123,6 +128,28 @@ def _open_path(
         check_source(path, expansion)
         kind = _recognised(path) if format == "auto" else _reader_class(format)
     return _opened(kind(path, select, expansion, _given(str(path), kind, options)))
+
+
+def _open_shards(
+    pattern: str | Path,
+    shards: Sequence[Path],
+    select: ColumnSelection,
+    expansion: Expansion,
+    options: Mapping[str, Any],
+) -> Reader:
+    """Open the shards of a pattern as one source."""
+    path = Path(pattern)
+    with ExitStack() as stack:
+        if isinstance(shards[0], RemotePath):
+            path = RemotePath(shards[0].source, "")
+            stack.callback(shards[0].source.close)
+        for shard in shards:
+            with DataError.on(str(shard), "must be readable", OSError, remedy=_CHECK):
+                check_source(shard, expansion)
+        given = _given(str(path), WebdatasetReader, options)
+        reader = WebdatasetReader(path, select, expansion, {**given, "shards": shards})
+        stack.pop_all()
+        return _opened(reader)
 
 
 def open_rows(

@@ -187,15 +187,22 @@ class ColumnSelection:
     def __call__(self, name: str) -> bool:
         """Return whether an optional column is kept, and record that the source has it."""
         self._asked.append(name)
-        group = self._groups.get(name, name.split(".")[0])
-        kept = self._kept
+        is_kept = self.keeps(name)
         if _matches(name, self._without):
-            self.excluded.add(group)
-            return False
-        is_kept = kept is None or _matches(name, kept) or self._is_kept_whole(group, kept)
-        if not is_kept and name not in self.left_out:
+            self.excluded.add(self._group(name))
+        elif not is_kept and name not in self.left_out:
             self.left_out.append(name)
         return is_kept
+
+    def keeps(self, name: str) -> bool:
+        """Return whether an optional column would be kept if the source had it."""
+        if _matches(name, self._without):
+            return False
+        kept = self._kept
+        return kept is None or _matches(name, kept) or self._is_kept_whole(self._group(name), kept)
+
+    def _group(self, name: str) -> str:
+        return self._groups.get(name, name.split(".")[0])
 
     def _is_kept_whole(self, group: str, kept: Sequence[str]) -> bool:
         members = (name for name, of in self._groups.items() if of == group)

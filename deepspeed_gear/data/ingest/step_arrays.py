@@ -510,8 +510,7 @@ class ArrayReader(Reader):
         unused = ", ".join(first.left_out)
         short = f"the last step of {num_short} episodes that do not terminate"
         notes = {
-            f"agents {', '.join(agents)}, in this order: reward is the mean of theirs, and an "
-            "episode ends with its last agent": agents,
+            self._agents.note: agents,
             f"{unused}: not arrays of numbers with a row per step, left out": unused,
             f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,
             "next observations at ends are those of the next episodes: not used there": num_resets,
