@@ -48,7 +48,7 @@ from deepspeed_gear.remote.gateway_limits import (
     most_connections,
     server_options,
 )
-from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS
+from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS, SAME_VERSION
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout, wait_until
@@ -292,7 +292,9 @@ class LeaseSessions(Sessions):
             )
         self._origin = f"{writer.run} {writer.table}"
         self._prompts = self._ledger.prompts.schema
+        self._has_members = group is not None and group.member is not None
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
+        self.hello["member"] = group and group.member
         self.hello |= {"keep_bytes": kept, "run": self._origin}
         most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
         self._most = max(1, max_message_bytes // (most_bytes + kept))  # leases of a call
@@ -390,16 +392,16 @@ class LeaseSessions(Sessions):
         """Raise LeaseExpiredError for another session's lease, unless this kept store issued it."""
         spec = self._ledger.spec
         is_known = lease.origin == self._origin and lease.entry < spec.num_entries
-        if not (spec.members and is_known and lease.number % spec.num_stores == spec.store):
+        if not (spec.is_kept and is_known and lease.number % spec.num_stores == spec.store):
             self._ledger.refuse(lease)
 
     def _change(self, lease: LeaseRecord, call: Mapping[str, Any], content: Any) -> list[int]:
         """Change a lease by a call; return the ids of the group, if it commits one."""
         does = call["do"]
         if does == "commit":
-            late = call["absent"]  # columns, by member
+            late = call["absent"]  # columns, by trajectory
             group = [{n: a for n, a in m.items() if n not in late[at]} for at, m in content]
-            ids = self._ledger.commit(lease, group)
+            ids = self._ledger.commit(lease, self._by_member(group, call.get("counts", ())))
             self.num_added += len(ids)
             return ids
         if does == "keep":
@@ -416,9 +418,20 @@ class LeaseSessions(Sessions):
                 "a call",
                 "must lease, renew, keep, commit or fail",
                 does,
-                "use the same version of deepspeed_gear on both sides",
+                SAME_VERSION,
             )
         return []
+
+    def _by_member(self, group: list[dict[str, Any]], counts: Any) -> Sequence[Any]:
+        """Return the members of a group, given its trajectories and how many each member has."""
+        if not self._has_members:
+            return group
+        numbers = arguments.integers("the trajectories of members", counts).tolist()
+        if min(numbers, default=1) < 1 or sum(numbers) != len(group):
+            rule = f"must be counts above 0 whose sum is {len(group)}"
+            raise DataError("the trajectories of members", rule, str(numbers[:8]), SAME_VERSION)
+        ends = np.cumsum(numbers).tolist()
+        return [group[end - count : end] for end, count in zip(ends, numbers, strict=True)]
 
 
 class Gateway:
