@@ -196,6 +196,11 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         return torch.from_numpy(self.sources.trajectories.item[self.sources.at]).to(self._device)
 
     @cached_property
+    def table(self) -> torch.Tensor:
+        """Index of each trajectory's table in a mixture's shares, else 0. [S], int64."""
+        return self.host_source.to(self._device)
+
+    @cached_property
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
         return torch.from_numpy(self.sources.trajectories.is_weight[self.sources.at]).to(
