@@ -59,7 +59,8 @@ def test_stores_share_an_order_a_lag_and_an_account(
 ) -> None:
     how = {"groups": groups, "max_lag": max_lag, "order": order, "late": late}
     counts = driven(Resharding, count, 500 if order == "lease" else 850, monkeypatch, **how)
-    assert min(counts["exact"], counts["loads"], counts["torn"]) > 0, counts
+    assert min(counts["exact"], counts["loads"]) > 0, counts
+    assert counts["torn"] > 0 or max_lag == 0, counts
     assert counts["expired"] > 0 or groups == 1, counts
     assert counts["waits"] > 0 or groups == 1 or late == "drop", counts
     assert counts["first"] > 0 or order == "lease", counts

@@ -358,6 +358,10 @@ def test_groups_of_any_size_are_saved_and_loaded(data: Path, tmp_path: Path) -> 
             found = [micro["tokens"] for micro in micros(replay.rollout())]
             assert all(map(torch.equal, packs[1], found))
             assert all(map(torch.equal, last, [m["tokens"] for m in micros(replay.rollout())]))
+            replay.load(tmp_path / "saved")
+    with Replay(other) as replay:  # the next job in the store finds what was loaded
+        assert replay.can_sample()
+        assert check_books(replay)["waiting"] == len(COUNTS)
 
 
 def test_the_next_job_holds_groups_of_any_size_that_are_whole(data: Path) -> None:
