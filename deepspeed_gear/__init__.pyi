@@ -49,6 +49,8 @@ from deepspeed_gear.writer.partial_publish import CompletedTrajectory as Complet
 from deepspeed_gear.writer.rollout_worker import Lease as Lease
 from deepspeed_gear.writer.rollout_worker import RolloutWorker as RolloutWorker
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter as TrajectoryWriter
+from deepspeed_gear.writer.turns import Turn as Turn
+from deepspeed_gear.writer.turns import trajectories_from_turns as trajectories_from_turns
 from deepspeed_gear.writer.vector_writer import VectorWriter as VectorWriter
 
 __version__: str

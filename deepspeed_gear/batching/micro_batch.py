@@ -20,7 +20,13 @@ from deepspeed_gear.batching.pack_rows import (
     RolloutTrajectories,
     TableTrajectories,
 )
-from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
+from deepspeed_gear.batching.packed_image_models import image_inputs
+from deepspeed_gear.batching.packed_models import (
+    OF_IMAGES,
+    PackedModel,
+    mask_inputs,
+    named_inputs,
+)
 from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
@@ -311,7 +317,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
         Without a cache, since with one the model takes the pack for a single sequence. A model is
         accepted if its family is known to keep trajectories apart with its attention:
-        docs/how-to/packed-models.md has the table. Packs of one trajectory suit every model.
+        docs/how-to/packed-models.md has the table. Packs of one trajectory suit every model. A
+        model of text and images also gets the media of the pack, whose columns have the names of
+        its arguments, and their positions.
 
         Args:
             model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it. Or
@@ -327,11 +335,21 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             raise ConfigError("gear.fields", rule, None, "give the column of token ids that role")
         inputs = {"input_ids": self._tensors[self._token], "use_cache": False}
         if self.pack_shape.prefixes is not None:
-            return inputs | mask_inputs(model, self)
-        if isinstance(model, str):
-            return inputs | named_inputs(model, self)
-        is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows
-        return inputs | PackedModel(model).inputs(self, is_slice)
+            inputs |= mask_inputs(model, self)
+        elif isinstance(model, str):
+            inputs |= named_inputs(model, self)
+        else:
+            is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows
+            inputs |= PackedModel(model).inputs(self, is_slice)
+        if not isinstance(model, str) and PackedModel(model).family in OF_IMAGES:
+            inputs |= image_inputs(
+                PackedModel(model),
+                self._tensors[self._token],
+                self.pack_shape,
+                self.media if self.sources.media is not None else None,
+                self.trajectory_id.tolist(),
+            )
+        return inputs
 
     @property
     def loss_mask(self) -> torch.Tensor:

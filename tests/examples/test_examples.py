@@ -141,6 +141,13 @@ def test_grpo_trains_whole_groups_on_two_ranks(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "result.json").read_text())["curve"]) == 2
 
 
+def test_grpo_with_pictures() -> None:
+    found = result_of("vision_grpo.py", 1, "--iterations", "2")
+    assert set(found) == {"reward_first", "reward_last", "accuracy", "iterations", "seconds"}
+    assert 0 <= found["accuracy"] <= 1
+    assert len((EXAMPLES / "vision_grpo.py").read_text().splitlines()) <= 150
+
+
 def test_packed_and_padded_episodes_train_the_same_model() -> None:
     found = result_of("packed_sequences.py", 1, "--steps", "3")
     assert found["packed"]["losses"] == pytest.approx(found["padded"]["losses"], rel=1e-5)
