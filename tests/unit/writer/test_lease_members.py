@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import prefix
-from ledger_support import check_books, ledger_section, responses, write_prompts
+from ledger_support import check_books, ledger_section, recipe_section, responses, write_prompts
 from remote_support import TOKEN, serving
 from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
 
@@ -26,6 +26,9 @@ from deepspeed_gear import (
     RemoteRolloutWorker,
     Replay,
     RolloutWorker,
+    StoreError,
+    Turn,
+    trajectories_from_turns,
 )
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.records import SharedPrompt
@@ -328,6 +331,37 @@ def test_a_short_group_waits_for_the_late_columns_of_all_that_it_has(data: Path)
         micros(replay.rollout())
 
 
+def test_a_group_is_evicted_with_all_of_its_trajectories(data: Path) -> None:
+    config = with_members(ledger_section(data), max_trajectories=3)
+    sizes = {"capacity_steps": 60, "capacity_trajectories": 36, "remove": "fifo"}
+    config["tables"]["main"] |= sizes
+    with Replay(config) as replay, replay.rollout_worker() as worker:
+        one = {"tokens": np.arange(12), "weight": 1.0}
+        first, second = (lease.commit([one, [one, one]]) for lease in worker.lease(2))
+        assert (len(replay), check_books(replay)["dropped"]) == (3, {"evicted": 1})
+        assert len(replay.read(second)) == 3
+        with pytest.raises(StoreError, match="must be stored"):
+            replay.read(first[-1:])
+
+
+def test_an_agents_turns_are_members(data: Path) -> None:
+    """A turn with an edited context begins a trajectory, with the reward of its rollout."""
+    turns = [Turn([1, 2, 3], [7], [-0.5]), Turn([1, 2, 3, 7, 4], [8], [-1.0])]
+    edited = Turn([1, 2, 9], [6, 5], [-0.1, -0.2])
+    made = [trajectories_from_turns(own, {"reward": 1.0}) for own in (turns, [*turns, edited])]
+    with Replay(gear(data, rollout={"groups": 1})) as replay, replay.rollout_worker() as worker:
+        (lease,) = worker.lease()
+        ids = lease.commit(made)
+        stored = replay.read(ids)
+        assert [one["tokens"].tolist() for one in stored] == [
+            [1, 2, 3, 7, 4, 8],
+            [1, 2, 3, 7, 4, 8],
+            [1, 2, 9, 6, 5],
+        ]
+        assert [int(one["member"]) for one in stored] == [0, 1, 1]
+        assert shared_steps(replay) == [0, 2, 0]
+
+
 # ---- checkpoints, and stores that outlive their job ----
 
 
@@ -418,6 +452,12 @@ def test_configs_with_members_and_prompts(data: Path) -> None:
     del plain["tables"]["main"]["prompts"]
     with pytest.raises(ConfigError, match=r"group.after_s, and only then, without prompts"):
         Replay(plain)
+    recipe = recipe_section(data)
+    table = recipe["tables"]["main"]
+    table["group"] |= {"member": "member", "max_trajectories": 6}
+    table["schema"]["columns"]["member"] = {"dtype": "int32", "rows": "1"}
+    with Replay(recipe) as replay:  # room for three batches of a group
+        assert replay.tables["main"].spec.num_slots == 3 * 6
     narrow = gear(data)
     narrow["tables"]["main"]["group"] |= {"size": 129, "max_trajectories": 129}
     narrow["tables"]["main"]["capacity_trajectories"] = 2000
