@@ -32,6 +32,7 @@ from deepspeed_gear.errors import StoreError as StoreError
 from deepspeed_gear.errors import StoreFullError as StoreFullError
 from deepspeed_gear.errors import StoreGoneError as StoreGoneError
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor as gradient_divisor
+from deepspeed_gear.remote.remote_policy_board import RemotePolicyBoard as RemotePolicyBoard
 from deepspeed_gear.remote.remote_rollout_worker import RemoteRolloutWorker as RemoteRolloutWorker
 from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
 from deepspeed_gear.remote.remote_writer import SendOptions as SendOptions

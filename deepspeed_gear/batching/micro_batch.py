@@ -435,7 +435,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
         Args:
             **columns: Values at the places that predict a token, [1, N] or [N]; [S] for a
-                per-trajectory column of a table.
+                per-trajectory column of a table. A column of rows with a shape takes [1, N, ...],
+                [N, ...] or [S, ...].
         Raises:
             ShapeError: A column has another shape.
             DataError: A value is not finite, and the table requires that.
@@ -452,15 +453,15 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         self.check_shape(name, values, self.pack_shape.end - self.pack_shape.first)
         return values.reshape(-1)
 
-    def check_shape(self, name: str, values: torch.Tensor, rows: int) -> None:
-        """Raise ShapeError unless there is a value for each row."""
-        if (
-            not isinstance(values, torch.Tensor)
-            or values.numel() != rows
-            or values.dim() not in (1, 2)
-        ):
-            got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            rule = f"must have shape [1, {rows}] or [{rows}]"
+    def check_shape(
+        self, name: str, values: torch.Tensor, rows: int, row_shape: tuple[int, ...] = ()
+    ) -> None:
+        """Raise ShapeError unless there is a value, of the given shape, for each row."""
+        given = tuple(values.shape) if isinstance(values, torch.Tensor) else ()
+        fits = given in ((1, rows, *row_shape), (rows, *row_shape))
+        if not fits and not (given == (rows, 1) and not row_shape):
+            got = list(given) if isinstance(values, torch.Tensor) else type(values).__name__
+            rule = f"must have shape {[1, rows, *row_shape]} or {[rows, *row_shape]}"
             raise ShapeError(name, rule, got, "one value for each place, or for each trajectory")
 
 

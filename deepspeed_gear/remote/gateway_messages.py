@@ -24,7 +24,7 @@ from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.media import SENT, MediaSpec
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.trajectory_checks import check_trajectory
-from deepspeed_gear.errors import DataError, show_bytes
+from deepspeed_gear.errors import DataError, StoreError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 
@@ -40,11 +40,14 @@ MOST_MAX_MESSAGE_BYTES = 1 << 30
 # For header, Arrow schema and padding: less than 512 bytes for each column, and its name.
 SLACK_BYTES = 1 << 20
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
-SERVICE = "deepspeed_gear.Gateway"  # the gRPC service, with the methods hello, put and bye
+# The gRPC service, with the methods hello, put and bye, and for weights board, weights and chunk.
+SERVICE = "deepspeed_gear.Gateway"
+MOST_CLIENT = 64  # characters of a client's name, which the gateway keeps
+CHUNK_BYTES = 4 << 20  # of a version of a policy board, in the answer of one call
 NUM_LEASE_WORDS = 5  # the first words of a LeaseRecord, entry to attempt, identify it
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
-SAME_VERSION = "use the same version of deepspeed_gear on both sides"
+_SAME_VERSION = "use the same version of deepspeed_gear on both sides"
 # Of each value and number: its offset in the message, and the array that the gateway makes of it.
 # If these did not count, millions of short trajectories would take many times a message's length.
 _VALUE_BYTES = 8 + 248
@@ -112,12 +115,12 @@ def decode(
     types = [pa.int64(), *[pa.large_binary()] * (len(names) - 1)]
     kinds = pa.ArrowException, OSError, EOFError
     with DataError.on(
-        "batch", "must be an Arrow stream of one record batch", *kinds, remedy=SAME_VERSION
+        "batch", "must be an Arrow stream of one record batch", *kinds, remedy=_SAME_VERSION
     ):
         own = pa.ipc.read_schema(source)
         if own.names != names or own.types != types:
             raise DataError(
-                "batch", f"must have the columns {names} of large_binary", str(own), SAME_VERSION
+                "batch", f"must have the columns {names} of large_binary", str(own), _SAME_VERSION
             )
         message = pa.ipc.read_message(source)
         if message.type == "record batch" and decompressed_bytes(message) is not None:
@@ -133,7 +136,7 @@ def decode(
         remedy = "send fewer trajectories per call"
         raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
-        raise DataError("batch", "must have no nulls", remedy=SAME_VERSION)
+        raise DataError("batch", "must have no nulls", remedy=_SAME_VERSION)
     every = [*schema, Column("media", "uint8")]  # whose bytes `MediaSpec.received` checks
     given = zip(names[1:], every, batch.columns[1:], strict=False)
     columns = {name: _decoded(column, array) for name, column, array in given}
@@ -149,16 +152,23 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
     bad = lengths != column.row_bytes if column.rows == "1" else lengths % column.row_bytes != 0
     if bad.any():
         rule = f"must have rows of {column.row_bytes} bytes"
-        raise DataError(f"batch: column {column.name}", rule, int(lengths[bad][0]), SAME_VERSION)
+        raise DataError(f"batch: column {column.name}", rule, int(lengths[bad][0]), _SAME_VERSION)
     if column.dtype == "bool" and (content[offsets[0] : offsets[-1]] > 1).any():
         raise DataError(
             f"batch: column {column.name}",
             "must hold bytes of 0 and 1, as its dtype is bool",
-            remedy=SAME_VERSION,
+            remedy=_SAME_VERSION,
         )
     lead = () if column.rows == "1" else (-1,)
     pieces = (content[start:end] for start, end in pairwise(offsets))
     return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]
+
+
+def check_version(name: str, version: object) -> None:
+    """Raise a StoreError unless a client has this version of the protocol."""
+    if version != VERSION:
+        rule = f"must have protocol version {VERSION}"
+        raise StoreError(name, rule, version, "install the same deepspeed_gear on both sides")
 
 
 def lease_words(lease: LeaseRecord) -> tuple[Any, ...]:
@@ -173,7 +183,7 @@ def lease_of(words: Any) -> LeaseRecord:
         "must be a list of 7 words",
         TypeError,
         ValueError,
-        remedy=SAME_VERSION,
+        remedy=_SAME_VERSION,
     ):
         entry, token, number, version, attempt, _, origin = words
     for word in (entry, token, number, version, attempt):
@@ -181,7 +191,9 @@ def lease_of(words: Any) -> LeaseRecord:
     return LeaseRecord(entry, token, number, version, attempt, origin=str(origin))
 
 
-def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:
+def pack(
+    header: Mapping[str, Any], batch: pa.RecordBatch | bytes | memoryview | None = None
+) -> pa.Buffer:
     """Return a message: the length of the header, the header as JSON, and the content.
 
     `batch` is the content: bytes, or a record batch, which is written as an IPC stream.
@@ -189,7 +201,7 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None)
     sink = pa.BufferOutputStream()
     head = json.dumps(header).encode()
     sink.write(len(head).to_bytes(_LENGTH, "little") + head)
-    if isinstance(batch, bytes):
+    if isinstance(batch, bytes | memoryview):
         sink.write(batch)
     elif batch is not None:
         with pa.ipc.new_stream(sink, batch.schema) as stream:
@@ -208,12 +220,12 @@ def unpack(
             "message",
             f"must have a header of at most {most_bytes} bytes",
             end - _LENGTH,
-            SAME_VERSION,
+            _SAME_VERSION,
         )
-    with DataError.on("message", "must begin with a JSON object", ValueError, remedy=SAME_VERSION):
+    with DataError.on("message", "must begin with a JSON object", ValueError, remedy=_SAME_VERSION):
         header = parse_json(bytes(view[_LENGTH:end]))
     if not isinstance(header, dict) or end > len(view):
-        raise DataError("message", "must begin with a JSON object", None, SAME_VERSION)
+        raise DataError("message", "must begin with a JSON object", None, _SAME_VERSION)
     return header, message.slice(end)
 
 

@@ -56,6 +56,18 @@ def listed_trajectories(
     return trajectories, counts
 
 
+def by_member(trajectories: Sequence[Any], counts: Any) -> list[Sequence[Any]]:
+    """Divide the trajectories of a group by member, given how many each has; DataError."""
+    name = "the trajectories of members"
+    numbers = arguments.integers(name, counts).tolist()
+    if min(numbers, default=1) < 1 or sum(numbers) != len(trajectories):
+        rule = f"must be counts above 0 whose sum is {len(trajectories)}"
+        remedy = "use the same version of deepspeed_gear on both sides"
+        raise DataError(name, rule, str(numbers[:8]), remedy)
+    ends = np.cumsum(numbers).tolist()
+    return [trajectories[end - count : end] for end, count in zip(ends, numbers, strict=True)]
+
+
 def check_group_size(name: str, group: GroupSpec, num_members: int, num_trajectories: int) -> None:
     """Raise a DataError unless a group that a lease commits has as many members as it must have."""
     least = group.min_size or group.size
