@@ -298,6 +298,8 @@ def load_rows(
             data[slots] = np.concatenate(files)[chosen]
         else:
             _copy_rows(data, files, extents)
+    if isinstance(table.ledger, KeptLedger):
+        table.ledger.note_sizes(slots)
     if media is not None:
         media.restore(partial(Evictor(table, Context()).release, may_evict=False))
     table.views["retention"][table.slots[:, Slot.STATE] != SlotState.EVICTED] = 0

@@ -109,8 +109,8 @@ class GroupConfig(t.GearModel):
     """Members of a group. Members that arrive after it is complete are evicted, and counted."""
     member: t.Name | None = None
     """The per-trajectory column of integers with the number of the member, where a member may have
-    several trajectories. Then name a late column in `needs`, and fill it when the member has all of
-    them. null: each trajectory is a member.
+    several trajectories. With `prompts`, `lease.commit` fills it in; otherwise name a late column
+    in `needs`, and fill it when the member has all of them. null: each trajectory is a member.
     """
     max_trajectories: t.Count | None = None
     """Most trajectories of a group; given with `member`, and only then. One more is refused."""
@@ -121,7 +121,9 @@ class GroupConfig(t.GearModel):
     least `min_size` members. null: never.
     """
     min_size: t.Count | None = None
-    """Least number of members with which a group becomes complete after `after_s`."""
+    """Least number of members with which a group becomes complete after `after_s`. With `prompts`,
+    without `after_s`: least number of members that `lease.commit` takes. null: `size`.
+    """
     remember: Annotated[int, Strict(), Ge(0), Lt(2**31)] | None = None
     """Number of groups that each node remembers after they left the table (trained, rejected or
     evicted), latest first: further trajectories with their numbers are evicted, and counted. null:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.table_options import (
     DEFAULTS,
@@ -105,6 +107,14 @@ def prompt_spec_of(
             schema[group.column].dtype,
             "set its dtype to int64",
         )
+    if group.member is not None and np.iinfo(schema[group.member].numpy_dtype).max < group.size - 1:
+        rule = f"must hold the places of {group.size} members with {at}.prompts, from 0 on"
+        raise ConfigError(
+            f"{at}.schema.columns.{group.member}",
+            rule,
+            schema[group.member].dtype,
+            "set its dtype to int32",
+        )
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
     # One store may have to hold all groups of a batch: those of the others may all be dropped.
     each = max(-(-(prompts.max_lag + 2) * groups // count), groups)
@@ -127,7 +137,7 @@ def prompt_spec_of(
         random_key=random_key_of(name, "prompts"),
         num_stores=count,
         store=store,
-        members=group.size if config.shared_memory.keep else 0,
+        is_kept=config.shared_memory.keep,
         needs=bool(group.late),
     )
 

@@ -64,7 +64,7 @@ class PromptBooks:
             return (self.num_selected - self.trained_here) * self._spec.groups
         is_drawn = self._views["slots"][:, Slot.STATE] == SlotState.EVICTED
         is_drawn &= self._views["stream/train/last_drawn"] >= self.trained_here
-        return int(is_drawn.sum()) // self._spec.size
+        return len(np.unique(self._numbers[np.flatnonzero(is_drawn)]))
 
     def leaders(self) -> np.ndarray:
         """Return the leaders of this store's complete groups. [n], int64."""

@@ -216,14 +216,14 @@ class PromptLedger:
         self.renew(lease)
 
     @contextmanager
-    def committing(self, lease: LeaseRecord, members: int) -> Iterator[None]:
-        """End a lease by a block that commits the `members` trajectories of its group, all or none.
+    def committing(self, lease: LeaseRecord, slots: Sequence[int] | np.ndarray) -> Iterator[None]:
+        """End a lease by a block that commits the slots of its group, all or none.
 
-        Where the process dies in the block, the entry has a number of members but is still leased:
-        `recover` evicts what is committed.
+        Where the process dies in the block, the entry has a number of trajectories but is still
+        leased: `recover` evicts what is committed.
         """
         words = self.own(lease)
-        words[Entry.MEMBERS] = members
+        words[Entry.MEMBERS] = len(slots)
         yield
         words[Entry.STATE] = EntryState.HELD
 

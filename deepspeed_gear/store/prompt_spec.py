@@ -98,7 +98,7 @@ class PromptSpec:
     fingerprint: str
     num_prompts: int
     groups: int  # of a rollout batch
-    size: int  # trajectories of a group
+    size: int  # trajectories of a group, at most
     lease_s: float
     attempts: int
     max_lag: int
@@ -107,7 +107,7 @@ class PromptSpec:
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
-    members: int = 0  # trajectories of a group in a store that outlives its job; else 0
+    is_kept: bool = False  # whether the store outlives its job
     needs: bool = False  # whether a committed group waits for late columns
     num_stores: int = 1
     store: int = 0  # index of this one
@@ -141,7 +141,7 @@ class PromptSpec:
         """Return the regions of the ledger in a store."""
         words = (4 + self.max_lag,)
         return [
-            *([Region("life_words", "int64", words)] if self.members else []),
+            *([Region("life_words", "int64", words)] if self.is_kept else []),
             Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             # The counters, and as they will be. Those of an epoch follow a word that is epoch + 1.

@@ -50,7 +50,7 @@ class LeaseLedger(ProcessBound):
         """Keep at most `keep_bytes` for the next lease of the prompt, and renew this one."""
 
     @abstractmethod
-    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    def commit(self, lease: LeaseRecord, members: Sequence[Any]) -> list[int]:
         """Add the group of a lease and end it; as `Lease.commit`."""
 
     @abstractmethod
@@ -114,21 +114,25 @@ class Lease:
     def __repr__(self) -> str:
         return f"Lease(prompt {self.number}, version {self.version}, attempt {self.attempt})"
 
-    def commit(self, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    def commit(
+        self, members: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]
+    ) -> list[int]:
         """Add all trajectories of the group at once, and end the lease.
 
         Args:
-            trajectories: The `group.size` trajectories, as `Replay.add` takes them; the group's
-                column may be left out.
+            members: The `group.size` members of the group, or at least `group.min_size`. A member
+                is a trajectory, as `Replay.add` takes it, or with `group.member` a list of one or
+                several trajectories in their order. The columns of the group and of the member may
+                be left out: the commit fills in the number of the prompt and the member's place.
         Returns:
-            Their ids.
+            The ids of the trajectories, member by member.
         Raises:
             LeaseExpiredError: The lease came back; nothing is added.
             DataError, StoreFullError, NotReadyError: As `Replay.add`; nothing is added, and the
                 lease goes on.
         """
         with self._named_ending():
-            ids = self._ledger.commit(self._lease, trajectories)
+            ids = self._ledger.commit(self._lease, members)
         self._ending = "it was committed"
         return ids
 
@@ -249,7 +253,7 @@ class LocalLedger(LeaseLedger):
     def _take(self, count: int) -> list[LeaseRecord] | None:
         """Lease up to `count` prompts now; None if none is admitted."""
         table = self._table
-        if self.spec.members and not table.has_living_rank:
+        if self.spec.is_kept and not table.has_living_rank:
             return None  # until the next job attaches to the store
         with table.lock:
             leases = self._ledger.lease(count)
@@ -292,9 +296,9 @@ class LocalLedger(LeaseLedger):
         with self._table.lock:
             self._ledger.release(self._table.memory.peer, [lease.token for lease in leases])
 
-    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    def commit(self, lease: LeaseRecord, members: Sequence[Any]) -> list[int]:
         self._writer.check_goes_on()
-        return self._inserter.add_group(lease, trajectories)
+        return self._inserter.add_group(lease, members)
 
     def close(self) -> None:
         """Return the leases of this process, and close its writer. Safe to call twice."""

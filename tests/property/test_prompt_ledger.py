@@ -345,11 +345,12 @@ def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> N
         trained = words.randint(0, 3)
         key = trained + words.randint(0, min(1, max_lag))  # one batch is in training, or none
         given = (groups, 1, 1.0, 1, max_lag, 0, 0, "completion")
-        spec = PromptSpec("", "", 99, *given, members=1)
+        spec = PromptSpec("", "", 99, *given, is_kept=True)
         views = {one.name: np.zeros(one.shape, one.dtype) for one in spec.regions()}
         views |= {"stream/train/position": np.full(Head.NUM_WORDS, key)}
         views |= {"stream/train/consumed": np.array([trained])}
         views |= {name: np.zeros((1, 16), np.int64) for name in ("slots", "groups")}
+        views |= {"group_sizes": np.zeros(1, np.int64)}
         ledger = KeptLedger(
             spec, views, np.zeros(1, np.int64), SimpleNamespace(), SimpleNamespace()
         )  # type: ignore[arg-type]
