@@ -264,7 +264,7 @@ def _fields(
     """Check a config against one table; return the fields of its samples."""
     sampler = config.sampler_of(table)
     for column, where in sampler.where.items():
-        _check_where(column, where, schema)
+        check_where(dotted("gear", "sampler", "where", column), column, where, schema)
     for option, column in sampler.columns.items():
         numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
         _check_listed(f"gear.sampler.{option}", _ONE_NUMBER, column, numbers)
@@ -351,8 +351,8 @@ def _known(schema: Schema) -> str:
     return f"the table has {', '.join(schema.names)}"
 
 
-def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
-    at = dotted("gear", "sampler", "where", name)
+def check_where(at: str, name: str, where: WhereConfig, schema: Schema) -> None:
+    """Raise a ConfigError unless the condition `at` suits the column that it names."""
     _check_listed(at, _ONE_NUMBER, name, _scalars(schema))
     column = schema[name]
     if column.dtype == "bool" and where.in_ is None:

@@ -8,6 +8,7 @@ from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import Field, Strict, field_validator, model_validator
 
 from deepspeed_gear.config import types as t
+from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.schema import Schema
 
 Writers = Annotated[t.Int, Ge(0), Le(1024)]
@@ -145,6 +146,11 @@ class PromptsConfig(t.GearModel):
     one prompt per row (JSONL, Parquet), which is ingested beside itself once, and again after it
     has changed. The path is absolute or relative to the working directory. The order of an epoch
     follows from `gear.seed`.
+    """
+    where: dict[t.Name, WhereConfig] = Field(default={})
+    """Conditions on per-trajectory columns of the data set, such as
+    `{"difficulty": {"min": 0.2, "max": 0.8}}`. Prompts that fail one are never leased, and an epoch
+    has the others. A run resumes with the conditions that it was saved with.
     """
     lease_s: t.Timeout = 600.0
     """Seconds after its start or latest heartbeat at which a lease expires; its prompt is then

@@ -349,7 +349,8 @@ class LeaseSessions(Sessions):
             # worker has given up: no thread waits for what it returns.
             if number < session.number or "leases" not in session.answer:
                 return session.answer
-            prompts = [session.leases[tuple(key)][1] for *key, _ in session.answer["leases"]]
+            keys = [tuple(one[:NUM_LEASE_WORDS]) for one in session.answer["leases"]]
+            prompts = [session.leases[key][1] for key in keys]
         columns = self._prompts
         rows = [{c.name: as_stored(one[c.name], c, "prompt") for c in columns} for one in prompts]
         content = gateway_messages.encode(columns, list(enumerate(rows)))
@@ -383,7 +384,7 @@ class LeaseSessions(Sessions):
         for lease, prompt in self._ledger.lease(count, wait_s):
             key = lease[:NUM_LEASE_WORDS]
             session.leases[key] = (lease, prompt)
-            given.append((*key, base64.b64encode(lease.kept).decode()))
+            given.append((*key, base64.b64encode(lease.kept).decode(), lease.place))
         return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
 
     def _check_other(self, lease: LeaseRecord) -> None:

@@ -76,8 +76,10 @@ class RemoteLedger(LeaseLedger):
                 prompt[column.name] = opaque_rows.decode(prompt[column.name], column, column.name)
         run = str(self._hello["run"])
         leases = [
-            LeaseRecord(entry, token, number, version, attempt, base64.b64decode(kept), run)
-            for entry, token, number, version, attempt, kept in answer["leases"]
+            LeaseRecord(
+                entry, token, number, version, attempt, base64.b64decode(kept), run, place=place
+            )
+            for entry, token, number, version, attempt, kept, place in answer["leases"]
         ]
         return list(zip(leases, prompts, strict=True))
 

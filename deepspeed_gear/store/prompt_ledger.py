@@ -67,6 +67,7 @@ class LeaseRecord(NamedTuple):
     kept: bytes = b""  # of a prompt: what the leases before have kept
     origin: str = ""  # where it counts: run and table if remote, `Table.lineage` of a trajectory
     num_steps: int = 0  # of a trajectory
+    place: int = -1  # of a prompt: its place in the data set, which `LocalLedger` looks up
 
 
 class PromptLedger:

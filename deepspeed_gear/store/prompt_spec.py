@@ -7,7 +7,7 @@ group. Of K stores, one on each node, store k issues the numbers n with n % K ==
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -90,6 +90,10 @@ FIXED_REASONS = (
 OTHER_REASON: Final = MOST_REASONS - 1
 
 
+#: A column, its least and its largest value, and the values that it may have.
+Condition = tuple[str, int | float | None, int | float | None, tuple[int | float, ...] | None]
+
+
 @dataclass(frozen=True)
 class PromptSpec:
     """The prompts of a table, and how they are leased."""
@@ -109,8 +113,21 @@ class PromptSpec:
     keep_bytes: int = 0  # that a lease may keep
     members: int = 0  # trajectories of a group in a store that outlives its job; else 0
     needs: bool = False  # whether a committed group waits for late columns
+    where: tuple[Condition, ...] = ()  # on columns of the data set; `num_prompts` pass them
     num_stores: int = 1
     store: int = 0  # index of this one
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The options, JSON-able, that decide with the data set which prompt a number is.
+
+        Without those that have their defaults, as a checkpoint has it.
+        """
+        where = [
+            [column, least, most, None if among is None else list(among)]
+            for column, least, most, among in self.where
+        ]
+        return {"where": where} if where else {}
 
     @property
     def is_joint(self) -> bool:
