@@ -200,6 +200,11 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
             _check_listed(f"{at}.group.needs", "must name late columns", name, schema.late_columns)
         for name in group.where:
             _check_listed(f"{at}.group.where.{name}", _ONE_NUMBER, name, _scalars(schema))
+    if table.prompts is not None and table.prompts.column is not None:
+        taken = () if group is None else (group.column, group.member)
+        free = [c for c in numbers if c.dtype == "int64" and not c.late and c.name not in taken]
+        rule = "must name a column of one int64 per trajectory, which is not late and not a group's"
+        _check_listed(f"{at}.prompts.column", rule, table.prompts.column, free)
     if table.keep_best is not None:
         _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:

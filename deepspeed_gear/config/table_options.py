@@ -152,6 +152,16 @@ class PromptsConfig(t.GearModel):
     `{"difficulty": {"min": 0.2, "max": 0.8}}`. Prompts that fail one are never leased, and an epoch
     has the others. A run resumes with the conditions that it was saved with.
     """
+    column: t.Name | None = None
+    """A per-trajectory column of int64 in which `lease.commit` fills in the place of the prompt in
+    `data`, as `lease.index`. It tells training which prompt a group answers. null: none.
+    """
+    sampler: Literal["epoch", "prioritized", "prioritized_epoch"] = "epoch"
+    """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from
+    `gear.seed`. "prioritized": any, in proportion to the priorities of
+    `replay.set_prompt_priorities`, which are 1 at first. "prioritized_epoch": each once an epoch;
+    the next one is drawn by priority among those that the epoch has left, on one node.
+    """
     lease_s: t.Timeout = 600.0
     """Seconds after its start or latest heartbeat at which a lease expires; its prompt is then
     leased again.

@@ -294,6 +294,7 @@ class LeaseSessions(Sessions):
         self._prompts = self._ledger.prompts.schema
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
         self.hello |= {"keep_bytes": kept, "run": self._origin}
+        self.hello |= {"place": self._ledger.spec.column}
         most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
         self._most = max(1, max_message_bytes // (most_bytes + kept))  # leases of a call
 
@@ -364,7 +365,9 @@ class LeaseSessions(Sessions):
             return self._lease(session, call)
         lease = gateway_messages.lease_of(call["lease"])
         key = lease[:NUM_LEASE_WORDS]
-        if key not in session.leases:
+        if key in session.leases:
+            lease = lease._replace(place=session.leases[key][0].place)
+        else:
             self._check_other(lease)
         try:
             ids = self._change(lease, call, content)

@@ -97,6 +97,8 @@ class RemoteLedger(LeaseLedger):
         name = f"the group of prompt {lease.number}"
         names = frozenset(self._schema.names)
         number = {str(self._hello["group"]): np.int64(lease.number)}
+        if self._hello["place"] is not None:
+            number[str(self._hello["place"])] = np.int64(lease.place)
         flat = [flatten(name, {**number, **one}, names) for one in given]
         items = dict[int, MediaItem]()  # each comes with the first member that names it
         members = [as_sent(name, self._schema, self._media, one, items) for one in flat]

@@ -249,10 +249,11 @@ class LocalLedger(LeaseLedger):
         leases = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on) or []
         with self._table.lock:
             self._ledger.note_waited(time.monotonic_ns() - begin)
+        if self._ledger.masses is None:
+            leases = [lease._replace(place=self._place(lease.number)) for lease in leases]
         # A damaged row of the data set raises here: the prompts are leased again.
         with undo_on_error(partial(self.release, leases)):
-            placed = [lease._replace(place=self._place(lease.number)) for lease in leases]
-            return [(lease, self.prompts.trajectory(lease.place)) for lease in placed]
+            return [(lease, self.prompts.trajectory(lease.place)) for lease in leases]
 
     def _take(self, count: int) -> list[LeaseRecord] | None:
         """Lease up to `count` prompts now; None if none is admitted."""
@@ -264,6 +265,10 @@ class LocalLedger(LeaseLedger):
             if not leases and table.groups is not None:
                 table.groups.update()  # groups that fail `where` admit other prompts
                 leases = self._ledger.lease(count)
+            if self._ledger.masses is not None:
+                drawn = [self._ledger.drawn(lease) for lease in leases]
+                placed = zip(leases, self._admitted[drawn].tolist(), strict=True)
+                leases = [lease._replace(place=place) for lease, place in placed]
         return leases or None
 
     def _place(self, number: int) -> int:
