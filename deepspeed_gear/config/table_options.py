@@ -160,7 +160,8 @@ class PromptsConfig(t.GearModel):
     """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from
     `gear.seed`. "prioritized": any, in proportion to the priorities of
     `replay.set_prompt_priorities`, which are 1 at first. "prioritized_epoch": each once an epoch;
-    the next one is drawn by priority among those that the epoch has left, on one node.
+    the next one is drawn by priority among those that the epoch has left. Each of several nodes
+    draws from a random part of the epoch's prompts.
     """
     lease_s: t.Timeout = 600.0
     """Seconds after its start or latest heartbeat at which a lease expires; its prompt is then

@@ -111,10 +111,6 @@ def prompt_spec_of(
             "set its dtype to int64",
         )
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
-    if prompts.sampler == "prioritized_epoch" and count > 1:
-        rule = f'must not be "prioritized_epoch" over {count} nodes, which draw by themselves'
-        remedy = 'use "prioritized", which may draw a prompt again, or "epoch"'
-        raise ConfigError(f"{at}.prompts.sampler", rule, prompts.sampler, remedy)
     # One store may have to hold all groups of a batch: those of the others may all be dropped.
     each = max(-(-(prompts.max_lag + 2) * groups // count), groups)
     least = count * each * group.max_trajectories

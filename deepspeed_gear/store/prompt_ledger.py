@@ -32,7 +32,7 @@ from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.prompt_books import PromptBooks
-from deepspeed_gear.store.prompt_masses import MASS_ARRAYS, PromptMasses
+from deepspeed_gear.store.prompt_masses import PromptMasses, merge_masses
 from deepspeed_gear.store.prompt_spec import (
     EPOCHS,
     FIRST_STAMP,
@@ -588,13 +588,14 @@ class PromptLedger:
         counts = self.counts
         leases = int(counts[PromptCount.LEASES])
         every = saved["prompt_entries"]
+        if self.masses is not None:
+            every = every.copy()
+            self.masses.restore(saved, every, int(saved["prompt_counts"][PromptCount.ISSUED]))
         is_own = every[:, Entry.NUMBER] % spec.num_stores == spec.store
         entries = every[is_own]
         kept = saved["prompt_kept"][is_own]
         self._states[:] = EntryState.FREE
         self.entries[: len(entries), : entries.shape[1]] = entries  # older saves have no PROMPT
-        if self.masses is not None:
-            self.masses.restore(saved)
         self.entries[:, Entry.KEPT] &= ~1  # in the first copy
         self._kept[: len(entries), 0, : kept.shape[1]] = kept
         leased = self._states == EntryState.LEASED
@@ -662,6 +663,5 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         "prompt_kept": np.concatenate(kept),
         "prompt_entries": np.concatenate([*(one["prompt_entries"] for one in stores), returned]),
         "prompt_reasons": reasons,
-        # Masses are set on all nodes at once, so the stores have the same.
-        **{name: stores[0][name] for name in MASS_ARRAYS if name in stores[0]},
+        **merge_masses(stores),
     }

@@ -191,7 +191,7 @@ class PromptSpec:
             Region("prompt_masses", "int64", each),
             *([Region("prompt_drawn", "int64", each)] if self.draws_once else []),
             Region("prompt_sums", "int64", (tree_size(self.num_prompts),)),
-            Region("prompt_tree", "int64", (1,)),
+            Region("prompt_tree", "int64", (2,)),
         ]
 
 

@@ -73,7 +73,8 @@ def test_stores_share_an_order_a_lag_and_an_account(
         ("prioritized", 3, 5, 3, "lease"),
         ("prioritized", 2, 5, 3, "completion"),
         ("prioritized_epoch", 1, 4, 1, "lease"),
-        ("prioritized_epoch", 1, 5, 3, "completion"),
+        ("prioritized_epoch", 2, 4, 1, "lease"),
+        ("prioritized_epoch", 3, 5, 3, "completion"),
     ],
 )
 def test_a_number_keeps_the_prompt_that_was_drawn(

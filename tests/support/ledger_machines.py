@@ -494,8 +494,7 @@ class Resharding(Machine):
     def restore(self, saved: Saved) -> bool:
         """Load a save on any number of stores, unless their tables are too small."""
         before = self.stores
-        count = self.words.randint(1, 3)
-        self.make(1 if before[0].spec.draws_once else count)
+        self.make(self.words.randint(1, 3))
         owned = [[row for row in saved.rows if store.owns(row[0])] for store in self.stores]
         if any(len(own) > len(store.slots) for own, store in zip(owned, self.stores, strict=True)):
             self.stores = before

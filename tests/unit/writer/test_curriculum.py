@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import run_command
+from gear_support import prefix, run_command
 from ledger_support import check_books, ledger_section, responses
 from remote_support import TOKEN, served
+from thread_ranks import ThreadPlane, on_ranks
 
 from deepspeed_gear import (
     CheckpointError,
@@ -23,14 +24,14 @@ from deepspeed_gear import (
     DatasetWriter,
     GearError,
     Lease,
+    PeerError,
     RemoteRolloutWorker,
     Replay,
     RolloutWorker,
     Schema,
 )
 from deepspeed_gear.cli import inspect, preview, simulate
-from deepspeed_gear.plan.table_resolution import prompt_spec_of
-from deepspeed_gear.store.table_spec import Shard
+from deepspeed_gear.replay.prompt_priorities import PromptPriorities
 
 PROMPTS = Schema(
     [
@@ -292,13 +293,11 @@ def test_configs_that_priorities_do_not_suit(data: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=match):
             Replay(config)
-    with Replay(once) as replay:
-        with pytest.raises(DataError, match='must be above 0 with "prioritized_epoch"'):
-            replay.set_prompt_priorities([1], [0])
-        spec = replay.tables["main"].spec
-        assert spec.group is not None
-        with pytest.raises(ConfigError, match='must not be "prioritized_epoch" over 2 nodes'):
-            prompt_spec_of(replay.config, "main", spec.group, spec.schema, 40, Shard(1, 2, 0, 0))
+    with (
+        Replay(once) as replay,
+        pytest.raises(DataError, match='must be above 0 with "prioritized_epoch"'),
+    ):
+        replay.set_prompt_priorities([1], [0])
     with (
         Replay(ledger_section(data)) as replay,
         pytest.raises(ConfigError, match='sampler must be "prioritized" or "prioritized_epoch"'),
@@ -341,3 +340,31 @@ def test_the_command_line_shows_priorities_and_conditions(
     text = capsys.readouterr().out
     assert "9 prompts leased or waiting at once, prompts left out by difficulty, drawn by" in text
     assert run_command(simulate, str(file), "--lengths", "lognormal:4,1", "--batches", "3") == 0
+
+
+def test_ranks_of_two_nodes_set_the_same_priorities(data: Path) -> None:
+    """Each rank gives a part; the last rank's value counts, and an error is raised on all."""
+    configs = [weighted(data, shared_memory={"prefix": f"{prefix()}-{node}"}) for node in range(2)]
+    with Replay(configs[0]) as one, Replay(configs[1]) as other:
+        tables = [replay.tables["main"] for replay in (one, other)]
+
+        def act(plane: ThreadPlane) -> list[float]:  # ranks 0 and 2 lead their nodes
+            leads = plane.rank % 2 == 0
+            priorities = PromptPriorities(tables[plane.rank // 2], plane, leads)
+            parts: list[tuple[list[int], list[float]]]
+            parts = [([0, 1], [2, 3]), ([], []), ([1, 6, 6], [5, 8, 7]), ([3], [4])]
+            priorities.set(*parts[plane.rank])
+            return priorities.values().tolist()
+
+        assert on_ranks(4, act) == [[2, 5, 1, 4, 1, 1, 7]] * 4
+
+        def fail(plane: ThreadPlane) -> None:
+            priorities = PromptPriorities(tables[plane.rank], plane, True)
+            priorities.set([0], [1.0 if plane.rank else -1.0])
+
+        first, second = on_ranks(2, fail)
+        assert isinstance(first, DataError)
+        assert isinstance(second, PeerError)
+        assert "rank 0: set_prompt_priorities" in str(second)
+        assert one.prompt_priorities().tolist() == other.prompt_priorities().tolist()
+        assert one.prompt_priorities()[0] == 2
