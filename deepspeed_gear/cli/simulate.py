@@ -128,7 +128,7 @@ def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
             and table.group is not None
             and config.rollout_size is not None
         ):
-            options = table.prompts.model_dump(exclude={"data"})
+            options = table.prompts.model_dump(exclude={"data", "where", "column", "sampler"})
             options |= {
                 "groups": config.rollout_size.size,
                 "size": table.group.size,

@@ -211,6 +211,13 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
             'with the order "lease"',
             'in the order of leases each batch waits for its groups: set order to "completion"',
         )
+    if table.prompts is not None and config.shared_memory.keep:
+        Part(f"{part.at}.prompts", table.prompts).admit(
+            "sampler",
+            ["epoch"],
+            "with gear.shared_memory.keep",
+            "the next job may draw other prompts than those of the groups that the store has",
+        )
     when = f"with {part.at}.prompts"
     part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
     part.leave_out("data version max_age", when, "prompts.max_lag bounds the age of groups")

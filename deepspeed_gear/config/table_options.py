@@ -8,6 +8,7 @@ from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import Field, Strict, field_validator, model_validator
 
 from deepspeed_gear.config import types as t
+from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.schema import Schema
 
 Writers = Annotated[t.Int, Ge(0), Le(1024)]
@@ -147,6 +148,22 @@ class PromptsConfig(t.GearModel):
     one prompt per row (JSONL, Parquet), which is ingested beside itself once, and again after it
     has changed. The path is absolute or relative to the working directory. The order of an epoch
     follows from `gear.seed`.
+    """
+    where: dict[t.Name, WhereConfig] = Field(default={})
+    """Conditions on per-trajectory columns of the data set, such as
+    `{"difficulty": {"min": 0.2, "max": 0.8}}`. Prompts that fail one are never leased, and an epoch
+    has the others. A run resumes with the conditions that it was saved with.
+    """
+    column: t.Name | None = None
+    """A per-trajectory column of int64 in which `lease.commit` fills in the place of the prompt in
+    `data`, as `lease.index`. It tells training which prompt a group answers. null: none.
+    """
+    sampler: Literal["epoch", "prioritized", "prioritized_epoch"] = "epoch"
+    """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from
+    `gear.seed`. "prioritized": any, in proportion to the priorities of
+    `replay.set_prompt_priorities`, which are 1 at first. "prioritized_epoch": each once an epoch;
+    the next one is drawn by priority among those that the epoch has left. Each of several nodes
+    draws from a random part of the epoch's prompts.
     """
     lease_s: t.Timeout = 600.0
     """Seconds after its start or latest heartbeat at which a lease expires; its prompt is then

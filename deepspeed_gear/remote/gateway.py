@@ -301,6 +301,7 @@ class LeaseSessions(Sessions):
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
         self.hello["member"] = group and group.member
         self.hello |= {"keep_bytes": kept, "run": self._origin}
+        self.hello |= {"place": self._ledger.spec.column}
         most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
         self._most = max(1, max_message_bytes // (most_bytes + kept))  # leases of a call
 
@@ -356,7 +357,8 @@ class LeaseSessions(Sessions):
             # worker has given up: no thread waits for what it returns.
             if number < session.number or "leases" not in session.answer:
                 return session.answer
-            prompts = [session.leases[tuple(key)][1] for *key, _ in session.answer["leases"]]
+            keys = [tuple(one[:NUM_LEASE_WORDS]) for one in session.answer["leases"]]
+            prompts = [session.leases[key][1] for key in keys]
         columns = self._prompts
         rows = [{c.name: as_stored(one[c.name], c, "prompt") for c in columns} for one in prompts]
         content = gateway_messages.encode(columns, list(enumerate(rows)))
@@ -370,7 +372,9 @@ class LeaseSessions(Sessions):
             return self._lease(session, call)
         lease = gateway_messages.lease_of(call["lease"])
         key = lease[:NUM_LEASE_WORDS]
-        if key not in session.leases:
+        if key in session.leases:
+            lease = lease._replace(place=session.leases[key][0].place)
+        else:
             self._check_other(lease)
         try:
             ids = self._change(lease, call, content)
@@ -390,7 +394,7 @@ class LeaseSessions(Sessions):
         for lease, prompt in self._ledger.lease(count, wait_s):
             key = lease[:NUM_LEASE_WORDS]
             session.leases[key] = (lease, prompt)
-            given.append((*key, base64.b64encode(lease.kept).decode()))
+            given.append((*key, base64.b64encode(lease.kept).decode(), lease.place))
         return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
 
     def _check_other(self, lease: LeaseRecord) -> None:

@@ -77,8 +77,10 @@ class RemoteLedger(LeaseLedger):
                 prompt[column.name] = opaque_rows.decode(prompt[column.name], column, column.name)
         run = str(self._hello["run"])
         leases = [
-            LeaseRecord(entry, token, number, version, attempt, base64.b64decode(kept), run)
-            for entry, token, number, version, attempt, kept in answer["leases"]
+            LeaseRecord(
+                entry, token, number, version, attempt, base64.b64decode(kept), run, place=place
+            )
+            for entry, token, number, version, attempt, kept, place in answer["leases"]
         ]
         return list(zip(leases, prompts, strict=True))
 
@@ -98,6 +100,8 @@ class RemoteLedger(LeaseLedger):
         number = {str(self._hello["group"]): np.int64(lease.number)}
         for one in given:
             arguments.mapping(f"{name}: trajectory", one, "column -> rows")
+        if self._hello["place"] is not None:
+            number[str(self._hello["place"])] = np.int64(lease.place)
         flat = [flatten(name, {**number, **one}, names) for one in given]
         items = dict[int, MediaItem]()  # each comes with the first trajectory that names it
         sent = [as_sent(name, self._schema, self._media, one, items) for one in flat]

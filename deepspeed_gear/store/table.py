@@ -172,6 +172,8 @@ class Table:
             table.lock.initialise()
             if spec.dataset is None:
                 table.extents.rebuild()
+                if table.ledger is not None and table.ledger.masses is not None:
+                    table.ledger.masses.initialise()
             else:
                 table._fill(spec.dataset)
             write_header(memory.buffer, layout, run)

@@ -177,6 +177,7 @@ class Inserter:
         name = self._group_name(lease)
         trajectories, counts = listed_trajectories(name, members, group.member)
         check_group_size(name, group, len(counts), len(trajectories))
+        trajectories = self._with_place(lease, trajectories)
         made = np.full((2, len(trajectories)), -1, np.int64)
         slots, present = made
         # All rows are written before one call commits the group: a process that dies in between
@@ -186,6 +187,26 @@ class Inserter:
                 self._write_group(lease, trajectories, slots, present)
             with self.table.lock:
                 return self.table.commit_group(lease, slots, present)
+
+    def _with_place(
+        self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return trajectories with the place of their prompt in the column for it, if any."""
+        prompts = self.table.spec.prompts
+        if prompts is None or prompts.column is None or lease.place < 0:
+            return trajectories
+        column = prompts.column
+        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        members = []
+        for one in given:
+            member = dict(arguments.mapping(f"{self._name}: trajectory", one, "column -> rows"))
+            place = member.setdefault(column, np.int64(lease.place))
+            if arguments.array(column, place).tolist() != lease.place:
+                name = f"{self._name}: the group of prompt {lease.number}"
+                rule = f"must have the prompt's place in its data set in {column}"
+                raise DataError(name, rule, place, "leave the column out")
+            members.append(member)
+        return members
 
     def _write_natively(
         self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]], made: np.ndarray

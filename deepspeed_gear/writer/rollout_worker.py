@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.errors import ConfigError, DataError, LeaseExpiredError, undo_on_error
+from deepspeed_gear.sampling.mass_rules import Condition
+from deepspeed_gear.sampling.prompt_conditions import admitted_prompts
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.prompt_spec import REASON_BYTES
@@ -88,6 +91,7 @@ class Lease:
         version: Number of rollout batches that were trained at the lease: generate with weights of
             this version or later.
         attempt: 1 for the first lease of this number.
+        index: Place of the prompt in its data set, the same in every epoch.
     """
 
     def __init__(self, ledger: LeaseLedger, lease: LeaseRecord, prompt: dict[str, Any]) -> None:
@@ -97,6 +101,7 @@ class Lease:
         self.number = lease.number
         self.version = lease.version
         self.attempt = lease.attempt
+        self.index = lease.place
         self._ending = ""  # how this process has ended it
 
     @cached_property
@@ -233,6 +238,8 @@ class LocalLedger(LeaseLedger):
         self._ledger = table.ledger
         self.spec = table.ledger.spec
         self.prompts = reopened(Path(self.spec.data), self.spec.fingerprint)
+        #: Places of the prompts that `where` admits, ascending.
+        self._admitted = admitted_prompts(self.prompts, starmap(Condition, self.spec.where))
         self._is_closed = False
 
     @property
@@ -246,9 +253,11 @@ class LocalLedger(LeaseLedger):
         leases = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on) or []
         with self._table.lock:
             self._ledger.note_waited(time.monotonic_ns() - begin)
+        if self._ledger.masses is None:
+            leases = [lease._replace(place=self._place(lease.number)) for lease in leases]
         # A damaged row of the data set raises here: the prompts are leased again.
         with undo_on_error(partial(self.release, leases)):
-            return [(lease, self._prompt(lease.number)) for lease in leases]
+            return [(lease, self.prompts.trajectory(lease.place)) for lease in leases]
 
     def _take(self, count: int) -> list[LeaseRecord] | None:
         """Lease up to `count` prompts now; None if none is admitted."""
@@ -260,15 +269,19 @@ class LocalLedger(LeaseLedger):
             if not leases and table.groups is not None:
                 table.groups.update()  # groups that fail `where` admit other prompts
                 leases = self._ledger.lease(count)
+            if self._ledger.masses is not None:
+                drawn = [self._ledger.drawn(lease) for lease in leases]
+                placed = zip(leases, self._admitted[drawn].tolist(), strict=True)
+                leases = [lease._replace(place=place) for lease, place in placed]
         return leases or None
 
-    def _prompt(self, number: int) -> dict[str, Any]:
-        """Return the columns of a prompt: its number is a place in its epoch's permutation."""
+    def _place(self, number: int) -> int:
+        """Return the place of a number's prompt in the data set, by its epoch's permutation."""
         spec = self.spec
-        epoch, place = divmod(number, spec.num_prompts)
+        epoch, first = divmod(number, spec.num_prompts)
         index = torch.empty(1, dtype=torch.int64)
-        self._table.ops.permute_(index, spec.seed, spec.random_key, epoch, place, spec.num_prompts)
-        return self.prompts.trajectory(int(index))
+        self._table.ops.permute_(index, spec.seed, spec.random_key, epoch, first, spec.num_prompts)
+        return int(self._admitted[int(index)])
 
     def renew(self, lease: LeaseRecord) -> None:
         self._writer.check_goes_on()

@@ -13,7 +13,7 @@ from store_support import StoreScene, check_whole, every_death, stream_spec
 from deepspeed_gear import Column, Schema
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.store.group_spec import GroupCondition, GroupSpec
-from deepspeed_gear.store.prompt_spec import PromptSpec
+from deepspeed_gear.store.prompt_spec import Entry, EntryState, PromptCount, PromptSpec
 from deepspeed_gear.store.records import NEVER_LATE, Head
 from deepspeed_gear.store.retention import Retention
 
@@ -94,19 +94,49 @@ def check(table: Any, streams: Any) -> dict[str, Any]:
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0
     check_epochs([books])
+    if table.spec.prompts.draws_once:
+        check_drawn(table)
     assert counts.tolist() == [len(members_of(number)) for number in numbers.tolist()]
     assert len(numbers) == books["waiting"], (numbers, books)
     return books
 
 
-@pytest.mark.parametrize("part", ["leases", "commits", "selections"])
-def test_death_at_any_line(part: str) -> None:
+def check_drawn(table: Any) -> None:
+    """Check that an epoch has drawn as many prompts as it has issued numbers, each once."""
+    ledger = table.ledger
+    with table.lock:
+        issued = int(ledger.counts[PromptCount.ISSUED])
+        entries = ledger.entries[ledger.entries[:, Entry.STATE] != EntryState.FREE]
+        drawn = table.views["prompt_drawn"].copy()
+    size = table.spec.prompts.num_prompts
+    epoch = issued // size
+    assert (drawn == epoch + 1).sum() == issued % size, (drawn, issued)
+    assert (drawn >= epoch).all()
+    of_epochs = entries[:, Entry.NUMBER] // size * size + entries[:, Entry.PROMPT]
+    assert len({*of_epochs.tolist()}) == len(entries), entries
+    assert (drawn[entries[:, Entry.PROMPT]] > entries[:, Entry.NUMBER] // size).all()
+
+
+DRAWN = replace(PROMPTS, sampler="prioritized_epoch", num_prompts=7)  # 7 begins an epoch
+
+
+@pytest.mark.parametrize(
+    ("part", "prompts"),
+    [
+        ("leases", PROMPTS),
+        ("commits", PROMPTS),
+        ("selections", PROMPTS),
+        ("leases", DRAWN),
+        ("commits", DRAWN),
+    ],
+)
+def test_death_at_any_line(part: str, prompts: PromptSpec) -> None:
     """Of a worker that leases, commits and fails, and of one that commits, and evicts for what is
     drawn.
     """
 
     def make() -> StoreScene:
-        found = scene()
+        found = scene(prompts)
         for one in lease(found.table, 4):
             commit(found.table, one)
         return found

@@ -67,6 +67,33 @@ def test_stores_share_an_order_a_lag_and_an_account(
     assert (counts["too old"] > 0) == (late == "drop"), counts
 
 
+@pytest.mark.parametrize(
+    ("sampler", "count", "groups", "max_lag", "order"),
+    [
+        ("prioritized", 1, 4, 1, "lease"),
+        ("prioritized", 3, 5, 3, "lease"),
+        ("prioritized", 2, 5, 3, "completion"),
+        ("prioritized_epoch", 1, 4, 1, "lease"),
+        ("prioritized_epoch", 2, 4, 1, "lease"),
+        ("prioritized_epoch", 3, 5, 3, "completion"),
+    ],
+)
+def test_a_number_keeps_the_prompt_that_was_drawn(
+    sampler: str,
+    count: int,
+    groups: int,
+    max_lag: int,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However masses change, through deaths and loads; an epoch draws each prompt once."""
+    how = {"groups": groups, "max_lag": max_lag, "order": order, "late": "wait"}
+    turns = 500 if order == "lease" else 850
+    counts = driven(Resharding, count, turns, monkeypatch, **how, sampler=sampler)
+    assert min(counts["expired"], counts["loads"]) > 0, counts
+    assert (counts["drawn again"] > 0) == (sampler == "prioritized_epoch"), counts
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(
     ("groups", "max_lag", "order", "late"), [*CASES, (4, 1, "completion", "wait")]

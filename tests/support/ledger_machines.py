@@ -37,6 +37,7 @@ class Saved:
     gone: set[int]
     selected: int
     num_trained: int
+    prompts: dict[int, int]
 
     @property
     def in_training(self) -> list[int]:
@@ -71,6 +72,7 @@ class Machine:
         self.trained: list[int] = []  # numbers of all batches
         self.gone: set[int] = set()  # dropped numbers
         self.saved: Saved | None = None
+        self.prompts: dict[int, int] = {}  # drawn prompts, by number
         self.counts = Counter[str]()  # of what has happened
         self.make(count)
 
@@ -105,6 +107,7 @@ class Machine:
             assert store.owns(lease.number)
             assert lease.number not in self.gone
             assert 0 <= lease.version <= self.num_trained
+            self.check_prompt(store, lease)
             assert not self.by_lease or self.batch(lease.number) <= lease.version + self.max_lag
             if self.words.random() < 0.15:  # the next lease of the number will have this version
                 store.ledger.keep(lease, b"k")
@@ -112,12 +115,37 @@ class Machine:
             self.held.append((self.now + min(length, 200.0), store, lease, worker))
         return leases
 
+    def check_prompt(self, store: NodeStore, lease: LeaseRecord) -> None:
+        """Check that a number keeps its prompt, and that an epoch has each prompt once."""
+        if store.ledger.masses is None:
+            return
+        prompt = store.ledger.drawn(lease)
+        assert self.prompts.setdefault(lease.number, prompt) == prompt
+        epoch = lease.number // store.spec.num_prompts
+        if store.spec.draws_once:
+            first = epoch * store.spec.num_prompts
+            numbers = set(range(first, first + store.spec.num_prompts)) & self.prompts.keys()
+            assert len({self.prompts[number] for number in numbers}) == len(numbers)
+
+    def reprioritise(self) -> None:
+        """Set the masses of some prompts on all nodes, as a collective call does."""
+        size = self.stores[0].spec.num_prompts
+        chosen = np.array(self.words.sample(range(size), self.words.randint(1, size)))
+        masses = np.array([self.words.randint(1, 1 << 30) for _ in chosen])
+        for store in self.stores:
+            if store.ledger.masses is not None:
+                store.ledger.masses.set(chosen, masses)
+
     def take(self, store: NodeStore, count: int) -> list[LeaseRecord]:
-        """Lease; sometimes a worker dies before it has counted the last number."""
+        """Lease; sometimes a worker dies before it has counted the last number, or its prompt."""
         issued = int(store.ledger.counts[PromptCount.ISSUED])
         leases = store.ledger.lease(count)
         if store.ledger.counts[PromptCount.ISSUED] > issued and self.words.random() < 0.1:
             store.ledger.counts[PromptCount.ISSUED] -= 1
+            if store.spec.draws_once and self.words.random() < 0.5:
+                prompt = store.ledger.drawn(leases[-1])
+                store.views["prompt_drawn"][prompt] = 0
+                self.counts["drawn again"] += 1
             store.ledger.recover(store.extents.retire)
         return leases
 
@@ -325,12 +353,24 @@ class Machine:
                 self.words.choice([self.lease, self.work])()
         ledger = merge([parts[index] for index in range(len(parts))])
         at = self.selected, self.num_trained
-        self.saved = Saved(ledger, rows, list(self.trained), gone, *at)
+        # Of what a store issued after its part of the save, the prompts are drawn again.
+        issued = {
+            number
+            for number in self.prompts
+            if number < parts[number % len(parts)]["prompt_counts"][PromptCount.ISSUED] * len(parts)
+        }
+        prompts = {number: self.prompts[number] for number in issued}
+        self.saved = Saved(ledger, rows, list(self.trained), gone, *at, prompts)
 
     def load(self) -> None:
         """Go on with the latest save."""
-        if self.saved is not None and self.restore(self.saved):
-            self.counts["loads"] += 1
+        before = self.prompts
+        if self.saved is not None:
+            self.prompts = dict(self.saved.prompts)
+            if self.restore(self.saved):
+                self.counts["loads"] += 1
+            else:
+                self.prompts = before
 
     def restore(self, saved: Saved) -> bool:
         raise NotImplementedError
@@ -360,6 +400,7 @@ class Machine:
         """Let workers and ranks go on, with faults, saves and loads; then without failures."""
         usual: list[Callable[[], Any]] = [self.lease] * 6 + [self.work] * 12 + [self.select] * 3
         usual += [self.train] * 2 * max(2, len(self.stores)) + [self.fill] * 8 * self.how["needs"]
+        usual += [self.reprioritise] * 2 * (self.stores[0].ledger.masses is not None)
         for turn in range(turns):
             self.words.choice(usual)()
             if turn % 16 == 15:

@@ -94,6 +94,8 @@ class NodeStore:
         self.extents: Any = Extents(self.slots)
         given = self.spec, self.views, self.numbers, self.memory
         self.ledger = KeptLedger(*given, self.extents) if outlives else PromptLedger(*given)
+        if self.ledger.masses is not None:
+            self.ledger.masses.initialise()
 
     def owns(self, number: int) -> bool:
         return number % self.spec.num_stores == self.spec.store
