@@ -15,7 +15,7 @@ PACKAGE = "deepspeed_gear"
 LAYERS = (
     "errors outcome log timeouts public_names notebook_views arguments liveness file_system schema config "
     "ops data store distributed sampling batching row_exchange plan frameworks checkpoint writer "
-    "device replay actors remote engine cli __main__"
+    "device replay actors remote engine integrations cli __main__"
 ).split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 

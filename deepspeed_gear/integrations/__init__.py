@@ -1,0 +1,1 @@
+"""Trainers of other frameworks that train with this package. Each needs an extra of its name."""
