@@ -93,7 +93,7 @@ class PackedGRPOTrainer(GRPOTrainerParts):
         # Sums over loss tokens, of ones and of each metric: micro batches may have none of any.
         sums: dict[str, Tensor] = {}
         for micro in step:
-            logp, entropy = self.token_log_probs(engine, micro)
+            logp, entropy = self.log_probs_and_entropy(engine, micro)
             loss, metrics = self._loss.at_places(micro, logp)
             part = micro.sum(loss)
             engine.backward(part)

@@ -118,16 +118,22 @@ class GRPOTrainerParts(GRPOTrainer):
         """Count a training step, as TRL's own does."""
         self._step += 1
 
-    def token_log_probs(self, engine: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of each place of a micro batch. [1, N], float32.
+    def log_probs_and_entropy(self, engine: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of each place of a micro batch. [1, N], float32."""
+        output = self._scored(engine, micro)
+        return output.log_probs.float(), output.entropy.float()
 
-        The forward pass is that of TRL's own steps: temperature, float32 head and soft capping.
-        """
+    def log_probs(self, engine: Any, micro: MicroBatch) -> Tensor:
+        """Return the log-probability of each place, also of a reference model. [1, N], float32."""
+        logp: Tensor = self._scored(engine, micro).log_probs.float()
+        return logp
+
+    def _scored(self, engine: Any, micro: MicroBatch) -> Any:
+        """Run the forward pass of TRL's own steps: temperature, float32 head, soft capping."""
         assert micro.targets is not None  # the table has a column of tokens
         labels = micro.targets.masked_fill(~micro.loss_mask, -100)
         with self.accelerator.autocast():
-            output = engine(**micro.model_inputs(engine), shift_labels=labels, fused_lm_head=True)
-        return output.log_probs.float(), output.entropy.float()
+            return engine(**micro.model_inputs(engine), shift_labels=labels, fused_lm_head=True)
 
 
 def placeholder_prompts() -> Any:

@@ -93,7 +93,9 @@ def test_a_run_resumes_inside_a_rollout_batch(ran: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize("name", BF16)
 def test_packed_steps_with_16_bits_are_near_padded_ones(ran: dict[str, Run], name: str) -> None:
-    """The same responses, which are drawn first: both steps train one generation."""
+    """One step of SGD, so that the change is the gradient: by a second one, rounding has put some
+    tokens on the other side of the clipping.
+    """
     padded = ran[f"{name}.padded"]
     packed = ran[f"{name}.packed"]
     begin = ran["begin"][1]
@@ -104,6 +106,19 @@ def test_packed_steps_with_16_bits_are_near_padded_ones(ran: dict[str, Run], nam
     for first, second in zip(padded[0], packed[0], strict=True):
         for metric in ("loss", "grad_norm", "entropy"):
             assert second[metric] == pytest.approx(first[metric], rel=0.02), metric
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
+def test_packed_steps_of_an_adapter_equal_padded_ones(ran: dict[str, Run]) -> None:
+    """The reference is the model without its adapter."""
+    padded = ran["lora.padded"]
+    packed = ran["lora.packed"]
+    assert len(padded[1]) > len(ran["begin"][1])
+    assert packed[0][1]["kl"] > 1e-6
+    np.testing.assert_allclose(packed[1], padded[1], atol=1e-6)
+    for first, second in zip(padded[0], packed[0], strict=True):
+        for name in ("kl", "grad_norm", "loss"):
+            assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-5), name
 
 
 def test_a_packed_trainer_evaluates_as_trl_does(ran: dict[str, Run]) -> None:
@@ -153,7 +168,12 @@ def train_all(out: Path) -> dict[str, Run]:
         options = {"num_iterations": 2, "bf16": True, "stage": stage}
         for kind in ("padded", "packed"):
             name = f"{bf16}.{kind}"
-            found[name] = train(trl_grpo, kind, out, name, 2, sums=sums, **options)
+            found[name] = train(trl_grpo, kind, out, name, 1, sums=sums, **options)
+    if importlib.util.find_spec("peft"):
+        for kind in ("padded", "packed"):
+            name = f"lora.{kind}"
+            options = {"beta": 0.1, "num_iterations": 2, "lora": True}
+            found[name] = train(trl_grpo, kind, out, name, 2, **options)
     for kind in ("padded", "packed"):
         name = f"evaluation.{kind}"
         options = {"eval_strategy": "steps", "eval_on_start": True, "eval_steps": 10}
@@ -176,6 +196,7 @@ def train(
     stage: int = 2,
     sums: str | None = None,
     logged: str = "entropy",
+    lora: bool = False,
     **options: Any,
 ) -> Run:
     """Train by SGD with a trainer; return its log entries and the weights.
@@ -183,6 +204,7 @@ def train(
     Args:
         sums: Dtype in which gradients are summed; None: the default.
         logged: Name that the returned log entries have.
+        lora: Whether an adapter is trained instead of the model.
     """
     from trl import GRPOConfig, GRPOTrainer
 
@@ -217,7 +239,11 @@ def train(
     trainer_class = GRPOTrainer if kind == "padded" else example.PackedGRPOTrainer
     model = str(out / "model")
     prompts = example.prompts(64)
-    data = {"train_dataset": prompts, "eval_dataset": prompts.select(range(6))}
+    data: dict[str, Any] = {"train_dataset": prompts, "eval_dataset": prompts.select(range(6))}
+    if lora:
+        from peft import LoraConfig
+
+        data["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     trainer = trainer_class(model, example.vowels, args=args, **data)
     trainer.train(resume_from_checkpoint=resume and str(out / name / resume))
     weights = flat(trainer.deepspeed.module)

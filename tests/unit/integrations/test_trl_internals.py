@@ -23,7 +23,7 @@ def internals() -> Any:
 
 
 @pytest.mark.skipif(HAS_TRL, reason="trl is installed")
-@pytest.mark.parametrize("module", ["trl", "trl_internals"])
+@pytest.mark.parametrize("module", ["trl", "trl_internals", "trl_ledger"])
 def test_without_trl_the_error_names_the_extra(module: str) -> None:
     with pytest.raises(ConfigError, match=r"trl must be installed, .*deepspeed_gear\[trl\]"):
         importlib.import_module(f"deepspeed_gear.integrations.{module}")
