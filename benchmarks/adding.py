@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from support.report import Report, Row, print_rows, say
 from peers.interface import Rows, Steps, load
+from support.plain_ring import PlainRing
 
 from deepspeed_gear import Column, Replay, Schema, TransitionBuffer
 
@@ -237,30 +238,6 @@ def beside(num_envs: int, blocks: int, count: int) -> Iterator[Row]:
         yield {"case": case, "system": name, "step_us": step_us, "sample_us": sample_us}
 
 
-class PlainRing:
-    """The ring of arrays that a program of one environment would write itself."""
-
-    def __init__(self, capacity: int) -> None:
-        self._observation = np.zeros((capacity, SMALL), np.float32)
-        self._next_observation = np.zeros((capacity, SMALL), np.float32)
-        self._action = np.zeros(capacity, np.int64)
-        self._reward = np.zeros(capacity, np.float32)
-        self._done = np.zeros(capacity, np.float32)
-        self._capacity = capacity
-        self._count = 0
-
-    def add(
-        self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any
-    ) -> None:
-        row = self._count % self._capacity
-        self._observation[row] = obs
-        self._next_observation[row] = next_obs
-        self._action[row] = action
-        self._reward[row] = reward
-        self._done[row] = terminated
-        self._count += 1
-
-
 def calls(blocks: int, count: int) -> Iterator[Row]:
     """Measure the calls of a program that steps one gymnasium environment; both buffers in turns.
 
@@ -278,7 +255,7 @@ def calls(blocks: int, count: int) -> Iterator[Row]:
         env = gymnasium.make("CartPole-v1")
         spaces = env.observation_space, env.action_space
         ours = TransitionBuffer(capacity, *spaces, n_envs=env, batch_size=BATCH)
-        adds = {"numpy ring": PlainRing(capacity).add, "gear, TransitionBuffer": ours.add}
+        adds = {"numpy ring": PlainRing(capacity, SMALL).add, "gear, TransitionBuffer": ours.add}
         times: dict[str, list[float]] = {name: [] for name in adds}
         obs, _ = env.reset(seed=0)
         for step in range(blocks * count):

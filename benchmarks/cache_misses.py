@@ -93,8 +93,8 @@ def count_commits(count: int) -> None:
             for number in range(num_groups):
                 writer.add({"tokens": np.full(100, number, np.int32)})
         table = {
-            "capacity_trajectories": 16 * num_groups,
-            "capacity_steps": 16 * num_groups * 500,
+            "capacity_trajectories": 32 * num_groups,  # four rollout batches
+            "capacity_steps": 32 * num_groups * 500,
             "max_length": 500,
             "remove": "fifo",
             "max_times_sampled": 1,
@@ -194,11 +194,9 @@ def main() -> None:
     if args.here:
         count_here(args.only, args.calls)
         return
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for call in [args.only] if args.only else CALLS:
-            rows += rows_of(call, counted(call, args.calls, Path(folder)), args.calls)
-    print_rows(rows)
+            print_rows(rows_of(call, counted(call, args.calls, Path(folder)), args.calls))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from deepspeed_gear.errors import StoreError as StoreError
 from deepspeed_gear.errors import StoreFullError as StoreFullError
 from deepspeed_gear.errors import StoreGoneError as StoreGoneError
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor as gradient_divisor
+from deepspeed_gear.remote.remote_policy_board import RemotePolicyBoard as RemotePolicyBoard
 from deepspeed_gear.remote.remote_rollout_worker import RemoteRolloutWorker as RemoteRolloutWorker
 from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
 from deepspeed_gear.remote.remote_writer import SendOptions as SendOptions
@@ -49,6 +50,8 @@ from deepspeed_gear.writer.partial_publish import CompletedTrajectory as Complet
 from deepspeed_gear.writer.rollout_worker import Lease as Lease
 from deepspeed_gear.writer.rollout_worker import RolloutWorker as RolloutWorker
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter as TrajectoryWriter
+from deepspeed_gear.writer.turns import Turn as Turn
+from deepspeed_gear.writer.turns import trajectories_from_turns as trajectories_from_turns
 from deepspeed_gear.writer.vector_writer import VectorWriter as VectorWriter
 
 __version__: str

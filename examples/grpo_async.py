@@ -3,9 +3,9 @@ examples/grpo.py.
 
     python examples/grpo_async.py --seed 0
 
-starts the ranks, and the first rank the workers (examples/rollout_worker.py); it prints the command
-of one more, to be started by hand. `deepspeed --num_gpus 2 examples/grpo_async.py` starts the same
-ranks. The last line is the result as JSON.
+starts the ranks, and the first rank the workers (examples/rollout_worker.py); it prints the
+commands of one more, on this node or another machine, to be started by hand. `deepspeed --num_gpus
+2 examples/grpo_async.py` starts the same ranks. The last line is the result as JSON.
 
 Workers lease prompts of the table's ledger, and commit groups; no group is older than `--max-lag`
 rollout batches. After each batch the first rank publishes the weights on the policy board. Any
@@ -31,6 +31,7 @@ import argparse
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -99,17 +100,13 @@ def arguments() -> argparse.Namespace:
 class Workers:
     """The rollout workers that this process has started; one that is killed is started again."""
 
-    def __init__(
-        self, count: int, config: Path, board: PolicyBoard, latency_s: float, seed: int
-    ) -> None:
+    def __init__(self, count: int, config: Path, latency_s: float, seed: int) -> None:
         self._command = [
             sys.executable,
             str(PROGRAM.with_name("rollout_worker.py")),
             str(config),
-            "--board",
-            board.name,
         ]
-        print("another worker:", *self._command, "--seed", "1", file=sys.stderr, flush=True)
+        print(how_to_add(self._command), file=sys.stderr, flush=True)
         self._command += ["--latency", str(latency_s)]
         self._seed = 1000 * seed
         self._processes = list[subprocess.Popen[bytes]]()
@@ -145,6 +142,19 @@ class Workers:
             process.terminate()
         for process in self._processes:
             process.wait()
+
+
+def how_to_add(command: list[str]) -> str:
+    """Return the commands of one more worker, of this node and of another machine."""
+    config = command[-1]
+    keys = "--tls-cert cert.pem --tls-key key.pem"
+    gateway = f"gear serve --config {config} --token-file token --host 0.0.0.0 --port 4711 {keys}"
+    remote = f"--gateway grpc+tls://{socket.gethostname()}:4711 --token-file token --ca cert.pem"
+    return (
+        f"another worker here: {' '.join(command)} --seed 1\n"
+        f"on another machine, with {config}, token and cert.pem: {' '.join(command)} {remote}\n"
+        f"    through a gateway here: {gateway}"
+    )
 
 
 def write_prompts(folder: Path, problems: Problems) -> None:
@@ -233,20 +243,14 @@ def main() -> None:
     workers = None
     iteration = books["version"]
     with ExitStack() as stack:
+        newest = books["version"] + 1  # the board counts from 1
+        board = stack.enter_context(PolicyBoard.create(engine.module, replay, version=newest))
         if replay.is_node_leader:
-            board = stack.enter_context(
-                PolicyBoard.create(engine.module, replay.config.shared_memory.prefix)
-            )
-            if books["version"]:
-                board.publish(engine.module, books["version"] + 1)
-            workers = stack.enter_context(
-                Workers(args.workers, path, board, args.latency, args.seed)
-            )
+            workers = stack.enter_context(Workers(args.workers, path, args.latency, args.seed))
         for iteration in range(books["version"] + 1, args.iterations + 1):
             waited_s += wait_for_rollouts(replay, workers)
             means = train(engine, lag=partial(lag_of, iteration))
-            if replay.is_node_leader:
-                board.publish(engine.module, iteration + 1)
+            board.publish(engine.module, iteration + 1)
             speed.add(means["tokens"])
             lags.append(means["lag"])
             if iteration % args.evaluate_every == 0:

@@ -33,7 +33,7 @@ from typing import Any
 from rollout_worker import Response
 from transformers import PreTrainedModel
 
-from deepspeed_gear import PolicyBoard
+from deepspeed_gear import PolicyBoard, RemotePolicyBoard
 
 WAIT_S = 0.02  # of a step for an answer
 
@@ -85,7 +85,7 @@ class HttpGeneration:
         url: str,
         server: Server,
         model: PreTrainedModel,
-        board: PolicyBoard,
+        board: PolicyBoard | RemotePolicyBoard,
         folder: Path,
         *,
         max_tokens: int,

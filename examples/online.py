@@ -96,13 +96,12 @@ def main() -> None:
     target.to(engine.device)
     replay = engine.gear
     is_first = dist.get_rank() == 0
-    board = None
     actors = None
     curve = [(0.0, mean_return(target, SEED, engine.device))]
     begin = time.perf_counter()
     with ExitStack() as stack:
-        if replay.is_node_leader:  # one rank of each node publishes, and starts the node's actors
-            board = stack.enter_context(PolicyBoard.create(q, replay.config.shared_memory.prefix))
+        board = stack.enter_context(PolicyBoard.create(q, replay))  # one of each node
+        if replay.is_node_leader:
             started = start_actors(
                 "CartPole-v1",
                 "online_actor:epsilon_greedy",
@@ -125,9 +124,10 @@ def main() -> None:
             engine.step()
             engine.gear_update_priorities(batch, td.abs() + EPSILON)
             move(target, engine.module)
-            if board is not None and step % PUBLISH_EVERY == 0:
+            if step % PUBLISH_EVERY == 0:
                 board.publish(engine.module)
-                actors.check()
+                if actors is not None:
+                    actors.check()
             if step % args.evaluate_every == 0:
                 curve.append(
                     (time.perf_counter() - begin, mean_return(target, SEED, engine.device))

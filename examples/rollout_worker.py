@@ -1,10 +1,13 @@
 """A rollout worker: leases prompts, generates groups of responses with a model of transformers,
 commits them.
 
-    python examples/rollout_worker.py runs/async/ds_config.json --board NAME --task grpo_model
+    python examples/rollout_worker.py runs/async/ds_config.json --task grpo_model
 
 is one process of the node, beside the ranks, and ends with them; start as many as `writers` admits,
-and end them as you like. `examples/grpo_async.py` starts its own.
+and end them as you like. `examples/grpo_async.py` starts its own. On another machine, with a copy
+of the config and of the gateway's token, add
+
+    --gateway grpc+tls://NODE:4711 --token-file token
 
 Batches are continuous: in every step each running response gets one token, those that have ended
 leave, and prompts that are leased then take their places. So leases end in any order. Weights are
@@ -36,7 +39,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deepspeed_gear import Lease, LeaseExpiredError, PolicyBoard, RolloutWorker, StoreError
+from deepspeed_gear import (
+    Lease,
+    LeaseExpiredError,
+    LostNodeError,
+    PolicyBoard,
+    RemotePolicyBoard,
+    RemoteRolloutWorker,
+    RolloutWorker,
+    StoreError,
+)
 
 IDLE_S = 0.01  # between looks for weights, where nothing is generated
 LEASE_S = 1.0  # longest wait for a lease, where nothing is generated
@@ -93,7 +105,7 @@ class Generation:
         *,
         places: int,
         max_tokens: int,
-        board: PolicyBoard | None = None,
+        board: PolicyBoard | RemotePolicyBoard | None = None,
         temperature: float = 1.0,
         seed: int = 0,
         step_s: float = 0.0,
@@ -254,7 +266,7 @@ class Worker:
 
     def __init__(
         self,
-        worker: RolloutWorker,
+        worker: RolloutWorker | RemoteRolloutWorker,
         generator: Generator,
         reward: Reward,
         *,
@@ -353,11 +365,24 @@ class Worker:
                 self._leave(group)
 
 
+def connect(
+    args: argparse.Namespace,
+) -> tuple[RolloutWorker | RemoteRolloutWorker, PolicyBoard | RemotePolicyBoard]:
+    """Return the leases and the weights of the run, on this node or through a gateway."""
+    if args.gateway is None:
+        return RolloutWorker.attach(args.config), PolicyBoard.attach(args.config)
+    options = {"token": args.token_file, "ca": args.ca}
+    leases = RemoteRolloutWorker.connect(args.gateway, **options)
+    return leases, RemotePolicyBoard.connect(args.gateway, **options)
+
+
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("config", type=Path, help="the ds_config of the ranks")
-    parser.add_argument("--board", required=True, help="name of their policy board")
+    parser.add_argument("--gateway", metavar="URL", help="of `gear serve`, on another machine")
+    parser.add_argument("--token-file", type=Path, help="with the token of the gateway")
+    parser.add_argument("--ca", type=Path, help="certificate of the gateway's authority")
     parser.add_argument(
         "--task", default="grpo_model", help="module: policy(), reward(), MOST_RESPONSE"
     )
@@ -380,7 +405,7 @@ def main() -> None:
     most = task.MOST_RESPONSE
     size = table["group"]["size"]
     model = task.policy()
-    board = PolicyBoard.attach(args.board)
+    leases, board = connect(args)
     sampling = {"temperature": args.temperature, "seed": args.seed, "step_s": args.latency / most}
     generation = Generation(model, board=board, places=args.places, max_tokens=most, **sampling)
     options = {
@@ -389,12 +414,12 @@ def main() -> None:
         "drop_truncated": args.drop_truncated,
     }
     options["heartbeat_s"] = min(30.0, table["prompts"].get("lease_s", 600.0) / 4)
-    with RolloutWorker.attach(args.config) as leases:
+    with board, leases:
         worker = Worker(leases, generation, task.reward, **options)
         try:
             while True:
                 worker.turn()
-        except StoreError as error:
+        except (StoreError, LostNodeError) as error:
             print(f"{worker.num_groups} groups; {error}", flush=True)
 
 

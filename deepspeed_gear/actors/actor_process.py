@@ -138,7 +138,7 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     writer = None
     board = None
     try:
-        board = None if job.board is None else PolicyBoard.attach(job.board)
+        board = None if job.board is None else PolicyBoard.attach(name=job.board)
         act: Act = imported(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
         writer = TrajectoryWriter.attach(**job.attach, check=check)
         for num_steps, ended in _steps(writer, envs, act, seed):  # noqa: B007

@@ -20,7 +20,13 @@ from deepspeed_gear.batching.pack_rows import (
     RolloutTrajectories,
     TableTrajectories,
 )
-from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
+from deepspeed_gear.batching.packed_image_models import image_inputs
+from deepspeed_gear.batching.packed_models import (
+    OF_IMAGES,
+    PackedModel,
+    mask_inputs,
+    named_inputs,
+)
 from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
@@ -196,6 +202,11 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         return torch.from_numpy(self.sources.trajectories.item[self.sources.at]).to(self._device)
 
     @cached_property
+    def table(self) -> torch.Tensor:
+        """Index of each trajectory's table in a mixture's shares, else 0. [S], int64."""
+        return self.host_source.to(self._device)
+
+    @cached_property
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
         return torch.from_numpy(self.sources.trajectories.is_weight[self.sources.at]).to(
@@ -306,7 +317,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
         Without a cache, since with one the model takes the pack for a single sequence. A model is
         accepted if its family is known to keep trajectories apart with its attention:
-        docs/how-to/packed-models.md has the table. Packs of one trajectory suit every model.
+        docs/how-to/packed-models.md has the table. Packs of one trajectory suit every model. A
+        model of text and images also gets the media of the pack, whose columns have the names of
+        its arguments, and their positions.
 
         Args:
             model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it. Or
@@ -322,11 +335,21 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             raise ConfigError("gear.fields", rule, None, "give the column of token ids that role")
         inputs = {"input_ids": self._tensors[self._token], "use_cache": False}
         if self.pack_shape.prefixes is not None:
-            return inputs | mask_inputs(model, self)
-        if isinstance(model, str):
-            return inputs | named_inputs(model, self)
-        is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows
-        return inputs | PackedModel(model).inputs(self, is_slice)
+            inputs |= mask_inputs(model, self)
+        elif isinstance(model, str):
+            inputs |= named_inputs(model, self)
+        else:
+            is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows
+            inputs |= PackedModel(model).inputs(self, is_slice)
+        if not isinstance(model, str) and PackedModel(model).family in OF_IMAGES:
+            inputs |= image_inputs(
+                PackedModel(model),
+                self._tensors[self._token],
+                self.pack_shape,
+                self.media if self.sources.media is not None else None,
+                self.trajectory_id.tolist(),
+            )
+        return inputs
 
     @property
     def loss_mask(self) -> torch.Tensor:
@@ -412,7 +435,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
         Args:
             **columns: Values at the places that predict a token, [1, N] or [N]; [S] for a
-                per-trajectory column of a table.
+                per-trajectory column of a table. A column of rows with a shape takes [1, N, ...],
+                [N, ...] or [S, ...].
         Raises:
             ShapeError: A column has another shape.
             DataError: A value is not finite, and the table requires that.
@@ -429,15 +453,15 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         self.check_shape(name, values, self.pack_shape.end - self.pack_shape.first)
         return values.reshape(-1)
 
-    def check_shape(self, name: str, values: torch.Tensor, rows: int) -> None:
-        """Raise ShapeError unless there is a value for each row."""
-        if (
-            not isinstance(values, torch.Tensor)
-            or values.numel() != rows
-            or values.dim() not in (1, 2)
-        ):
-            got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            rule = f"must have shape [1, {rows}] or [{rows}]"
+    def check_shape(
+        self, name: str, values: torch.Tensor, rows: int, row_shape: tuple[int, ...] = ()
+    ) -> None:
+        """Raise ShapeError unless there is a value, of the given shape, for each row."""
+        given = tuple(values.shape) if isinstance(values, torch.Tensor) else ()
+        fits = given in ((1, rows, *row_shape), (rows, *row_shape))
+        if not fits and not (given == (rows, 1) and not row_shape):
+            got = list(given) if isinstance(values, torch.Tensor) else type(values).__name__
+            rule = f"must have shape {[1, rows, *row_shape]} or {[rows, *row_shape]}"
             raise ShapeError(name, rule, got, "one value for each place, or for each trajectory")
 
 

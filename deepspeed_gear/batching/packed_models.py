@@ -59,6 +59,8 @@ BY_KERNELS: Final = {
     "qwen3_5_text": _DELTA_RULE,
     "qwen3_next": _DELTA_RULE,
 }
+#: Families of text and images, whose positions are computed for each trajectory.
+OF_IMAGES: Final = frozenset(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 #: Ends of the names of classes whose outputs have a row per token.
 _PER_TOKEN: Final = ("ForCausalLM", "LMHeadModel", "ForTokenClassification", "Model")
 
@@ -102,7 +104,9 @@ class PackedModel:
         self.config: Any = config
         self.family: str = config.model_type
         self.attention: str | None = getattr(config, "_attn_implementation", None)
-        self._inner = inner
+        self.inner = inner
+        #: Config of the layers of text, which a model of text and images has within its own.
+        self._text: Any = config.get_text_config() if self.family in OF_IMAGES else config
         self.name = f"{type(inner).__name__} ({self.family})"
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             self.refuse("a prompt of peft adds places to every sequence", "use LoRA")
@@ -125,13 +129,18 @@ class PackedModel:
         if len(lengths) <= 1 and not is_slice:  # padding after one trajectory suits every model
             is_step = sequence >= 0
             given["attention_mask"] = (is_step | ~is_step.any()).long()
-            if "position_ids" in inspect.signature(self._inner.forward).parameters:
+            if "position_ids" in inspect.signature(self.inner.forward).parameters:
                 # 0 at padding: rotations may depend on the last position.
                 places = torch.arange(is_step.shape[1], device=is_step.device)
                 given["position_ids"] = places * is_step
             return given
         self._check_family()
         given["position_ids"] = micro.position_ids
+        if is_slice and self.family in OF_IMAGES:
+            self.refuse(
+                "sequence ranks have a part of its places, and so of its images",
+                "use no sequence ranks for models of images",
+            )
         if is_slice:  # flash attention gets the bounds of the whole pack
             if self.attention not in FLASH or self.family not in BY_POSITIONS:
                 rule = "sequence ranks have a part of its places, from which no mask can be made"
@@ -140,7 +149,8 @@ class PackedModel:
             self._check_balancing(micro)
             return given | _flash_inputs(micro)
         self._check_positions(lengths, sequence.shape[1])
-        if self.attention in FLASH:
+        if self.attention in FLASH and self.family not in OF_IMAGES:
+            # A model of images would hand bounds on to the layers of its images, too.
             given |= _flash_inputs(micro)
         elif self.family in BY_MASKS:
             if self._has_balancing_loss:
@@ -157,14 +167,15 @@ class PackedModel:
 
     def _check_family(self) -> None:
         """Raise unless the logits of this class of models depend on a place and its past alone."""
-        if self.family not in BY_POSITIONS | BY_MASKS | BY_KERNELS.keys():
+        if self.family not in BY_POSITIONS | BY_MASKS | BY_KERNELS.keys() | OF_IMAGES:
             kinds = sorted(set(getattr(self.config, "layer_types", None) or ()))
             layers = f" with layers {', '.join(map(str, kinds))}" if kinds else ""
             rule = f"no family known to keep the trajectories of a pack apart{layers}"
             check = "check it by replay.check_packing(model, attention) and give that name"
             self.refuse(rule, f"{ONE_EACH}; or {check}")
-        bases = [base for base in type(self._inner).__mro__ if base.__module__.startswith(_MODELS)]
-        if not bases or not bases[0].__name__.endswith(_PER_TOKEN):
+        bases = [base for base in type(self.inner).__mro__ if base.__module__.startswith(_MODELS)]
+        ends = (*_PER_TOKEN, "ForConditionalGeneration") if self.family in OF_IMAGES else _PER_TOKEN
+        if not bases or not bases[0].__name__.endswith(ends):
             self.refuse("its class is not known to have a row of logits per token")
         if not getattr(self.config, "is_causal", True):
             self.refuse("its attention is not causal")
@@ -183,7 +194,7 @@ class PackedModel:
         """Whether the model returns the load balancing loss of its experts."""
         if not getattr(self.config, "output_router_logits", False):
             return False
-        modules = {base.__module__ for base in type(self._inner).__mro__}
+        modules = {base.__module__ for base in type(self.inner).__mro__}
         families = [sys.modules[name] for name in modules if name.startswith(_MODELS)]
         return any(hasattr(module, "load_balancing_loss_func") for module in families)
 
@@ -208,9 +219,9 @@ class PackedModel:
         """Raise unless a mask of places is all that the layers need to share prefixes."""
         self._check_family()
         self._check_positions(lengths, rows)
-        is_sliding = getattr(self.config, "sliding_window", None)
+        is_sliding = getattr(self._text, "sliding_window", None)
         window = "sliding_attention" if is_sliding else "full_attention"
-        kinds = set(getattr(self.config, "layer_types", None) or [window]) - {"full_attention"}
+        kinds = set(getattr(self._text, "layer_types", None) or [window]) - {"full_attention"}
         if kinds or self.family in BY_KERNELS:
             rule = (
                 "a mask of shared prefixes would replace the rules of layers that are not "
@@ -222,7 +233,7 @@ class PackedModel:
 
     def _check_positions(self, lengths: torch.Tensor, rows: int) -> None:
         """Raise where a result depends on the place in the pack or on its longest sequence."""
-        config = self.config
+        config = self._text
         if getattr(config, "alibi", False):
             self.refuse("its ALiBi biases are of places in the pack")
         if rows > (getattr(config, "attention_chunk_size", None) or rows):
@@ -259,7 +270,7 @@ class PackedModel:
         from transformers import masking_utils
 
         make = masking_utils.create_masks_for_generate
-        dtype = next(self._inner.parameters()).dtype
+        dtype = next(self.inner.parameters()).dtype
         device = position_ids.device
         shape = torch.empty(*position_ids.shape, 0, dtype=dtype, device=device)
         given = {

@@ -31,7 +31,11 @@ _COLUMNS = (
 _EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
 _COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"
 OPTIONS: Options = {
-    "SOURCE": ("file or folder, or its address: hf://, s3://, gs:// or https://", {"nargs": "+"}),
+    "SOURCE": (
+        "file or folder, or its address: hf://, s3://, gs:// or https://; for shards of WebDataset "
+        "also a pattern, 'part-{000..012}.tar'",
+        {"nargs": "+"},
+    ),
     "DEST": "folder to make",
     "--format FORMAT": (
         "auto (by the content, default), one of docs/how-to/formats.md, or module:Class",

@@ -1,7 +1,8 @@
 """`gear serve`: add trajectories of actors on other machines to a table of this node's store.
 
-They come from remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker). The server is
-one of the table's writers; it waits for the run to begin, and ends with it or with SIGTERM.
+They come from remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker), which also get
+the weights of the run's policy board (RemotePolicyBoard). The server is one of the table's writers;
+it waits for the run to begin, and ends with it or with SIGTERM.
 
 With --metrics and without --config it serves the metrics of running jobs as Prometheus text, and
 nothing else, until SIGTERM.

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.row_sample import RowSample
 from deepspeed_gear.data.running_moments import Float64, Moment, add_rows
 from deepspeed_gear.data.trajectory_checks import as_float64
 from deepspeed_gear.ops.backends import existing_native
@@ -29,6 +30,8 @@ _BLOCK_ELEMENTS = 1 << 15
 _BLOCK_ROWS = (16, 4096)  # fewest and most rows of a block
 CODES = {name: code for code, name in enumerate(DTYPES)}  # common/convert.h
 _GROUP_ELEMENTS = 16  # that one task orders
+SAMPLE_BYTES = 32 * 1024 * 1024
+_MOST_SAMPLED_ROW = 2048  # bytes: at least 2,048 rows are sampled
 _PIXEL_BYTES = 32 * 1024 * 1024
 
 
@@ -72,8 +75,17 @@ class ColumnScan:
     Not thread-safe; several scans may run at the same time.
     """
 
-    def __init__(self, column: Column) -> None:
+    def __init__(self, column: Column, sample_bytes: int = SAMPLE_BYTES) -> None:
+        """Make a scan of no rows.
+
+        Args:
+            sample_bytes: Bytes of the sampled rows, at most.
+        """
         self.column = column
+        #: Sample for brackets of quantiles; None of wide rows, of which it would have too few.
+        self.sample: RowSample | None = None
+        if column.row_bytes <= _MOST_SAMPLED_ROW and not is_image(column):
+            self.sample = RowSample(column.row_bytes, sample_bytes)
         self.moments: Float64 = np.zeros((Moment.NUM_WORDS, column.num_elements))
         #: Counts of pixel values by channel; empty unless the column holds images.
         self.bins: Int64 = np.zeros(0, np.int64)
@@ -91,6 +103,8 @@ class ColumnScan:
             keep: Which rows count, [n]; None: all of them.
         """
         column = self.column
+        if self.sample is not None:
+            self.sample.add(rows, keep)
         native = existing_native(rows.nbytes)
         if native is None:
             self._add_plainly(rows.reshape(len(rows), column.num_elements), keep)

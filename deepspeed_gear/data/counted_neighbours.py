@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from deepspeed_gear.data.column_scan import CODES, Bool, interpolated
 from deepspeed_gear.data.running_moments import Float64
 from deepspeed_gear.data.trajectory_checks import as_float64
+from deepspeed_gear.data.value_keys import keys_of, values_of
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import Column
 
@@ -102,7 +103,7 @@ class CountedNeighbours:
                 ranks = self._ranks(num_finite)
                 nodes[:, num_finite == 0] = -1
             num_nodes = _descend(counts, passes[-1], nodes, ranks, keys)
-        self.found[1:, first:end] = np.where(nodes >= 0, _values(keys, self._column), np.nan)
+        self.found[1:, first:end] = np.where(nodes >= 0, values_of(keys, self._column), np.nan)
 
     def _ranks(self, num_finite: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the ranks of lower values, then of higher ones. [2 * levels, elements]."""
@@ -177,7 +178,7 @@ def _count_plainly(
 ) -> None:
     """Add the digits of the last pass, as the native op counts them."""
     is_finite = np.isfinite(as_float64(rows, column))
-    keys = _keys(rows, column)[is_finite]
+    keys = keys_of(rows, column)[is_finite]
     node = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)[is_finite]
     for one in passes:
         digit = (keys >> np.uint64(one.shift)).astype(np.int64) & ((1 << one.bits) - 1)
@@ -189,29 +190,3 @@ def _count_plainly(
         is_wanted = node >= 0
         node = node[is_wanted]
         keys = keys[is_wanted]
-
-
-def _keys(rows: NDArray[np.generic], column: Column) -> NDArray[np.uint64]:
-    """Return the unsigned integers in the order of values: with the sign first, and reversed below
-    0.
-    """
-    kind = np.dtype(f"u{column.numpy_dtype.itemsize}")
-    bits = np.ascontiguousarray(rows).view(kind)
-    sign = kind.type(1 << (8 * kind.itemsize - 1))
-    if column.is_floating:
-        bits = np.where(bits & sign, ~bits, bits | sign)
-    elif column.numpy_dtype.kind == "i":
-        bits = bits ^ sign
-    return np.asarray(bits.astype(np.uint64))
-
-
-def _values(keys: NDArray[np.uint64], column: Column) -> Float64:
-    """Return the values of keys."""
-    kind = np.dtype(f"u{column.numpy_dtype.itemsize}")
-    bits = keys.astype(kind)
-    sign = kind.type(1 << (8 * kind.itemsize - 1))
-    if column.is_floating:
-        bits = np.where(bits & sign, bits & ~sign, ~bits)
-    elif column.numpy_dtype.kind == "i":
-        bits = bits ^ sign
-    return np.asarray(as_float64(bits.view(column.numpy_dtype), column))

@@ -1,4 +1,4 @@
-"""Writer of an on-disk data set, trajectory by trajectory, and of the parts of another one."""
+"""Writer of an on-disk data set, by trajectories or blocks of them, and of the parts of another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import compressed_rows, dataset_files
 from deepspeed_gear.data.array_file import BLOCK_BYTES, ArrayFile, Workers
-from deepspeed_gear.data.column_scan import ColumnScan
+from deepspeed_gear.data.column_scan import SAMPLE_BYTES, ColumnScan
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
     REMAKE,
@@ -35,7 +35,13 @@ from deepspeed_gear.data.dataset_files import (
 from deepspeed_gear.data.dataset_statistics import KeptRows, check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.splits import TRAIN, split_of
-from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
+from deepspeed_gear.data.trajectory_checks import (
+    check_finite,
+    check_trajectory,
+    split_episodes,
+    stored_block,
+)
 from deepspeed_gear.errors import ConfigError, DataError, GearError, SchemaError, undo_on_error
 from deepspeed_gear.file_system import swap_names, sync
 from deepspeed_gear.liveness import hold, release
@@ -127,7 +133,8 @@ class DatasetWriter:
         self._lengths = packed("q")
         self._num_rows = 0
         self._files: dict[str, ArrayFile] = {}
-        self._scans = {c.name: ColumnScan(c) for c in schema if not c.is_opaque}
+        sample_bytes = min(SAMPLE_BYTES, _MEMORY // len(schema))
+        self._scans = {c.name: ColumnScan(c, sample_bytes) for c in schema if not c.is_opaque}
         self._kept_ids = range(0)  # for which `_kept` states whether they are for training
         self._kept: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._part: DatasetPart | None = None
@@ -227,6 +234,36 @@ class DatasetWriter:
         self._lengths.append(length)
         self._num_rows += length + int(self.schema.has_final_row)
         return len(self._lengths) - 1
+
+    def add_block(self, block: TrajectoryBlock, *, split_by_flags: bool = False) -> None:
+        """Append the trajectories of a block; the data set is that of adding them one by one.
+
+        Args:
+            split_by_flags: As in `add`.
+        Raises:
+            DataError: As `add`, for the first trajectory that is wrong. Those before it are
+                written.
+        Cost: of several trajectories, a few operations for each column. A block whose arrays are
+            not plain rows of the schema is divided.
+        """
+        arrays = None
+        if not (block.is_single or split_by_flags or self._closed):
+            arrays = stored_block(self.schema, block)
+        if arrays is None:
+            for one in block.divided():
+                if split_by_flags:
+                    self.add(one.arrays, one.name_of(0), split_by_flags=True)
+                else:
+                    self.add(one.arrays, one.name_of(0))
+            return
+        ids = np.arange(len(self._lengths), len(self._lengths) + len(block), dtype=np.int64)
+        kept = split_of(ids, self._split) == TRAIN
+        with undo_on_error(self.discard), writing(self.dest):
+            for column in self.schema:
+                keep = block.mask(column, kept)
+                self._files[column.name].append(arrays[column.name], keep=keep)
+        self._lengths.frombytes(block.lengths.tobytes())
+        self._num_rows += block.num_rows
 
     def _is_kept(self, number: int) -> bool:
         """Return whether a trajectory is for training, which statistics cover."""

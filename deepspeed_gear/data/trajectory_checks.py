@@ -14,6 +14,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.data.array_values import holds_text
 from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import DTYPES, FLOATING, Column, Schema
@@ -73,6 +74,35 @@ def check_trajectory(
         if column.name not in arrays:
             arrays[column.name] = no_values(column, num_steps)
     return arrays, num_steps
+
+
+def stored_block(schema: Schema, block: TrajectoryBlock) -> dict[str, np.ndarray] | None:
+    """Return the columns of several trajectories as arrays of the stored dtypes.
+
+    Returns:
+        The rows by column; or None where a trajectory may be wrong: checks of them one by one find
+        out, and name it in their error.
+    """
+    is_same_form = block.has_final_row == schema.has_final_row
+    is_same_form &= all(block.rows.get(column.name) == column.rows for column in schema)
+    if not is_same_form or block.arrays.keys() != set(schema.names) or block.lengths.min() < 1:
+        return None
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        for column in schema:
+            num_rows = len(block) if column.rows == "1" else block.num_rows
+            arrays[column.name] = as_stored(block.arrays[column.name], column, "", num_rows)
+        check_finite("", schema, arrays)
+    except DataError:
+        return None
+    for column in schema:
+        if column.rows == "T" and np.any(arrays[column.name][block.final_rows]):
+            return None
+    for column in schema.end_columns:
+        flags = arrays[column.name]
+        if np.count_nonzero(flags) != np.count_nonzero(flags[block.last_steps]):
+            return None
+    return arrays
 
 
 def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> int:

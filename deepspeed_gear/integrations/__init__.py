@@ -1,1 +1,1 @@
-"""Trainers of other frameworks that train with this package. Each needs an extra of its name."""
+"""Adapters for the frameworks that people keep: trainers (TRL) and data planes (TransferQueue)."""

@@ -336,6 +336,36 @@ def digits_count(
 ) -> None:
     """Count digits of the keys of elements [first, first + count); by address."""
 
+def brackets_count(
+    values: int,
+    dtype: int,
+    num_rows: int,
+    num_elements: int,
+    keep: int,
+    bounds: int,
+    num_of: int,
+    most: int,
+    below: int,
+    keys: int,
+    capacity: int,
+    num_keys: int,
+    /,
+) -> None:
+    """Count keys below brackets and in them, and collect those in them; all by address."""
+
+def keys_select(
+    keys: int,
+    are_long: bool,
+    num_keys: int,
+    bounds: int,
+    num_brackets: int,
+    ranks: int,
+    num_ranks: int,
+    found: int,
+    /,
+) -> None:
+    """Find the keys of ranks among collected keys; all by address."""
+
 def store_add(reader: int, trajectory: Any, timeout_s: float, /) -> tuple[int, int, int] | None:
     """Make room for a trajectory, copy and commit it; takes the lock.
 

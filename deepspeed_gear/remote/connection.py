@@ -47,7 +47,7 @@ _MACHINE_ROOTS = (
 
 
 def longest_call_s(num_bytes: int) -> float:
-    """Return the deadline of a call whose message has `num_bytes`, in seconds."""
+    """Return the deadline of a call whose messages have `num_bytes`, in seconds."""
     return _ANSWER_S + num_bytes / _BYTES_A_S
 
 
@@ -112,25 +112,33 @@ class Connection:
         self._channel: grpc.Channel | None = None
 
     def call(
-        self, action: str, header: Mapping[str, Any], most_s: float, batch: Any = None
+        self,
+        action: str,
+        header: Mapping[str, Any],
+        most_s: float,
+        batch: Any = None,
+        answer_bytes: int = 0,
     ) -> dict[str, Any]:
         """Call an action of the gateway and return its answer.
 
         Args:
             action: Name of the action.
             header: Arguments of the action, as JSON values.
-            most_s: Longest time of the call for any size of the request, in seconds.
+            most_s: Longest time of the call for any size of its messages, in seconds.
             batch: Record batch of `encode`, or bytes.
+            answer_bytes: Size of a large answer, in bytes.
 
         Returns:
-            The answer. `error` is an error of the gateway; `content` has the bytes of prompts.
+            The answer. `error` is an error of the gateway; `content` has the bytes of prompts, or
+            of a part of a board's weights.
 
         Raises:
             StoreError: The token is wrong, or the gateway does not have this action.
             ConnectionLost: There is no answer.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
-        timeout_s = max(_LEAST_S, min(most_s, longest_call_s(len(message))))
+        num_bytes = len(message) + answer_bytes
+        timeout_s = max(_LEAST_S, min(most_s, longest_call_s(num_bytes)))
         try:
             if self._channel is None and self._credentials is None:
                 self._channel = grpc.insecure_channel(self._target, _OPTIONS)
@@ -157,7 +165,12 @@ class Connection:
         return {**answer, "content": content}
 
     def call_again(
-        self, action: str, header: Mapping[str, Any], timeout_s: float, batch: Any = None
+        self,
+        action: str,
+        header: Mapping[str, Any],
+        timeout_s: float,
+        batch: Any = None,
+        answer_bytes: int = 0,
     ) -> dict[str, Any]:
         """Call until there is an answer, and return it. For the arguments see `call`.
 
@@ -168,7 +181,7 @@ class Connection:
         retries = RetryPolicy(self.url, timeout_s)
         while True:
             try:
-                answer = self.call(action, header, timeout_s, batch)
+                answer = self.call(action, header, timeout_s, batch, answer_bytes)
             except ConnectionLost as lost:
                 retries.wait(lost, threading.Event())
                 continue

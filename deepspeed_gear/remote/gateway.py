@@ -1,6 +1,7 @@
 """The gateway: a gRPC server that adds remote writers' trajectories to this node's store.
 
-If the table has prompts, it leases them to remote rollout workers.
+If the table has prompts, it leases them to remote rollout workers. It serves the weights of the
+run's policy board to both.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.log import LOG
 from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote.board_downloads import BoardDownloads
 from deepspeed_gear.remote.connection import check_plain, longest_call_s
 from deepspeed_gear.remote.gateway_limits import (
     MOST_CONNECTIONS,
@@ -48,7 +50,7 @@ from deepspeed_gear.remote.gateway_limits import (
     most_connections,
     server_options,
 )
-from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS
+from deepspeed_gear.remote.gateway_messages import CHUNK_BYTES, MOST_CLIENT, NUM_LEASE_WORDS
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout, wait_until
@@ -56,13 +58,15 @@ from deepspeed_gear.writer.rollout_worker import LocalLedger, check_kept, check_
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
+Answer = Callable[[Iterator[bytes], grpc.ServicerContext], bytes]
 Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
 MOST_WAITING = 32  # requests that wait at the same time; further ones are answered immediately
 _POLL_S = 0.2  # interval of the checks whether the gateway is to end
 _END_S = 3.0  # longest time for which it still answers, so that writers get the error of its end
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
-_MOST_CLIENT = 64  # characters of a writer's name, which a session keeps
+_MOST_UNSENT = 32  # chunks of weights whose connections have not taken them yet
+_CHUNKS_OF_CONNECTION = 4  # of these, as a sent one is counted for a moment
 _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
 _MOST_OF_SESSION = 4  # calls at once; a client makes one, and may have given up some
 _MOST_SESSIONS = 1 << 16
@@ -424,6 +428,8 @@ class LeaseSessions(Sessions):
 class Gateway:
     """Server that adds trajectories of remote writers to a table, or leases its prompts.
 
+    It also serves the versions of the policy board that the run has on this node.
+
     It runs its own threads and must be the only user of its writer. Port 0 takes a free port;
     `insecure` allows addresses other than loopback without TLS.
 
@@ -435,6 +441,8 @@ class Gateway:
     - Calls that wait for a worker thread hold as much as gRPC's flow control admits.
     - Nothing is decompressed and no value is copied. The arrays of a call's trajectories count
       towards its bytes.
+    - While weights are downloaded, two versions of them, and 32 chunks of 4 MiB that are being
+      sent.
     """
 
     def __init__(
@@ -456,15 +464,22 @@ class Gateway:
         ledger = writer.parts[0].ledger
         self.sessions = LeaseSessions(writer, max_message_bytes) if ledger else Sessions(writer.add)
         writer.waiting_checks.append(self.sessions.check)
+        self._downloads = BoardDownloads(writer.run, self.sessions.check)
         actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
+        actions |= {"board": self._downloads.state, "weights": self._downloads.begin}
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, "gear-serve")
         self._calls = CallLimits(_NUM_WORKERS, longest_call_s(max_message_bytes))
+        self._unsent = CallLimits(
+            _MOST_UNSENT, longest_call_s(CHUNK_BYTES), _CHUNKS_OF_CONNECTION, "unsent chunks"
+        )
+        answers: dict[str, Answer] = {"chunk": self.send_chunk}
+        answers |= {name: partial(self.answer, action) for name, action in actions.items()}
         connections = most_connections()
         if connections < MOST_CONNECTIONS:
             LOG.warning("gear serve: at most %d connections, as `ulimit -n` allows", connections)
         self._server = grpc.server(
             self._workers,
-            handlers=[_Calls(token, actions, self)],
+            handlers=[_Calls(token, answers, self.refuse)],
             options=[
                 *server_options(connections),
                 (
@@ -520,6 +535,8 @@ class Gateway:
                 self.sessions.expire()
                 self._connections.look()
                 self._calls.cancel_late()
+                self._unsent.cancel_late()
+                self._downloads.expire()
                 self._flush_logs()
             except GearError as error:
                 self.sessions.end(error)
@@ -533,7 +550,8 @@ class Gateway:
         return self.sessions.error
 
     def _flush_logs(self, at_once: bool = False) -> None:
-        for log in (self._wrong_tokens, self._connections.log, self._calls.log):
+        limits = (self._connections.log, self._calls.log, self._unsent.log)
+        for log in (self._wrong_tokens, *limits):
             log.flush(at_once)
 
     def shutdown(self) -> None:
@@ -541,13 +559,11 @@ class Gateway:
         self._server.stop(_END_S).wait()
         self._workers.shutdown()
         self._flush_logs(at_once=True)
+        self._downloads.close()
         self.sessions.close()
 
     def _hello(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
-        if header.get("version") != gateway_messages.VERSION:
-            rule = f"must have protocol version {gateway_messages.VERSION}"
-            remedy = "install the same deepspeed_gear on both sides"
-            raise StoreError("remote writer", rule, header.get("version"), remedy)
+        gateway_messages.check_version("remote writer", header.get("version"))
         if header.get("schema") is not None:
             own = Schema.from_json(header["schema"])
             differences = gateway_messages.differences(own, self._writer.schema)
@@ -560,8 +576,8 @@ class Gateway:
             remedy = "connect a RemoteRolloutWorker if there are prompts, else a RemoteWriter"
             raise ConfigError(name, rule, None, remedy)
         client = str(header.get("client"))
-        if len(client) > _MOST_CLIENT:
-            rule = f"must have a name of at most {_MOST_CLIENT} characters"
+        if len(client) > MOST_CLIENT:
+            rule = f"must have a name of at most {MOST_CLIENT} characters"
             raise StoreError("remote writer", rule, len(client), "use a shorter client name")
         self.sessions.open(client, float(header.get("grace_s", gateway_messages.SESSION_S)))
         media = self._writer.parts[0].spec.media
@@ -606,6 +622,19 @@ class Gateway:
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
         raise AssertionError("abort raises")
 
+    def send_chunk(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Answer a call for a chunk of weights.
+
+        The call has its place until the connection has taken the answer, which gRPC buffers.
+        """
+        unsent = self._unsent.begin(Peer.of_grpc(context.peer()), context.cancel)
+        if isinstance(unsent, str):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, unsent)
+            raise AssertionError("abort raises")
+        if not context.add_callback(partial(self._unsent.end, unsent)):
+            self._unsent.end(unsent)  # the call has ended already
+        return self.answer(self._downloads.chunk, messages, context)
+
     def answer(
         self, action: Action, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> bytes:
@@ -644,15 +673,13 @@ class _Calls(grpc.GenericRpcHandler):
     A call without the token ends before its message is received.
     """
 
-    def __init__(self, token: str, actions: Mapping[str, Action], gateway: Gateway) -> None:
+    def __init__(self, token: str, answers: Mapping[str, Answer], refuse: Answer) -> None:
         self._wanted = f"Bearer {token}".encode()
         # A handler of unary requests would receive the message before it is called. These read it
         # themselves, after the token and the limits are checked.
         handler = grpc.stream_unary_rpc_method_handler
-        self._handlers = {
-            name: handler(partial(gateway.answer, action)) for name, action in actions.items()
-        }
-        self._refuses = handler(gateway.refuse)
+        self._handlers = {name: handler(answer) for name, answer in answers.items()}
+        self._refuses = handler(refuse)
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Return the handler of a call: the refusing one unless its metadata have the token."""

@@ -121,7 +121,7 @@ class CountedLog:
 
 @dataclass(eq=False)
 class Call:
-    """A call that occupies a worker."""
+    """A call that occupies a place."""
 
     peer: Peer
     cancel: Callable[[], object]
@@ -129,17 +129,32 @@ class Call:
 
 
 class CallLimits:
-    """Limits for calls of peers that have the token: how many may occupy workers, and how long.
+    """Limits for calls of peers that have the token: how many may occupy places, and how long.
 
-    An address may occupy three times as many workers as are free: one address alone 3/4 of them,
-    two addresses 3/7 each. So some workers are always free for a further address.
+    A place is a worker, or room for an answer. An address may occupy three times as many places as
+    are free: one address alone 3/4 of them, two addresses 3/7 each. So some places are always free
+    for a further address.
 
     Thread safety: any thread may call any method.
+
+    Args:
+        num_places: Number of places.
+        longest_s: A call that has its place for longer is cancelled.
+        most_of_connection: Most calls of one connection at once.
+        places: What the places are, for errors.
     """
 
-    def __init__(self, num_workers: int, longest_s: float) -> None:
-        self._num_workers = num_workers
+    def __init__(
+        self,
+        num_places: int,
+        longest_s: float,
+        most_of_connection: int = MOST_OF_CONNECTION,
+        places: str = "workers",
+    ) -> None:
+        self._num_places = num_places
         self._longest_s = longest_s
+        self._most_of_connection = most_of_connection
+        self._places = places
         self._calls = set[Call]()
         self._lock = threading.Lock()
         self.log = CountedLog(
@@ -149,18 +164,18 @@ class CallLimits:
     def begin(self, peer: Peer, cancel: Callable[[], object]) -> Call | str:
         """Admit a call, or return the reason for its refusal, with the remedy."""
         with self._lock:
-            free = self._num_workers - len(self._calls)
+            free = self._num_places - len(self._calls)
             of_address = sum(call.peer.address == peer.address for call in self._calls)
             of_connection = sum(call.peer == peer for call in self._calls)
             reason = None
-            if of_connection >= MOST_OF_CONNECTION:
-                most = MOST_OF_CONNECTION
+            if of_connection >= self._most_of_connection:
+                most = self._most_of_connection
                 reason = f"a connection must have at most {most} calls at once; await answers"
             elif of_address >= 3 * free:
                 reason = (
-                    f"{peer.address} must leave workers of the gateway to other addresses: it has "
-                    f"{of_address} calls of {len(self._calls)}, and {free} workers are free; start "
-                    "fewer writers there, or another gateway"
+                    f"{peer.address} must leave {self._places} of the gateway to other addresses: "
+                    f"it has {of_address} calls of {len(self._calls)}, and {free} {self._places} "
+                    "are free; start fewer writers there, or another gateway"
                 )
             if reason is None:
                 call = Call(peer, cancel, time.monotonic())

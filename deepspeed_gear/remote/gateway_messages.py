@@ -24,7 +24,7 @@ from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.media import SENT, MediaSpec
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.trajectory_checks import check_trajectory
-from deepspeed_gear.errors import DataError, show_bytes
+from deepspeed_gear.errors import DataError, StoreError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 
@@ -40,7 +40,10 @@ MOST_MAX_MESSAGE_BYTES = 1 << 30
 # For header, Arrow schema and padding: less than 512 bytes for each column, and its name.
 SLACK_BYTES = 1 << 20
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
-SERVICE = "deepspeed_gear.Gateway"  # the gRPC service, with the methods hello, put and bye
+# The gRPC service, with the methods hello, put and bye, and for weights board, weights and chunk.
+SERVICE = "deepspeed_gear.Gateway"
+MOST_CLIENT = 64  # characters of a client's name, which the gateway keeps
+CHUNK_BYTES = 4 << 20  # of a version of a policy board, in the answer of one call
 NUM_LEASE_WORDS = 5  # the first words of a LeaseRecord, entry to attempt, identify it
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
@@ -161,6 +164,13 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
     return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]
 
 
+def check_version(name: str, version: object) -> None:
+    """Raise a StoreError unless a client has this version of the protocol."""
+    if version != VERSION:
+        rule = f"must have protocol version {VERSION}"
+        raise StoreError(name, rule, version, "install the same deepspeed_gear on both sides")
+
+
 def lease_words(lease: LeaseRecord) -> tuple[Any, ...]:
     """Return the words of a lease for a call, without the data that the worker has kept."""
     return (*lease[:NUM_LEASE_WORDS], None, lease.origin)
@@ -181,7 +191,9 @@ def lease_of(words: Any) -> LeaseRecord:
     return LeaseRecord(entry, token, number, version, attempt, origin=str(origin))
 
 
-def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:
+def pack(
+    header: Mapping[str, Any], batch: pa.RecordBatch | bytes | memoryview | None = None
+) -> pa.Buffer:
     """Return a message: the length of the header, the header as JSON, and the content.
 
     `batch` is the content: bytes, or a record batch, which is written as an IPC stream.
@@ -189,7 +201,7 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None)
     sink = pa.BufferOutputStream()
     head = json.dumps(header).encode()
     sink.write(len(head).to_bytes(_LENGTH, "little") + head)
-    if isinstance(batch, bytes):
+    if isinstance(batch, bytes | memoryview):
         sink.write(batch)
     elif batch is not None:
         with pa.ipc.new_stream(sink, batch.schema) as stream:

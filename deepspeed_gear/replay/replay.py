@@ -281,7 +281,7 @@ class Replay(ReplayBase):
         have more.
 
         Args:
-            *names: Late columns, with one number per step ("T") or trajectory.
+            *names: Late columns of numbers, with a row per step ("T") or trajectory.
             tokens: Most steps of a micro batch; None: `gear.pack.tokens`.
             table: As `add`.
         Raises:

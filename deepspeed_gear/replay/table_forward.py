@@ -89,18 +89,17 @@ class LateColumns(ForwardPass):
         shape = micro.pack_shape
         settings = self._settings
         by_step = column.rows == "T"
-        micro.check_shape(
-            name, values, shape.end - shape.first if by_step else micro.num_trajectories
-        )
-        given = values.detach()
+        rows = shape.end - shape.first if by_step else micro.num_trajectories
+        micro.check_shape(name, values, rows, column.shape)
+        given = values.detach().reshape(-1, *column.shape)
         if by_step and settings.ranks is not None:  # other ranks have other places
-            whole = given.new_zeros(shape.rows)
-            whole[shape.first : shape.end] = given.reshape(-1)
+            whole = given.new_zeros((shape.rows, *column.shape))
+            whole[shape.first : shape.end] = given
             given = settings.ranks.sum(whole)
         if not settings.place.reports:
             return
         given = given.cpu()
-        own: Any = (given if given.dtype == torch.bfloat16 else given.numpy()).reshape(-1)
+        own: Any = given if given.dtype == torch.bfloat16 else given.numpy()
         offset = 0
         if by_step:  # place i has the value of step i + offset
             own = own[: shape.num_tokens]
@@ -111,12 +110,12 @@ class LateColumns(ForwardPass):
 
 
 def check_late(table: Table, names: Sequence[str]) -> None:
-    """Raise a ConfigError unless columns are late, with one number per step or trajectory."""
+    """Raise a ConfigError unless columns are late, with numbers per step or trajectory."""
     columns = table.schema.late_columns
-    late = [c.name for c in columns if not (c.shape or c.is_opaque or c.rows == "T+1")]
+    late = [c.name for c in columns if not (c.is_opaque or c.rows == "T+1")]
     for name in names:
         if name not in late:
-            rule = "must be late, with one number per step or trajectory"
+            rule = "must be late, with numbers per step or trajectory"
             has = f"there are: {', '.join(late) or 'none'}"
             raise ConfigError(f"table {table.spec.name}: column {name!r}", rule, None, has)
 

@@ -154,6 +154,11 @@ class TransitionBuffer(ProcessBound, PublicNames):
         states = [*_columns("observation", observation_space, "T+1")]
         actions = [*_columns("action", action_space, "T")]
         self._spaces = {"observation": observation_space, "action": action_space}
+        self._fields = {
+            "observation": _fields_of("observation", observation_space),
+            "action": _fields_of("action", action_space),
+            "next_observation": _fields_of("next_observation", observation_space),
+        }
         columns = [
             *states,
             *actions,
@@ -376,9 +381,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
             done = (discount == 0).float()
             discounts = discount.unsqueeze(1)
         return TransitionSamples(
-            observations=_tree(batch, "observation", self._spaces["observation"]),
-            actions=_tree(batch, "action", self._spaces["action"]),
-            next_observations=_tree(batch, "next_observation", self._spaces["observation"]),
+            observations=_nested(batch, self._fields["observation"]),
+            actions=_nested(batch, self._fields["action"]),
+            next_observations=_nested(batch, self._fields["next_observation"]),
             dones=done.unsqueeze(1),
             rewards=reward.unsqueeze(1),
             discounts=discounts,
@@ -397,14 +402,23 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self.replay.close()
 
 
-def _tree(batch: Batch, name: str, space: Any) -> Any:
-    """Return the fields of a space's parts, nested as it is; [B, 1] where they are [B]."""
+def _fields_of(name: str, space: Any) -> Any:
+    """Return the names of the fields of a space's parts, nested in dicts and tuples as it is."""
     parts = _spaces_of(space)
     if parts is None:
-        values = batch[name]
+        return name
+    fields = {key: _fields_of(f"{name}.{key}", part) for key, part in parts.items()}
+    return fields if isinstance(space.spaces, Mapping) else tuple(fields.values())
+
+
+def _nested(batch: Batch, fields: Any) -> Any:
+    """Return the fields of a batch, nested as their names are; [B, 1] where they are [B]."""
+    if isinstance(fields, str):
+        values = batch[fields]
         return values if values.dim() > 1 else values.unsqueeze(1)
-    tree = {key: _tree(batch, f"{name}.{key}", part) for key, part in parts.items()}
-    return tree if isinstance(space.spaces, Mapping) else tuple(tree.values())
+    if isinstance(fields, tuple):
+        return tuple(_nested(batch, part) for part in fields)
+    return {key: _nested(batch, part) for key, part in fields.items()}
 
 
 def _spaces_of(space: Any) -> dict[str, Any] | None:

@@ -166,6 +166,13 @@ def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) ->
     fill_each(table, column, record, values, lease.origin)
 
 
+def check_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) -> None:
+    """Raise DataError for a value that `fill_leased` would refuse."""
+    name = f"table {table.spec.name}"
+    rows = None if column.rows == "1" else lease.num_steps + int(column.rows == "T+1")
+    check_finite(name, table.spec.schema, {column.name: as_stored(value, column, name, rows)})
+
+
 def _without_prompts(
     counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int
 ) -> np.ndarray:

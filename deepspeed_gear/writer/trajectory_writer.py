@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import expand, gear_config
@@ -297,6 +297,43 @@ class TrajectoryWriter(WriterBase):
             self._finalizer()
 
 
+class WantedRun(NamedTuple):
+    """The run that a process asks for by its config, an argument, or the environment.
+
+    Attributes:
+        section: The process's `gear` section; None: any options and schema.
+        prefix: Prefix of the run's files in /dev/shm; None: any.
+        names: Names and ids that the run must have; none: any run.
+    """
+
+    section: Mapping[str, Any] | None
+    prefix: str | None
+    names: list[str]
+
+    @classmethod
+    def read(cls, config: str | Path | Mapping[str, Any] | None, run: str | None) -> WantedRun:
+        """Read the config; arguments as `TrajectoryWriter.attach`.
+
+        Raises:
+            ConfigError: The config or a name is wrong.
+        """
+        arguments.one_of("run", run, (str, type(None)), "a name")
+        section: Mapping[str, Any] | None = None
+        memory: Mapping[str, Any] = {}
+        if config is not None:
+            section = expand(_object("gear", gear_config.read(config)[0]))
+            memory = _object("gear.shared_memory", section.get("shared_memory", {}))
+        prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
+        if not isinstance(prefix, str):
+            raise ConfigError(
+                "gear.shared_memory.prefix", "must be a string", prefix, 'for example "gear"'
+            )
+        names = run_names(memory.get("run"), run)
+        if section is None and names:
+            prefix = None  # a named run is found with any prefix
+        return cls(section, prefix, names)
+
+
 def _attached(
     config: str | Path | Mapping[str, Any] | None,
     table: str | None,
@@ -313,21 +350,10 @@ def _attached(
     for argument, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(argument, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
-    section: Mapping[str, Any] | None = None
-    memory: Mapping[str, Any] = {}
-    if config is not None:
-        section = expand(_object("gear", gear_config.read(config)[0]))
-        memory = _object("gear.shared_memory", section.get("shared_memory", {}))
-    prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
-    if not isinstance(prefix, str):
-        raise ConfigError(
-            "gear.shared_memory.prefix", "must be a string", prefix, 'for example "gear"'
-        )
+    wanted = WantedRun.read(config, run)
+    section = wanted.section
     if section is not None:
         table = _writable_table(section, table)
-    runs = run_names(memory.get("run"), run)
-    if section is None and runs:
-        prefix = None  # a named run is found with any prefix
     if name is not None:
         if run is not None:
             raise ConfigError(
@@ -338,7 +364,7 @@ def _attached(
         if differences:
             raise _no_match(differences, f"{_OWN_CONFIG}; {store}: {', '.join(differences)}")
         return _open(store)
-    search = _StoreSearch(section, prefix, table, runs)
+    search = _StoreSearch(section, wanted.prefix, table, wanted.names)
     attached = wait_until(search.attach, wait_s, _POLL_S)
     if attached is None:
         raise search.error(wait_s)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gear_support import ROOT, prefix, shared_files
 from process_support import call_on_ranks
 
-from deepspeed_gear import Column, DatasetWriter, RolloutWorker, Schema
+from deepspeed_gear import Column, DatasetWriter, PolicyBoard, RolloutWorker, Schema
 from deepspeed_gear.errors import GearError
 
 pytestmark = [
@@ -185,12 +185,23 @@ def train(example: Any, out: Path, resume: str | None) -> Run:
         max_completion_length=24,
     )
     versions: list[int] = []
-    trainer = LedgerGRPOTrainer(
-        str(out / "model"), args, lambda model, version: versions.append(version)
-    )
+    boards: list[PolicyBoard] = []
+
+    def publish(model: torch.nn.Module, version: int) -> None:
+        versions.append(version)
+        if boards:
+            boards[0].publish(model, version + 1)
+        else:
+            replay = trainer.deepspeed.gear
+            boards.append(PolicyBoard.create(model, replay, version=version + 1))
+
+    trainer = LedgerGRPOTrainer(str(out / "model"), args, publish)
     trainer.train(resume_from_checkpoint=resume and str(out / "run" / resume))
     books = trainer.deepspeed.gear.statistics()["prompts"]["rollouts"]
     weights = torch.cat([one.detach().flatten() for one in trainer.deepspeed.module.parameters()])
+    assert boards[0].version == versions[-1] + 1
+    dist.barrier()  # no rank reads the board any more
+    boards[0].close()
     trainer.deepspeed.destroy()
     log = [entry for entry in trainer.state.log_history if "entropy" in entry]
     return log, versions, dict(books), weights.numpy()

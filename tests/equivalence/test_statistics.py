@@ -7,11 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Schema
-from deepspeed_gear.data import array_file, column_scan, counted_neighbours
+from deepspeed_gear.data import (
+    array_file,
+    bracketed_neighbours,
+    column_scan,
+    counted_neighbours,
+    dataset_statistics,
+)
+from deepspeed_gear.data.bracketed_neighbours import BracketedNeighbours
 from deepspeed_gear.data.column_scan import ColumnScan, Neighbours, block_rows
 from deepspeed_gear.data.counted_neighbours import CountedNeighbours
+from deepspeed_gear.data.row_sample import RowSample
 from deepspeed_gear.data.trajectory_checks import are_finite, as_float64
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import Ops
@@ -114,6 +124,94 @@ def test_counted_neighbours_are_those_of_all_values(
                 np.testing.assert_array_equal(found.found + 0.0, wanted.found + 0.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 20)])
+def test_bracketed_neighbours_are_those_of_all_values(
+    cpu: Ops, dtype: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By NumPy and natively, from samples with all rows and with few of them.
+
+    Brackets that are too narrow, or whose keys do not fit, find nothing; they never find others.
+    """
+    column = Column("x", dtype, shape)
+    monkeypatch.setattr(bracketed_neighbours, "_LEAST_SAMPLED", 2)
+    monkeypatch.setattr(bracketed_neighbours, "_MOST_TIES", 1 + len(shape))
+    random = np.random.default_rng(len(dtype) + len(shape))
+    num_found = 0
+    for count, deviations, key_bytes in (
+        (1, 4.5, 1 << 28),
+        (1100, 4.5, 1 << 28),
+        (1100, 0.1, 1 << 28),
+        (1100, 4.5, 1 << 14),
+        (7000, 4.5, 1 << 28),
+    ):
+        monkeypatch.setattr(bracketed_neighbours, "_DEVIATIONS", deviations)
+        monkeypatch.setattr(bracketed_neighbours, "_KEY_BYTES", key_bytes)
+        values = rows_of(column, count, random)
+        for keep in (None, random.random(count) < 0.7):
+            kept = np.arange(count) if keep is None else np.flatnonzero(keep)
+            runs = np.stack([kept, np.ones_like(kept)], axis=1)
+            wanted = Neighbours(values, column, runs, LEVELS)
+            for task in wanted.tasks:
+                task()
+
+            def shares(
+                share: int,
+                num_shares: int,
+                values: np.ndarray = values,
+                keep: np.ndarray | None = keep,
+            ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+                for low in range(400 * share, len(values), 400 * num_shares):
+                    own = slice(low, low + 400)
+                    yield values[own], None if keep is None else keep[own].copy()
+
+            for sampled_rows, num_threads in ((10_000, 2), (1000, 1), (500, 2)):
+                sample = RowSample(column.row_bytes, sampled_rows * column.row_bytes)
+                sample.add(values, keep)
+                facts = []
+                for native in (None, cpu.native):
+                    monkeypatch.setattr(
+                        bracketed_neighbours, "existing_native", lambda _, native=native: native
+                    )
+                    bracketed = BracketedNeighbours(
+                        shares, sample, wanted.found[0], len(kept), column, LEVELS, num_threads
+                    )
+                    for tasks in bracketed.rounds():
+                        for task in tasks:
+                            task()
+                    facts.append(bracketed.is_found)
+                    if bracketed.is_found:
+                        np.testing.assert_array_equal(bracketed.found + 0.0, wanted.found + 0.0)
+                assert facts[0] == facts[1]
+                assert facts[0] or not sample.is_complete
+                num_found += facts[0] and not sample.is_complete
+    assert num_found
+
+
+@given(data=st.data(), count=st.integers(1, 3000), most_rows=st.integers(2, 100))
+def test_a_sample_does_not_depend_on_how_rows_are_added(
+    data: st.DataObject, count: int, most_rows: int
+) -> None:
+    rows = np.arange(count)
+    samples = []
+    for _ in range(2):
+        sample = RowSample(8, 8 * most_rows)
+        low = 0
+        while low < count:
+            high = low + data.draw(st.integers(1, 1500))
+            sample.add(rows[low:high], rows[low:high] % 3 != 0)
+            low = high
+        samples.append(sample.kept_rows())
+    np.testing.assert_array_equal(*samples)
+    assert sample.is_complete == (count <= most_rows)
+    assert (samples[0] % 3 != 0).all()
+    assert (np.diff(samples[0]) > 0).all()
+    if count <= most_rows:
+        assert len(samples[0]) == np.count_nonzero(rows % 3)
+    else:  # one of each stratum, of which there are more than half of the most
+        assert most_rows // 8 <= len(samples[0]) + 2 <= most_rows + 2
+
+
 @pytest.mark.parametrize("shape", [(24, 20, 3), (3, 24, 20), (2, 24, 30, 1), (40, 40, 1)])
 def test_native_counts_of_pixels_are_those_of_numpy(
     cpu: Ops, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -187,6 +285,38 @@ def test_a_data_set_is_the_same_for_any_threads_blocks_and_with_numpy_alone(
     assert Dataset.open(dest).statistics["state"].count < sum(
         len(one["state"]) for one in trajectories
     )
+
+
+@pytest.mark.parametrize("most_ordered", [1, 1 << 28], ids=["counted", "compared"])
+def test_statistics_are_the_same_where_brackets_fail(
+    tmp_path: Path, most_ordered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of columns in the order of their values, in random order, and with few values."""
+    monkeypatch.setattr(dataset_statistics, "MOST_ORDERED_BYTES", most_ordered)
+    monkeypatch.setattr(bracketed_neighbours, "_LEAST_SAMPLED", 2)
+    monkeypatch.setattr(bracketed_neighbours, "_TILE", 512)
+    monkeypatch.setattr("deepspeed_gear.data.dataset_writer.SAMPLE_BYTES", 4000)
+    monkeypatch.setattr(dataset_statistics, "_BLOCK_BYTES", 8192)
+    names = {"rising": "float32", "random": "float64", "few": "int16", "flag": "bool"}
+    schema = Schema([Column(name, dtype) for name, dtype in names.items()])
+    random = np.random.default_rng(0)
+    rows = {
+        "rising": np.arange(20_000, dtype=np.float32),
+        "random": random.standard_normal(20_000),
+        "few": random.integers(0, 5, 20_000).astype(np.int16),
+        "flag": random.random(20_000) < 0.01,
+    }
+    written = set()
+    for deviations in (4.5, 0.0):
+        monkeypatch.setattr(bracketed_neighbours, "_DEVIATIONS", deviations)
+        with DatasetWriter(tmp_path / "set", schema, overwrite=True, threads=2) as writer:
+            writer.add(rows)
+        statistics = Dataset.open(tmp_path / "set").statistics
+        for name, values in rows.items():
+            for level, quantile in statistics[name].quantiles.items():
+                assert quantile == np.quantile(values.astype(np.float64), float(level))
+        written.add((tmp_path / "set" / "stats.json").read_bytes())
+    assert len(written) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -17,9 +17,18 @@ import pytest
 import torch
 from gear_support import ROOT, prefix, shared_files, wait_until
 from process_support import Ranks, environment, run_ranks
+from remote_support import serving, write_token
 from warm_python import PIPE, WarmProcess
 
-from deepspeed_gear import Column, DatasetWriter, PolicyBoard, Replay, RolloutWorker, Schema
+from deepspeed_gear import (
+    Column,
+    DatasetWriter,
+    PolicyBoard,
+    Replay,
+    RolloutWorker,
+    Schema,
+    StoreError,
+)
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 EXAMPLES = ROOT / "examples"
@@ -45,7 +54,7 @@ def worker_module(task: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def board(task: ModuleType) -> Iterator[PolicyBoard]:
-    with PolicyBoard.create(task.policy(), prefix()) as board:
+    with PolicyBoard.create(task.policy(), prefix=prefix()) as board:
         yield board
 
 
@@ -128,7 +137,7 @@ def test_a_temperature_is_that_of_the_log_probabilities(
 def test_weights_change_between_two_steps(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard
 ) -> None:
-    reader = PolicyBoard.attach(board.name)
+    reader = PolicyBoard.attach(name=board.name)
     generation = worker_module.Generation(
         task.policy(), board=reader, places=64, max_tokens=3, seed=1
     )
@@ -153,7 +162,7 @@ def test_a_worker_commits_groups_and_drops_prompts(
     asked to.
     """
     model = task.policy()
-    reader = PolicyBoard.attach(board.name)
+    reader = PolicyBoard.attach(name=board.name)
     options = {"size": 2, "max_prompt": 12, "heartbeat_s": 0.0}
     with Replay(section(tmp_path)) as replay, replay.rollout_worker() as leases:
         generation = worker_module.Generation(model, board=reader, places=4, max_tokens=4)
@@ -203,7 +212,7 @@ def test_a_worker_generates_by_a_server(
     served = tmp_path / "served"
     task.policy().save_pretrained(served)  # what the server begins with
     newest = task.policy()
-    reader = PolicyBoard.attach(board.name)
+    reader = PolicyBoard.attach(name=board.name)
     board.publish(newest)
     parts = {
         "model": task.policy(),
@@ -322,6 +331,51 @@ def test_grpo_goes_on_after_a_kill_of_all_ranks(grpo: list[str], tmp_path: Path)
     check_result(run_ranks(EXAMPLES / "grpo_async.py", 2, *again)[0], trained + 2)
 
 
+def test_workers_here_and_on_other_machines_need_the_config_only(
+    task: ModuleType,
+    worker_module: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The program runs with each of the two lines that grpo_async.py prints."""
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"gear": section(tmp_path)}))
+    token = write_token(tmp_path / "token")
+    command = [sys.executable, "rollout_worker.py", str(config)]
+    text = importlib.import_module("grpo_async").how_to_add(command)
+    here, there, gateway = (line.partition(": ")[2].split() for line in text.splitlines())
+    assert gateway[:4] == ["gear", "serve", "--config", str(config)]
+    ended = dict[str, int]()
+
+    def turn(worker: Any) -> None:
+        """Commit two groups, then end as when the run ends."""
+        if worker.num_groups >= 2:
+            raise StoreError("the run", "must go on", None, "the test ends")
+        turns(worker)
+        ended[type(worker._worker).__name__] = worker.num_groups
+
+    turns = worker_module.Worker.turn
+    monkeypatch.setattr(worker_module.Worker, "turn", turn)
+    with (
+        Replay(config) as replay,
+        PolicyBoard.create(task.policy(), replay) as board,
+        serving(str(config)) as server,
+    ):
+        at = there.index("--gateway")
+        assert there[at + 2 :] == ["--token-file", "token", "--ca", "cert.pem"]
+        remote = [*there[2:at], "--gateway", server.url, "--token-file", str(token)]
+        for version, words in enumerate((here[2:], remote), 1):
+            monkeypatch.setattr(sys, "argv", ["rollout_worker.py", *words])
+            worker_module.main()
+            for step in replay.rollout():
+                for micro in step:
+                    assert micro["version"][micro.loss_mask].max() <= version
+            board.publish(task.policy())
+    assert sorted(ended) == ["RemoteRolloutWorker", "RolloutWorker"]
+    assert capfd.readouterr().out.count("groups; the run must go on") == 2
+
+
 def test_a_worker_in_an_actor_of_ray(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard, tmp_path: Path
 ) -> None:
@@ -338,7 +392,7 @@ def test_a_worker_in_an_actor_of_ray(
             module, task = (
                 importlib.import_module(name) for name in ("rollout_worker", "grpo_model")
             )
-            reader = PolicyBoard.attach(board)
+            reader = PolicyBoard.attach(name=board)
             generation = module.Generation(task.policy(), board=reader, places=4, max_tokens=4)
             self.leases = RolloutWorker.attach(config)
             self.worker = module.Worker(self.leases, generation, task.reward, size=2, max_prompt=12)

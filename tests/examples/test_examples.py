@@ -141,11 +141,47 @@ def test_grpo_trains_whole_groups_on_two_ranks(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "result.json").read_text())["curve"]) == 2
 
 
+def test_grpo_with_pictures() -> None:
+    found = result_of("vision_grpo.py", 1, "--iterations", "2")
+    assert set(found) == {"reward_first", "reward_last", "accuracy", "iterations", "seconds"}
+    assert 0 <= found["accuracy"] <= 1
+    assert len((EXAMPLES / "vision_grpo.py").read_text().splitlines()) <= 150
+
+
 def test_packed_and_padded_episodes_train_the_same_model() -> None:
     found = result_of("packed_sequences.py", 1, "--steps", "3")
     assert found["packed"]["losses"] == pytest.approx(found["padded"]["losses"], rel=1e-5)
     assert found["packed"]["losses"][-1] < found["packed"]["losses"][0]
     assert found["padded"]["fill"] < 0.5 < 0.9 < found["packed"]["fill"]
+
+
+@pytest.mark.parametrize("name", ["distillation", "router_replay"])
+def test_an_example_of_a_job_is_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 150
+
+
+def result_of_warm(program: str, *arguments: str) -> dict[str, Any]:
+    """Run an example of one process; its last line is the result."""
+    done = run_warm(str(EXAMPLES / program), *arguments, env=environment(), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_distillation_of_two_teachers() -> None:
+    result = result_of_warm("distillation.py", "--steps", "8")
+    first, last = result["first"], result["last"]
+    assert last["loss"] < 0.6 * first["loss"]
+    assert last["whole"] < 0.6 * first["whole"]
+    for values in (first, last):  # tokens beyond the top ones count as one, which loses divergence
+        assert 0.6 * values["whole"] < values["loss"] <= values["whole"]
+    assert result["largest_error"] <= 2e-3  # of float16
+
+
+def test_replayed_experts_make_log_probabilities_agree() -> None:
+    first = result_of_warm("router_replay.py", "--steps", "2")["first"]
+    assert first["other_experts"] > 0.01
+    assert first["replayed"] < 0.5 * first["own_choices"]
 
 
 def test_online(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def hold_names(folder: Path, config: dict[str, Any]) -> None:
     """
     rank = dist.get_rank()
     replay = Replay(config, schemas={"main": SCHEMA})
-    board = PolicyBoard.create(torch.nn.Linear(2, 2), config["shared_memory"]["prefix"])
+    board = PolicyBoard.create(torch.nn.Linear(2, 2), prefix=config["shared_memory"]["prefix"])
     loader = InferenceLoader(replay, batch_size=2, timeout=0.0)
     replay.add(trajectory(rank, 9))
     dist.barrier()

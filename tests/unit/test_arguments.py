@@ -59,7 +59,7 @@ class Scene:
         self.device.add_(self.columns)
         self.device_batch = self.device.new_batch()
         self.device.sample_(self.device_batch)
-        self.board = PolicyBoard.create(BOARD_MODULE, prefix())
+        self.board = PolicyBoard.create(BOARD_MODULE, prefix=prefix())
 
     def stored(self) -> tuple[Any, ...]:
         return len(self.replay), self.replay.num_steps, len(self.device), self.board.version
@@ -229,9 +229,11 @@ CALLS: dict[str, Call] = {
         {"a list", "a mapping", "an empty array", "a mapping of numbers"},
     ),
     "Column role": (lambda s, bad: Column("a", "float32", (), bad), set()),
-    "PolicyBoard.create": (lambda s, bad: PolicyBoard.create(bad, prefix()), set()),
-    "board prefix": (lambda s, bad: PolicyBoard.create(BOARD_MODULE, bad), set()),
-    "PolicyBoard.attach": (lambda s, bad: PolicyBoard.attach(bad), set()),
+    "PolicyBoard.create": (lambda s, bad: PolicyBoard.create(bad, prefix=prefix()), set()),
+    "board prefix": (lambda s, bad: PolicyBoard.create(BOARD_MODULE, prefix=bad), {"None"}),
+    "board replay": (lambda s, bad: PolicyBoard.create(BOARD_MODULE, bad), {"None"}),
+    "PolicyBoard.attach": (lambda s, bad: PolicyBoard.attach(bad, wait_s=0.0), set()),
+    "board name": (lambda s, bad: PolicyBoard.attach(name=bad, wait_s=0.0), set()),
     "board.publish": (lambda s, bad: s.board.publish(bad), set()),
     "board version": (lambda s, bad: s.board.publish(BOARD_MODULE, bad), {"None"}),
     "RemoteWriter url": (lambda s, bad: RemoteWriter.connect(bad, token="x", timeout_s=0.1), set()),

@@ -85,6 +85,7 @@ RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
         },
         ["warm_us", "cold_us", "us"],
     ),
+    "dqn": ([], {"system": {"numpy ring", "gear, TransitionBuffer"}}, ["seconds", "add_us"]),
     "leases": ([], {"size": {1, 8}}, ["pairs_per_s"]),
     "adding": ([], {"system": {"numpy ring", "gear", "gear, published"}}, ["step_us"]),
 }

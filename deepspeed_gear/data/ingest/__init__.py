@@ -6,14 +6,13 @@ import fcntl
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 from tqdm import tqdm
 from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic needs it as well
 
@@ -34,7 +33,7 @@ from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReade
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rlds import RldsReader
 from deepspeed_gear.data.ingest.rllib import RllibReader
-from deepspeed_gear.data.ingest.side_by_side import SideBySide, without_surplus
+from deepspeed_gear.data.ingest.side_by_side import ReadBlock, SideBySide, without_surplus
 from deepspeed_gear.data.ingest.source_checks import (
     MAX_EXPANSION,
     Expansion,
@@ -44,7 +43,7 @@ from deepspeed_gear.data.ingest.source_checks import (
 )
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
-from deepspeed_gear.data.ingest.webdataset import WebdatasetReader
+from deepspeed_gear.data.ingest.webdataset import WebdatasetReader, is_pattern, pattern_shards
 from deepspeed_gear.data.ingest.zarr import ZarrReader
 from deepspeed_gear.data.sources import check_local, is_address, source_path
 from deepspeed_gear.data.sources.remote_path import RemotePath
@@ -70,6 +69,7 @@ _CLASSES: tuple[type[Reader], ...] = (
 )
 _MOST_FILES = 64  # of a folder that are looked at where its layout is unknown
 READERS = {reader.format: reader for reader in _CLASSES}
+_CHECK = "check the path and its permissions"
 _NAMING = ("rename", "role")  # options of columns that a reader may apply before
 
 
@@ -84,7 +84,8 @@ def open_source(
     """Check a source and open it, in the given format or in the one that its content shows.
 
     Args:
-        path: A file or folder, or the address of a remote one: hf://, s3://, gs://, https://.
+        path: A file or folder, or the address of a remote one: hf://, s3://, gs://, https://. For
+            shards of WebDataset also a pattern, `part-{000..012}.tar`.
         format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
@@ -94,6 +95,8 @@ def open_source(
     """
     select = ColumnSelection(columns)
     expansion = Expansion(max_expansion)
+    if is_pattern(path, format) and (shards := pattern_shards(path, show_progress)):
+        return _open_shards(path, shards, select, expansion, options)
     if isinstance(path, str) and is_address(path):
         source = source_path(path, show_progress)
         with undo_on_error(source.source.close):
@@ -108,13 +111,14 @@ def _open_path(
     expansion: Expansion,
     options: Mapping[str, Any],
 ) -> Reader:
-    with DataError.on(
-        str(path), "must be readable", OSError, remedy="check the path and its permissions"
-    ):
+    with DataError.on(str(path), "must be readable", OSError, remedy=_CHECK):
         if not path.exists():
             remedy = "check the path of the source"
             if "{" in path.name:
-                remedy = "give the folder, or the name without quotes: the shell expands braces"
+                remedy = (
+                    "give the folder, or the name without quotes: the shell expands braces; only "
+                    "shards of WebDataset may be named by a pattern"
+                )
             raise DataError(str(path), "must exist", None, remedy)
         if (path / SCHEMA_FILE).is_file():
             check_no_pointer(path / SCHEMA_FILE)
@@ -124,6 +128,28 @@ def _open_path(
         check_source(path, expansion)
         kind = _recognised(path) if format == "auto" else _reader_class(format)
     return _opened(kind(path, select, expansion, _given(str(path), kind, options)))
+
+
+def _open_shards(
+    pattern: str | Path,
+    shards: Sequence[Path],
+    select: ColumnSelection,
+    expansion: Expansion,
+    options: Mapping[str, Any],
+) -> Reader:
+    """Open the shards of a pattern as one source."""
+    path = Path(pattern)
+    with ExitStack() as stack:
+        if isinstance(shards[0], RemotePath):
+            path = RemotePath(shards[0].source, "")
+            stack.callback(shards[0].source.close)
+        for shard in shards:
+            with DataError.on(str(shard), "must be readable", OSError, remedy=_CHECK):
+                check_source(shard, expansion)
+        given = _given(str(path), WebdatasetReader, options)
+        reader = WebdatasetReader(path, select, expansion, {**given, "shards": shards})
+        stack.pop_all()
+        return _opened(reader)
 
 
 def open_rows(
@@ -376,7 +402,7 @@ def ingest(
             source[TEXTS] = texts.texts
         bar = stack.enter_context(_progress_bar(readers, schema, progress))
         num_steps = 0
-        divides: Any = bool(options.get("split_by_flags"))
+        divides = bool(options.get("split_by_flags"))
         with DatasetWriter(
             dest,
             schema,
@@ -391,18 +417,17 @@ def ingest(
                 SideBySide(outputs, options.get("threads"), _may_read_ahead)
             )
             for index, output in enumerate(outputs):
-                for episode in side_by_side.episodes(index):
-                    arrays = episode.arrays
-                    if SOURCE.name in schema and SOURCE.name not in arrays:
-                        number = writer.num_sources_before + index
-                        arrays["source"] = np.asarray(number, dtype=np.int64)
-                    groups.set_in(output, episode.name, episode.file, arrays)
-                    texts.set_in(output, episode.name, arrays)
-                    numbers.set_in(output, episode.name, arrays)
-                    writer.add(arrays, episode.name, split_by_flags=divides)
-                    num_steps += episode.length
+                blocks = side_by_side.blocks(index)
+                if groups.has(output) or texts.has(output) or numbers.has_any(output):
+                    blocks = _renumbered(blocks, output, groups, texts, numbers)
+                for block, _ in blocks:
+                    if SOURCE.name in schema and SOURCE.name not in block.arrays:
+                        block = block.with_number(SOURCE, writer.num_sources_before + index)
+                    writer.add_block(block, split_by_flags=divides)
+                    steps = int(block.lengths.sum())
+                    num_steps += steps
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
-                    bar.update(episode.length * schema.row_bytes)
+                    bar.update(steps * schema.row_bytes)
                 output.reader.release()
             for note in (*groups.notes(), *numbers.notes()):
                 readers[-1].notes.append(note)
@@ -412,6 +437,23 @@ def ingest(
                 if isinstance(reader.path, RemotePath):
                     bar.write(f"{reader.path}: {reader.path.source.traffic}", file=sys.stderr)
             return writer.close()
+
+
+def _renumbered(
+    blocks: Iterable[ReadBlock],
+    output: OutputColumns,
+    groups: GroupNumbers,
+    texts: TextNumbers,
+    numbers: EpisodeNumbers,
+) -> Iterator[ReadBlock]:
+    """Yield the episodes one by one, with the numbers of the data set in place of the source's."""
+    for block, file in blocks:
+        for one in block.divided():
+            name = one.name_of(0)
+            groups.set_in(output, name, file, one.arrays)
+            texts.set_in(output, name, one.arrays)
+            numbers.set_in(output, name, one.arrays)
+            yield ReadBlock(one, file)
 
 
 def _may_read_ahead(reader: Reader) -> bool:

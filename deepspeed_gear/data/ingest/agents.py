@@ -20,7 +20,8 @@ from deepspeed_gear.errors import DataError
 #: The key beside the agents whose flag is that of the episode (RLlib, older PettingZoo).
 ALL = "__all__"
 _NEEDED = ("observation", "action", "reward", *FLAG_KINDS)  # kinds that all agents have, or none
-_NAMES_AGENTS = ("reward", *FLAG_KINDS)  # kinds of one value a step, whose parts are agents
+#: Kinds of one value a step, whose parts are agents.
+NAMES_AGENTS = ("reward", *FLAG_KINDS)
 
 
 class AgentRows:
@@ -67,14 +68,25 @@ class Agents:
       takes the place of that one.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, goes_on: bool = False) -> None:
         """Know no agent yet.
 
         Args:
             where: The source, for errors.
+            goes_on: Whether the rows of a call follow those of the call before, in one episode.
         """
         self._where = where
+        self._goes_on = goes_on
+        self._cause: NDArray[np.int64] | None = None
         self.names: list[str] = []  # agent_2 comes before agent_10
+
+    @property
+    def note(self) -> str:
+        """Return a note on the agents and the rules; "" without agents."""
+        rules = (
+            "in this order: reward is the mean of theirs, and an episode ends with its last agent"
+        )
+        return f"agents {', '.join(self.names)}, {rules}" if self.names else ""
 
     def joined(
         self, name: str, arrays: Mapping[str, Any], judged: Callable[[str], tuple[str, ...]]
@@ -92,7 +104,7 @@ class Agents:
         where = f"{self._where}: {name}: " if name else f"{self._where}: "
         kinds = {key: judged(key) for key in arrays}
         keys = {key: _parsed(key, kind) for key, kind in kinds.items()}
-        found = {at.agent for at in keys.values() if at and at.kind in _NAMES_AGENTS} - {ALL}
+        found = {at.agent for at in keys.values() if at and at.kind in NAMES_AGENTS} - {ALL}
         names = sorted(found, key=_by_number)
         if self.names and names != self.names:
             raise DataError(
@@ -133,7 +145,13 @@ class Agents:
             if given.keys() != {ALL}
         }
         result.update({f"agent_{kind}": rows for kind, rows in by_agent.items()})
-        last = last_ends(by_agent)
+        others = [
+            rows for key, rows in result.items() if kinds.get(key, ("",))[0] in FLAG_KINDS[:3]
+        ]
+        others += [arrays[given[ALL]] for _, given in flags.values() if ALL in given]
+        if self._cause is None or not self._goes_on:
+            self._cause = np.full(len(names), -1)
+        last = last_ends(by_agent, [np.asarray(rows[()]) for rows in others], self._cause)
         for kind, (head, given) in flags.items():
             if ALL in given:
                 result[head] = arrays[given[ALL]]
@@ -181,7 +199,11 @@ def _parsed(key: str, judged: tuple[str, ...]) -> _Key | None:
     return _Key(head, kind, parts[0], tuple(parts[1:]))
 
 
-def last_ends(flags: Mapping[str, NDArray[np.bool_]]) -> dict[str, NDArray[np.bool_]]:
+def last_ends(
+    flags: Mapping[str, NDArray[np.bool_]],
+    others: Sequence[NDArray[Any]] = (),
+    cause: NDArray[np.int64] | None = None,
+) -> dict[str, NDArray[np.bool_]]:
     """Return the flags of episodes that end with their last agent.
 
     Of two agents whose flags are set in rows 1 and 3, the episode ends in row 3. It is terminated
@@ -189,24 +211,39 @@ def last_ends(flags: Mapping[str, NDArray[np.bool_]]) -> dict[str, NDArray[np.bo
 
     Args:
         flags: Of each agent, by kind (`FLAG_KINDS`). [T, agents] each.
+        others: Flags of the episode itself, which end it for all agents. [T] or [T, 1] each.
+        cause: For rows that follow others, the index of the kind that has ended each agent, or -1;
+            it is updated. [agents].
     Returns:
         [T] each, for each given kind.
     """
     kinds = [kind for kind in FLAG_KINDS if kind in flags]
     last: dict[str, NDArray[np.bool_]]
     last = {kind: np.zeros(len(flags[kind]), np.bool_) for kind in kinds}
+    starts = np.zeros(0, np.int64)
     if "start" in last:  # an episode begins when all agents do
         last["start"] = np.asarray(flags["start"].all(axis=1))
+        starts = np.flatnonzero(last["start"])
         kinds.remove("start")
     if not kinds:
         return last
-    cause = np.full(flags[kinds[0]].shape[1], -1)  # index of the kind that has ended each agent
+    num_rows, num_agents = flags[kinds[0]].shape
+    cause = np.full(num_agents, -1) if cause is None else cause
     is_end = np.logical_or.reduce([flags[kind].any(axis=1) for kind in kinds])
-    for row in np.flatnonzero(is_end).tolist():
+    whole = [rows.reshape(len(rows), -1) for rows in others if len(rows) == num_rows]
+    is_other = np.zeros(num_rows, np.bool_)
+    for rows in whole:
+        is_other |= (rows != 0).any(axis=1)
+    is_start = np.isin(np.arange(num_rows), starts)
+    for row in np.flatnonzero(is_end | is_other | is_start).tolist():
+        if is_start[row]:
+            cause[:] = -1
         for index, kind in enumerate(kinds):
             cause[flags[kind][row] & (cause < 0)] = index
         if (cause >= 0).all():
             last[kinds[int(cause.max())]][row] = True
+            cause[:] = -1
+        if is_other[row]:
             cause[:] = -1
     return last
 

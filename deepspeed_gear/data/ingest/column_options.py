@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.data.ingest.reader import Reader, column_name
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
 from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.schema import Column, Schema
@@ -169,40 +171,79 @@ class OutputColumns:
             )
         return at, value
 
-    def episodes(self) -> Iterator[tuple[str, dict[str, Any], int]]:
-        """Yield each episode: its name for errors, its columns, and its number of steps."""
-        first = next(column for column in self.reader.columns if column.rows != "1")
-        names = {column.name for column in self.columns}
-        for episode, given in self.reader.episodes():
-            name = f"{self.reader.path}: {episode}"
-            if first.name not in given:
+    def blocks(self) -> Iterator[TrajectoryBlock]:
+        """Yield the episodes in order, in the reader's blocks, with the columns as written.
+
+        What a block cannot hold is done for its episodes one by one, and so are wrong values, whose
+        error names the episode.
+        """
+        for block in self.reader.blocks():
+            several = None if block.is_single else self._several(block)
+            if several is not None:
+                yield several
+                continue
+            for one in block.divided():
+                yield self._one(one)
+
+    def _one(self, block: TrajectoryBlock) -> TrajectoryBlock:
+        """Return one episode with its columns as written."""
+        name = self._name(block, 0)
+        length = int(block.lengths[0])
+        arrays: dict[str, Any] = {
+            self.names.get(key, key): rows for key, rows in block.arrays.items()
+        }
+        derived = {"length": np.asarray(length, dtype=np.int64)}
+        if self._at in ("last", "each"):
+            rewarded = [np.arange(length) >= (length - 1 if self._at == "last" else 0)]
+            rewarded += [as_stored(arrays.get(c.name), c, name, length) != 0 for c in self._ends]
+            arrays[_REWARD.name] = np.where(np.logical_or.reduce(rewarded), self._value, 0.0)
+        if self._reward is not None and self._reward.name in arrays:
+            rewards = as_stored(arrays[self._reward.name], self._reward, name)
+            arrays[self._reward.name] = rewards
+            derived["return"] = np.asarray(
+                as_numbers(rewards, self._reward).astype(np.float64).sum()
+            )
+        for column in derived.keys() & arrays.keys():  # of a program's rows
+            if not np.array_equal(arrays[column], derived[column]):
                 raise DataError(
-                    f"{name}: column {first.name}",
-                    "must be in every trajectory",
-                    remedy="remove the trajectories without it from the source",
+                    f"{name}: column {column}",
+                    f"must be {derived[column]}, as ingest derives it",
+                    arrays[column],
+                    "leave it out",
                 )
-            length = len(given[first.name]) - int(first.rows == "T+1")
-            arrays: dict[str, Any] = {self.names.get(key, key): rows for key, rows in given.items()}
-            derived = {"length": np.asarray(length, dtype=np.int64)}
-            if self._at in ("last", "each"):
-                rewarded = [np.arange(length) >= (length - 1 if self._at == "last" else 0)]
-                rewarded += [
-                    as_stored(arrays.get(c.name), c, name, length) != 0 for c in self._ends
-                ]
-                arrays[_REWARD.name] = np.where(np.logical_or.reduce(rewarded), self._value, 0.0)
-            if self._reward is not None and self._reward.name in arrays:
-                rewards = as_stored(arrays[self._reward.name], self._reward, name)
-                arrays[self._reward.name] = rewards
-                derived["return"] = np.asarray(
-                    as_numbers(rewards, self._reward).astype(np.float64).sum()
-                )
-            for column in derived.keys() & arrays.keys():  # of a program's rows
-                if not np.array_equal(arrays[column], derived[column]):
-                    raise DataError(
-                        f"{name}: column {column}",
-                        f"must be {derived[column]}, as ingest derives it",
-                        arrays[column],
-                        "leave it out",
-                    )
-            kept = {column: derived[column] for column in derived if column in names}
-            yield name, {**arrays, **kept}, length
+        return TrajectoryBlock.of_one(name, {**arrays, **self._kept(derived)}, length)
+
+    def _several(self, block: TrajectoryBlock) -> TrajectoryBlock | None:
+        """Return several episodes with their columns as written; None to do it one by one."""
+        arrays = {self.names.get(key, key): rows for key, rows in block.arrays.items()}
+        if self._ends or not {"length", "return"}.isdisjoint(arrays):
+            return None
+        derived: dict[str, Any] = {"length": block.lengths}
+        if self._at in ("last", "each"):
+            rewards = np.zeros(block.num_rows)
+            rewards[block.last_steps if self._at == "last" else slice(None)] = self._value
+            rewards[block.final_rows] = 0.0
+            arrays[_REWARD.name] = rewards
+        if self._reward is not None and self._reward.name in arrays:
+            if self._reward.rows != "T" or self._reward.shape:
+                return None
+            given = arrays[self._reward.name]
+            try:
+                rewards = as_stored(given, self._reward, "", block.num_rows)
+            except DataError:
+                return None
+            arrays[self._reward.name] = rewards
+            derived["return"] = block.sums(as_numbers(rewards, self._reward).astype(np.float64))
+        return replace(
+            block,
+            name_of=partial(self._name, block),
+            arrays={**arrays, **self._kept(derived)},
+            rows={column.name: column.rows for column in self.columns},
+        )
+
+    def _kept(self, derived: Mapping[str, Any]) -> dict[str, Any]:
+        names = {column.name for column in self.columns}
+        return {column: derived[column] for column in derived if column in names}
+
+    def _name(self, block: TrajectoryBlock, place: int) -> str:
+        return f"{self.reader.path}: {block.name_of(place)}"

@@ -37,6 +37,10 @@ class EpisodeNumbers:
         """Return whether a source's column, by the reader's name, gets the data set's numbers."""
         return output.names.get(name, name) in self._columns[id(output)]
 
+    def has_any(self, output: OutputColumns) -> bool:
+        """Return whether a source has such a column."""
+        return bool(self._columns[id(output)])
+
     def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
         """Replace the numbers in a trajectory's columns by those of the data set.
 

@@ -101,6 +101,10 @@ class GroupNumbers:
         self._own: dict[int, int] = {}
         self._num_shared = 0
 
+    def has(self, output: OutputColumns) -> bool:
+        """Return whether a source has a column of group numbers."""
+        return self._columns[id(output)] is not None
+
     def set_in(
         self, output: OutputColumns, name: str, file: Path | None, arrays: dict[str, Any]
     ) -> None:

@@ -19,6 +19,7 @@ from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_names import SourceNames
 from deepspeed_gear.data.sources.opened_files import hdf5_file, is_hdf5
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
@@ -119,6 +120,24 @@ class Reader(ABC):
             DataError: An episode is malformed; names file, episode and key.
         """
 
+    def blocks(self) -> Iterator[TrajectoryBlock]:
+        """Yield the episodes in order, in blocks; here in blocks of one.
+
+        A reader whose arrays hold the rows of many episodes one after the other overrides it, since
+        the work for each episode takes longer than that for the rows of a short one. Called once,
+        in place of `episodes`.
+        """
+        first = next(column for column in self.columns if column.rows != "1")
+        for name, arrays in self.episodes():
+            if first.name not in arrays:
+                raise DataError(
+                    f"{self.path}: {name}: column {first.name}",
+                    "must be in every trajectory",
+                    remedy="remove the trajectories without it from the source",
+                )
+            length = len(arrays[first.name]) - int(first.rows == "T+1")
+            yield TrajectoryBlock.of_one(name, arrays, length)
+
     @property
     def held_bytes(self) -> int:
         """Bytes of rows in memory after `open`."""
@@ -168,15 +187,22 @@ class ColumnSelection:
     def __call__(self, name: str) -> bool:
         """Return whether an optional column is kept, and record that the source has it."""
         self._asked.append(name)
-        group = self._groups.get(name, name.split(".")[0])
-        kept = self._kept
+        is_kept = self.keeps(name)
         if _matches(name, self._without):
-            self.excluded.add(group)
-            return False
-        is_kept = kept is None or _matches(name, kept) or self._is_kept_whole(group, kept)
-        if not is_kept and name not in self.left_out:
+            self.excluded.add(self._group(name))
+        elif not is_kept and name not in self.left_out:
             self.left_out.append(name)
         return is_kept
+
+    def keeps(self, name: str) -> bool:
+        """Return whether an optional column would be kept if the source had it."""
+        if _matches(name, self._without):
+            return False
+        kept = self._kept
+        return kept is None or _matches(name, kept) or self._is_kept_whole(self._group(name), kept)
+
+    def _group(self, name: str) -> str:
+        return self._groups.get(name, name.split(".")[0])
 
     def _is_kept_whole(self, group: str, kept: Sequence[str]) -> bool:
         members = (name for name, of in self._groups.items() if of == group)
@@ -376,10 +402,16 @@ class RowReader:
             return read_rows(self._where, self._dataset, 0, len(self))
         low, high, _ = rows.indices(len(self))
         high = max(low, high)
-        if not self._first <= low <= high <= self._first + len(self._block):
+        until = self._first + len(self._block)
+        if not self._first <= low <= high <= until:
             # Rounded out to whole chunks: with chunks of 10 rows, [7, 23) is read as [0, 30), or
-            # up to the end of the block if that is later.
-            self._first = low // self._chunk * self._chunk
-            end = max(self._first + self.block_rows, -(-high // self._chunk) * self._chunk)
-            self._block = read_rows(self._where, self._dataset, self._first, min(end, len(self)))
+            # up to the end of the block if that is later. Rows that were read already are kept.
+            first = low // self._chunk * self._chunk
+            end = max(first + self.block_rows, -(-high // self._chunk) * self._chunk)
+            begin = until if self._first <= first < until else first
+            block = read_rows(self._where, self._dataset, begin, min(end, len(self)))
+            if begin > first:
+                block = np.concatenate([self._block[first - self._first :], block])
+            self._first = first
+            self._block = block
         return self._block[low - self._first : high - self._first]

@@ -14,24 +14,23 @@ import numpy as np
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.table_rows import plain_bytes
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 
 _MOST_THREADS = 8
 _HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
 _AHEAD_BYTES = 256 << 20  # of episodes that are read and not written yet, of all sources together
 
 
-class ReadEpisode(NamedTuple):
-    """An episode as a source has yielded it."""
+class ReadBlock(NamedTuple):
+    """Episodes as a source has yielded them."""
 
-    name: str  # for errors
-    arrays: dict[str, Any]
-    length: int
+    episodes: TrajectoryBlock
     file: Path | None  # `Reader.file` at that time
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its arrays, about."""
-        return sum(map(_num_bytes, self.arrays.values()))
+        return sum(map(_num_bytes, self.episodes.arrays.values()))
 
 
 def _num_bytes(value: Any) -> int:
@@ -58,14 +57,14 @@ def without_surplus(readers: Iterable[Reader]) -> Iterator[Reader]:
 class SourceThread:
     """Reads the episodes of one source in a thread, up to a number of bytes ahead of their user.
 
-    An error of the source is raised by the iterator, in the place of the episode.
+    An error of the source is raised by the iterator, in the place of the episodes.
     """
 
     def __init__(self, output: OutputColumns, most_bytes: int) -> None:
         self._output = output
         self._most_bytes = most_bytes
         self._change = threading.Condition()
-        self._episodes: deque[ReadEpisode] = deque()
+        self._blocks: deque[ReadBlock] = deque()
         self._num_bytes = 0
         self._is_done = False
         self._is_stopped = False
@@ -75,8 +74,8 @@ class SourceThread:
 
     def _run(self) -> None:
         try:
-            for episode in read(self._output):
-                if not self._put(episode):
+            for block in read(self._output):
+                if not self._put(block):
                     break
         except BaseException as error:
             self._error = error  # the user raises it
@@ -84,38 +83,38 @@ class SourceThread:
             self._is_done = True
             self._change.notify_all()
 
-    def _put(self, episode: ReadEpisode) -> bool:
-        """Add an episode once there is room, or none waits; False: the user reads no more."""
-        size = episode.num_bytes
+    def _put(self, block: ReadBlock) -> bool:
+        """Add a block once there is room, or none waits; False: the user reads no more."""
+        size = block.num_bytes
 
         def may_go_on() -> bool:
             fits = self._num_bytes + size <= self._most_bytes
-            return self._is_stopped or fits or not self._episodes
+            return self._is_stopped or fits or not self._blocks
 
         with self._change:
             self._change.wait_for(may_go_on)
             if self._is_stopped:
                 return False
-            self._episodes.append(episode)
+            self._blocks.append(block)
             self._num_bytes += size
             self._change.notify_all()
             return True
 
-    def __iter__(self) -> Iterator[ReadEpisode]:
+    def __iter__(self) -> Iterator[ReadBlock]:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._episodes or self._is_done)
-                if not self._episodes:
+                self._change.wait_for(lambda: self._blocks or self._is_done)
+                if not self._blocks:
                     break
-                episode = self._episodes.popleft()
-                self._num_bytes -= episode.num_bytes
+                block = self._blocks.popleft()
+                self._num_bytes -= block.num_bytes
                 self._change.notify_all()
-            yield episode
+            yield block
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End the thread, after the episode that it reads; safe to call twice."""
+        """End the thread, after the block that it reads; safe to call twice."""
         with self._change:
             self._is_stopped = True
             self._change.notify_all()
@@ -126,7 +125,7 @@ class SideBySide:
     """The episodes of all sources in their order, read ahead by a thread for each of some sources.
 
     The source whose episodes are asked for and those after it are read at the same time, as many as
-    threads may work, up to 256 MiB ahead together (or one episode of each). So the data set, and
+    threads may work, up to 256 MiB ahead together (or one block of each). So the data set, and
     the error of a wrong source, are those of reading one source after the other. With one thread
     the caller reads, as it does for sources that are not read ahead.
 
@@ -153,8 +152,8 @@ class SideBySide:
         self._may_read_ahead = may_read_ahead
         self._threads: dict[int, SourceThread] = {}  # by index of the source
 
-    def episodes(self, index: int) -> Iterator[ReadEpisode]:
-        """Yield the episodes of a source; sources are asked for in their order."""
+    def blocks(self, index: int) -> Iterator[ReadBlock]:
+        """Yield the episodes of a source in blocks; sources are asked for in their order."""
         if self._num_threads > 1:
             for other in range(index, min(index + self._at_once, len(self._outputs))):
                 self._start(other)
@@ -179,7 +178,7 @@ class SideBySide:
             thread.close()
 
 
-def read(output: OutputColumns) -> Iterator[ReadEpisode]:
-    """Yield the episodes of a source, each with the file that it comes from."""
-    for name, arrays, length in output.episodes():
-        yield ReadEpisode(name, arrays, length, output.reader.file)
+def read(output: OutputColumns) -> Iterator[ReadBlock]:
+    """Yield the episodes of a source in blocks, each with the file that it comes from."""
+    for block in output.blocks():
+        yield ReadBlock(block, output.reader.file)

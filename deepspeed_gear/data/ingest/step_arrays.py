@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +29,8 @@ from deepspeed_gear.data.ingest.reader import (
     stored_dtype,
 )
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.step_blocks import BlockRows, EpisodeBounds, Int64, episode_name
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
 
@@ -299,8 +301,8 @@ class Steps:
                     break
         self.resets &= self.is_shifted
 
-    def bounds(self, has_own_next: bool) -> Iterator[tuple[int, int, int]]:
-        """Yield the bounds of each episode: first row, end of its kept steps, end of all its steps.
+    def bounds(self, has_own_next: bool) -> EpisodeBounds:
+        """Return the bounds of all episodes.
 
         The last step of an episode that does not terminate is left out where the observation after
         it is unknown. A last row that holds only an observation is no step.
@@ -308,40 +310,79 @@ class Steps:
         Args:
             has_own_next: Next observations are columns of their own, so all steps are kept.
         """
-        low = 0
-        for high in self.ends.tolist():
-            is_kept = not self._has_last_row and (
-                has_own_next
-                or self.terminated[high - 1]
-                or self._after(self.states[0], high) is not None
-            )
-            yield low, high if is_kept else high - 1, high
-            low = high
+        high = self.ends
+        is_kept = np.full(len(high), not self._has_last_row)
+        if not has_own_next:
+            is_known = np.logical_or.reduce([*self._after(self.states[0], high).values()])
+            is_kept &= self.terminated[high - 1] | is_known
+        return EpisodeBounds(np.append(0, high[:-1]), high - ~is_kept, high)
 
-    def _after(self, name: str, high: int) -> tuple[str, int] | None:
-        """Return the array and row of the observation after step `high - 1`; None if it is unknown.
+    def _after(self, name: str, high: Int64) -> dict[tuple[str, int], NDArray[np.bool_]]:
+        """Return where the observation after the steps `high - 1` is, if it is known.
 
         Where an environment resets itself, next observations at ends, and the row T of T+1 rows
         after an end, may be those of the next episode.
+
+        Returns:
+            Which of the observations are in row `high + shift` of an array, by its name and the
+            shift. Each is in one of them at most.
         """
-        is_end = self.terminated[high - 1] or self.truncated[high - 1]
-        if is_end and f"final_{name}" in self.arrays:
-            return f"final_{name}", high - 1
-        if self.has_next and not (is_end and self.resets):
-            return f"next_{name}", high - 1
-        is_given = high == self.length < len(self.arrays[name]) and (self._is_whole or not is_end)
-        return (name, high) if is_given else None
+        is_end = self.terminated[high - 1] | self.truncated[high - 1]
+        is_final = is_end & (f"final_{name}" in self.arrays)
+        is_next = ~is_final & self.has_next & ~(is_end & self.resets)
+        is_given = (high == self.length) & (self.length < len(self.arrays[name]))
+        is_given &= self._is_whole | ~is_end
+        return {
+            (f"final_{name}", -1): is_final,
+            (f"next_{name}", -1): is_next,
+            (name, 0): is_given & ~is_final & ~is_next,
+        }
 
     def rows(self, column: Column, low: int, end: int, high: int) -> NDArray[Any]:
-        """Return a column's rows of an episode, with the bounds that `bounds` yields."""
+        """Return a column's rows of an episode, with its bounds."""
         if column.name in ("terminated", "truncated"):
             return np.asarray(getattr(self, column.name)[low:end])
         array = self.arrays[column.name]
         if column.rows == "T":
             return np.asarray(array[low:end])
-        after = self._after(column.name, high) if end == high else (column.name, end)
-        key, row = after or (column.name, end - 1)
+        key = column.name
+        row = end if end < high else end - 1
+        after = self._after(key, np.array([high])) if end == high else {}
+        for place, (is_there,) in after.items():
+            if is_there:
+                key = place[0]
+                row = high + place[1]
         return np.concatenate([array[low:end], self.arrays[key][row : row + 1]])
+
+    def block_rows(self, column: Column, places: BlockRows, bounds: EpisodeBounds) -> NDArray[Any]:
+        """Return a column's rows of several episodes, as `TrajectoryBlock` has them."""
+        if column.name in ("terminated", "truncated"):
+            return places.step_rows(getattr(self, column.name))
+        array = self.arrays[column.name]
+        if column.rows == "T":
+            return places.step_rows(array)
+        states = places.state_rows(array)
+        is_whole = bounds.end == bounds.high  # the row after the last step is not of the episode
+        if not is_whole.any():
+            return states
+        for (key, shift), is_there in self._after(column.name, bounds.high).items():
+            chosen = np.flatnonzero(is_there & is_whole)
+            if not len(chosen):
+                continue
+            begin = places.first if shift else places.end
+            following = np.asarray(self.arrays[key][begin : places.end + 1 + shift])
+            states[places.final_rows[chosen]] = following[bounds.high[chosen] + shift - begin]
+        return states
+
+    @property
+    def has_one_dtype(self) -> bool:
+        """Whether next and final observations have the dtypes of the observations."""
+        return all(
+            self.arrays[key].dtype == self.arrays[name].dtype
+            for name in self.states
+            for key in (f"next_{name}", f"final_{name}")
+            if key in self.arrays
+        )
 
 
 class ArrayReader(Reader):
@@ -438,7 +479,8 @@ class ArrayReader(Reader):
             num_resets += steps.resets
             only_limits &= steps.only_limits
             num_terminal += int(steps.terminated.sum())
-            pairs += [(high - low, end - low) for low, end, high in steps.bounds(False)]
+            bounds = steps.bounds(False)
+            pairs.append((bounds.high - bounds.low, bounds.lengths))
         if first is None:
             raise DataError(
                 str(self.path), "must hold at least one step", 0, "the data set is empty"
@@ -454,7 +496,7 @@ class ArrayReader(Reader):
             )
         self._has_own_next = first.has_next and not is_shifted
         has_last_row = self.last_step != last_steps.TRANSITION
-        lengths, kept = np.array(pairs).T
+        lengths, kept = np.concatenate(pairs, axis=1)
         kept = lengths if self._has_own_next and not has_last_row else kept
         self.num_steps = int(kept.sum())
         num_empty = int((kept == 0).sum()) if has_last_row else 0
@@ -468,8 +510,7 @@ class ArrayReader(Reader):
         unused = ", ".join(first.left_out)
         short = f"the last step of {num_short} episodes that do not terminate"
         notes = {
-            f"agents {', '.join(agents)}, in this order: reward is the mean of theirs, and an "
-            "episode ends with its last agent": agents,
+            self._agents.note: agents,
             f"{unused}: not arrays of numbers with a row per step, left out": unused,
             f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,
             "next observations at ends are those of the next episodes: not used there": num_resets,
@@ -500,18 +541,64 @@ class ArrayReader(Reader):
             yield make_column(where, name, array.dtype, array.shape[1:], role, rows)
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+        for block in self.blocks():
+            for one in block.divided():
+                yield one.name_of(0), one.arrays
+
+    def blocks(self) -> Iterator[TrajectoryBlock]:
+        """Yield the episodes in order, in blocks of about 2 MiB."""
+        if type(self).episodes is not ArrayReader.episodes:  # of a class from outside
+            yield from super().blocks()
+            return
         number = 0
+        row_bytes = sum(column.row_bytes for column in self.columns)
         for steps in self._steps():
-            for low, end, high in steps.bounds(self._has_own_next):
-                if end == low:
-                    continue
-                arrays = {}
-                for column in self.columns:
-                    rows = steps.rows(column, low, end, high)
-                    where = (
-                        f"{self.path}: {steps.keys.get(column.name, column.name)}, episode {number}"
-                    )
-                    arrays[column.name] = convert(where, rows, column)
-                end_episode(arrays)
-                yield f"episode {number}", arrays
-                number += 1
+            bounds = steps.bounds(self._has_own_next)
+            bounds = bounds[bounds.lengths > 0]
+            for part in bounds.blocks(row_bytes):
+                block = None
+                if len(part) > 1 and steps.has_one_dtype:
+                    block = self._block(steps, part, number)
+                if block is not None:
+                    yield block
+                else:
+                    yield from self._one_by_one(steps, part, number)
+                number += len(part)
+
+    def _block(self, steps: Steps, bounds: EpisodeBounds, number: int) -> TrajectoryBlock | None:
+        """Return several episodes, from the one of a number on; None if a value is wrong."""
+        has_final_row = any(column.rows == "T+1" for column in self.columns)
+        places = BlockRows(bounds, has_final_row)
+        rows = {c.name: steps.block_rows(c, places, bounds) for c in self.columns}
+        try:
+            arrays = {c.name: convert("", rows[c.name], c) for c in self.columns}
+        except DataError:
+            return None
+        block = TrajectoryBlock(
+            partial(episode_name, number),
+            bounds.lengths,
+            arrays,
+            {column.name: column.rows for column in self.columns},
+            has_final_row,
+        )
+        last = block.last_steps
+        is_open = ~(arrays["terminated"][last] | arrays["truncated"][last])
+        if is_open.any():
+            arrays["truncated"] = arrays["truncated"].copy()
+            arrays["truncated"][last[is_open]] = True
+        return block
+
+    def _one_by_one(
+        self, steps: Steps, bounds: EpisodeBounds, number: int
+    ) -> Iterator[TrajectoryBlock]:
+        """Yield a block for each episode, from the one of a number on."""
+        each = zip(bounds.low.tolist(), bounds.end.tolist(), bounds.high.tolist(), strict=True)
+        for place, (low, end, high) in enumerate(each):
+            name = episode_name(number, place)
+            arrays = {}
+            for column in self.columns:
+                rows = steps.rows(column, low, end, high)
+                where = f"{self.path}: {steps.keys.get(column.name, column.name)}, {name}"
+                arrays[column.name] = convert(where, rows, column)
+            end_episode(arrays)
+            yield TrajectoryBlock.of_one(name, arrays, end - low)

@@ -25,7 +25,8 @@ from deepspeed_gear.data.ingest.reader import (
     make_column,
 )
 from deepspeed_gear.data.ingest.row_images import RowImages
-from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.table_agents import TableAgents, divided, has_agents
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
@@ -93,6 +94,7 @@ class TableReader(Reader):
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
         self._label: str | None = None  # column of KTO's labels
+        self._agents: TableAgents | None = None
         if (schema := self.options.get("schema")) is not None:
             self.has_schema = True
             names = ("length",) if schema.role("reward") is None else ("length", "return")
@@ -107,9 +109,20 @@ class TableReader(Reader):
         given = next((block for block in blocks if any(map(len, block.values()))), None)
         if given is None:
             raise DataError(str(self.path), "must hold at least one row", 0, "the table is empty")
-        self.names.compare(given, (*_EPISODE_IDS, *NAMES))
-        first = self._named(given)
+        known = (*_EPISODE_IDS, *NAMES)
+        self.names.compare(given, known)
+        parts = divided(given)
+        if has_agents(parts, self.names.name):
+            self._agents = TableAgents(str(self.path))
+            self.names.compare([name.replace("/", ".") for name in parts], known)
+            first = self._agents.shown(self._named(parts))
+        else:
+            first = self._named(given)
         self._row = self._what_a_row_is(first)
+        if self._row == "conversation" and self._agents is not None:
+            self._agents = None
+            self.names.compare(given, known)
+            self._names = self._named(given).keys()
         self._row_flags = {*ROW_FLAGS} & first.keys() if self._row != "conversation" else set()
         self._find_last_step()
         self._check_limit(first)
@@ -126,6 +139,9 @@ class TableReader(Reader):
             ):
                 break
             uneven |= more
+        if self._agents is not None:
+            self.description.update(agents=self._agents.agents.names)
+            self.notes.append(self._agents.agents.note)
         if self.numbers_groups:
             self.notes.append("each pair of answers is a group, with the rewards 1 and 0")
         if self._label:
@@ -232,12 +248,19 @@ class TableReader(Reader):
 
     def _episodes_of_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the label and the columns, by the usual names, of each episode with row flags."""
-        for label, given in self._of_steps() if self._row == "step" else self._rows(False):
+        for label, given in self._episodes():
             names = ((name, self._judged(name)) for name in given)
             yield label, {judged: given[name] for name, judged in names}
 
+    def _episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label and the columns of each episode, with one column for all agents."""
+        if self._agents is not None:
+            self._agents.start_pass()
+        for label, row in self._of_steps() if self._row == "step" else self._rows(False):
+            yield label, row if self._agents is None else self._agents.joined(label, row)
+
     def _judged(self, name: str) -> str:
-        return name if name in self._row_flags else _usual(name, self._names)
+        return name if name in self._row_flags else usual_name(name, self._names)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
         """Return the facts of each kept column over all trajectories, and the number of these."""
@@ -268,6 +291,8 @@ class TableReader(Reader):
         return [facts for facts in known.values() if facts is not None], number
 
     def _named(self, block: Block) -> Block:
+        if self._agents is not None:
+            return {self.names.name(name.replace("/", ".")): rows for name, rows in block.items()}
         return {self.names.name(name): rows for name, rows in block.items()}
 
     def _blocks(self, is_nested: bool) -> Iterator[Block]:
@@ -284,8 +309,8 @@ class TableReader(Reader):
     def _what_a_row_is(self, first: Block) -> str:
         """Return "conversation", "step" or "episode", and set the column of episode ids."""
         self._names = first.keys()
-        usual = {_usual(name, first): rows for name, rows in first.items()}
-        any_end = {_usual(name, first) for name in {"done", "dones"} & first.keys()}
+        usual = {usual_name(name, first): rows for name, rows in first.items()}
+        any_end = {usual_name(name, first) for name in {"done", "dones"} & first.keys()}
         self._done_is_any_end = "terminated" in any_end and "truncated" in usual
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
         if not has_steps:
@@ -340,9 +365,7 @@ class TableReader(Reader):
         is_chat = self._row == "conversation"
         self._num_empty = 0
         rows = self._conversations() if is_chat else None
-        for label, given in rows or (
-            self._of_steps() if self._row == "step" else self._rows(False)
-        ):
+        for label, given in rows or self._episodes():
             where = f"{self.path}: {label}"
             row = given
             if self._row_flags:
@@ -354,7 +377,7 @@ class TableReader(Reader):
                 row = steps
             arrays: dict[str, Any] = {}
             for name, value in row.items():
-                column = column_name(*name.split(".")) if is_chat else _usual(name, self._names)
+                column = column_name(*name.split(".")) if is_chat else usual_name(name, self._names)
                 if column in arrays:
                     raise DataError(
                         f"{where}: {column}", "must come from one key only", name, "rename one"
@@ -413,14 +436,15 @@ class TableReader(Reader):
                     TypeError,
                     remedy="name it with --role COLUMN=terminated, and fill it in every row",
                 ):
+                    flagged = block if self._agents is None else self._agents.with_flags(block)
                     flags = [
                         np.asarray(b, bool)
-                        for name, b in block.items()
-                        if _usual(name, ()) in _FLAGS
+                        for name, b in flagged.items()
+                        if usual_name(name, ()) in _FLAGS
                     ]
                     num_rows = len(next(iter(block.values())))
-                    starts = np.asarray(block.get("is_first", np.zeros(num_rows)), bool)
-                if not flags and "is_first" not in block:
+                    starts = np.asarray(flagged.get("is_first", np.zeros(num_rows)), bool)
+                if not flags and "is_first" not in flagged:
                     raise DataError(
                         str(self.path),
                         "must have a column of episode ids, or of end flags, with one step per row",
@@ -578,7 +602,13 @@ class _Facts:
         return make_column(self._where, self.name, self._dtype, self._shapes[rows], role, rows)
 
 
-def _usual(name: str, names: Any) -> str:
+def has_meaning(name: str) -> bool:
+    """Return whether a table needs a column, by its usual name, to find episodes and their ends."""
+    is_needed = name in _NAMES or name in KINDS or name in _EPISODE_IDS or name in COLUMNS
+    return is_needed or KINDS.get(name.split(".")[0]) in ("reward", *FLAG_KINDS)
+
+
+def usual_name(name: str, names: Any) -> str:
     """Return the usual name of a column.
 
     `obs.pos` is `observation.pos`, unless the table has a column of that name as well.

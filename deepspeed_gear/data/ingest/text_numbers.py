@@ -51,6 +51,10 @@ class TextNumbers:
                         of_column[text] = taken.take(number)
                     changed[number] = of_column[text]
 
+    def has(self, output: OutputColumns) -> bool:
+        """Return whether a source has such a column."""
+        return bool(self._changed[id(output)])
+
     def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
         """Replace the numbers in a trajectory's columns by those of the data set.
 

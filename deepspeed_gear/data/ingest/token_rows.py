@@ -50,6 +50,8 @@ _REWARDS = ("reward", "rewards", "score", "total_reward")
 GROUPS = ("prompt_id", "group_id", "uid", "group")
 #: Names with a meaning in rows of conversations.
 NAMES = (*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES, *_MASKS, *_LOGP, *_REWARDS, *GROUPS)
+# Parts of names of which others have a meaning, too: "chosen_input_ids", "prompt_attention_mask".
+_PARTS_OF_NAMES = ("chosen", "rejected", "preferred", "ids", "mask", "label", "lengths", "kto_tag")
 _NO_LOSS = -100  # label of a token without loss in transformers and TRL
 _MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat template"
 
@@ -61,6 +63,16 @@ def has_tokens(names: Iterable[str]) -> bool:
     return is_pair_of_ids(names) or any(
         name in known or name.endswith("_input_ids") for name in names
     )
+
+
+def may_be_read(name: str) -> bool:
+    """Return whether a conversation may need a column by its name, also where it is not kept."""
+    return name in NAMES or any(part in name for part in _PARTS_OF_NAMES)
+
+
+def take_rows(tokenize: Mapping[str, str | Callable[..., Any]]) -> bool:
+    """Return whether a function of `tokenize` gets whole rows, as in `TokenRows`."""
+    return any(_takes_row(imported(given, "--tokenize")) for given in tokenize.values())
 
 
 class TokenRows:

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry, read_npy
-from deepspeed_gear.data.ingest.reader import decode_images
+from deepspeed_gear.data.ingest.reader import column_name, decode_images
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_bytes
 from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
-from deepspeed_gear.data.ingest.tables import TableReader
+from deepspeed_gear.data.ingest.tables import TableReader, has_meaning, usual_name
+from deepspeed_gear.data.ingest.token_rows import may_be_read, take_rows
+from deepspeed_gear.data.sources import is_address, pattern_paths, source_path
+from deepspeed_gear.data.sources.brace_patterns import check_none_missing, expand
+from deepspeed_gear.data.sources.opened_files import TAR, TAR_AT, is_tar
 from deepspeed_gear.errors import DataError
 
 _NAMES = (".tar", ".tar.gz", ".tgz")
-_MAGIC = b"ustar"
 _GZIP = b"\x1f\x8b"
-_MAGIC_AT = 257
 _IMAGES = ("jpg", "jpeg", "png")
 _TEXTS = ("txt", "text", "transcript")
 _TEXT = "name it .txt if it is a text"
+_LEFT_OUT = 0  # the value of a column that is not decoded
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")  # as in the package webdataset
 
 
@@ -37,18 +45,24 @@ class WebdatasetReader(TableReader):
     A sample is a row of a table: a step, an episode or a conversation (`TableReader`). Its files
     are `KEY.FIELD`, where FIELD is everything after the first dot of the name. `reward.npy` gives
     the column `reward`, and `npy` the column `npy`; the values of a JSON object and the arrays of
-    an npz file are columns of their own names.
+    an npz file are columns of their own names. Images and arrays that `--columns` leaves out are
+    not decoded.
     """
 
     format = "webdataset"
-    takes = ("episode_id", "episode_length", "tokenize", "last_step")
+    takes = (
+        "episode_id",
+        "episode_length",
+        "tokenize",
+        "last_step",
+    )  # and "shards", the files of a pattern
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
         return bool(_shards(path))
 
     def _source_files(self) -> list[Path]:
-        files = _shards(self.path)
+        files = self.options.get("shards") or _shards(self.path)
         if not files:
             rule = f"must be a file named {', '.join(_NAMES)}, or a folder of such files"
             raise DataError(str(self.path), rule, None, "give the shards, or their folder")
@@ -57,6 +71,7 @@ class WebdatasetReader(TableReader):
     def _given_blocks(self, is_nested: bool) -> Iterator[Block]:
         self._num_skipped = 0
         self._unknown = set[str]()
+        self._takes_rows = take_rows(self._tokenize)
         for file in self._source_files():
             check_no_pointer(file)
             self.file = file
@@ -65,6 +80,8 @@ class WebdatasetReader(TableReader):
     def open(self) -> None:
         super().open()
         self.reads_ahead = False  # images are decoded by Python
+        if shards := self.options.get("shards"):
+            self.notes.append(f"{len(shards)} shards, from {shards[0].name} to {shards[-1].name}")
         if self._num_skipped:
             self.notes.append(f"{self._num_skipped} files without a key or a field: left out")
         if self._unknown:
@@ -130,7 +147,9 @@ class WebdatasetReader(TableReader):
         """Yield the names and values of the columns in a file."""
         name, _, kind = field.rpartition(".")
         column = name or kind
-        if kind == "npy":
+        if kind in ("npy", *_IMAGES) and self._is_left_out(column):
+            yield column, _LEFT_OUT
+        elif kind == "npy":
             yield column, _array(where, content)
         elif kind == "npz":
             yield from self._arrays(where, content, name)
@@ -166,17 +185,44 @@ class WebdatasetReader(TableReader):
             DataError.on(where, "must be a readable npz file", Exception, remedy=DAMAGED),
             zipfile.ZipFile(io.BytesIO(content)) as archive,
         ):
-            entries = [one for one in archive.infolist() if one.filename.endswith(NPY)]
-            declared = sum(entry.file_size for entry in entries)
-            self.expansion.check(where, declared, len(content))
-            arrays = {
-                entry.filename.removesuffix(NPY): read_entry(
+            entries = [
+                (head + one.filename.removesuffix(NPY).replace("/", "."), one)
+                for one in archive.infolist()
+                if one.filename.endswith(NPY)
+            ]
+            read = [entry for column, entry in entries if not self._is_left_out(column)]
+            self.expansion.check(where, sum(entry.file_size for entry in read), len(content))
+            arrays = [
+                read_entry(
                     f"{where}: {entry.filename}", archive, entry, partial(_refuse_objects, where)
                 )
-                for entry in entries
-            }
-        for key, array in arrays.items():
-            yield head + key.replace("/", "."), array if array.ndim else array[()]
+                if entry in read
+                else np.asarray(_LEFT_OUT)
+                for _, entry in entries
+            ]
+        for (column, _), array in zip(entries, arrays, strict=True):
+            yield column, array if array.ndim else array[()]
+
+    def _is_left_out(self, column: str) -> bool:
+        """Return whether `--columns` leaves a column out, and nothing else needs its values.
+
+        The names of a table's columns are known after its first rows only, so a column is decoded
+        if any name that it may get is kept.
+        """
+        usual = usual_name(column, ())
+        names = {column, usual, column_name(*column.split("."))}
+        if self._takes_rows or any(map(self.select.keeps, names)):
+            return False
+        renamed = self.options.get("rename") or ()
+        named = [*renamed, *self._tokenize, self.options.get("episode_id")]
+        roles = self.options.get("role") or ()
+        return not any(
+            has_meaning(name)
+            or may_be_read(name)
+            or any(name == one or name.startswith(f"{one}.") for one in named)
+            or any(fnmatchcase(name, pattern) for pattern in roles)
+            for name in names
+        )
 
 
 class _Inflated(io.RawIOBase):
@@ -203,6 +249,34 @@ class _Inflated(io.RawIOBase):
         return len(content)
 
 
+def is_pattern(source: str | Path, format: str) -> bool:
+    """Return whether a source's name has braces, as patterns of shards have: `part-{0..9}.tar`."""
+    name = str(source).lower()
+    if name.startswith(("http://", "https://")):
+        name = urlsplit(name).path
+    is_shards = format == "webdataset" or (format == "auto" and any(n in name for n in _NAMES))
+    return is_shards and "{" in name
+
+
+def pattern_shards(pattern: str | Path, show_progress: bool = False) -> list[Path]:
+    """Return the shards that a pattern of braces names, in its order; none if it is a file's name.
+
+    Raises:
+        DataError: The pattern is wrong, or shards are missing.
+    """
+    if isinstance(pattern, str) and is_address(pattern):
+        try:
+            source_path(pattern).source.close()
+        except DataError:
+            return [*pattern_paths(pattern, show_progress)]
+        return []
+    if os.path.exists(pattern):
+        return []
+    names = expand(str(pattern))
+    check_none_missing([name for name in names if not os.path.isfile(name)])
+    return [Path(name) for name in names]
+
+
 def _array(where: str, content: bytes) -> Any:
     file = io.BytesIO(content)
     # A malformed file can raise any exception.
@@ -219,6 +293,6 @@ def _refuse_objects(where: str, content: bytes) -> NoReturn:
 def _shards(path: Path) -> list[Path]:
     if not path.is_dir():
         is_named = path.name.lower().endswith(_NAMES)
-        head = first_bytes(path, _MAGIC_AT + len(_MAGIC))
-        return [path] if is_named or head[_MAGIC_AT:] == _MAGIC else []
+        head = first_bytes(path, TAR_AT + len(TAR))
+        return [path] if is_named or is_tar(head) else []
     return [file for file in sorted(path.iterdir()) if file.name.lower().endswith(_NAMES)]

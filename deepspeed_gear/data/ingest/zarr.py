@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from deepspeed_gear.data.ingest.reader import (
 )
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS
+from deepspeed_gear.data.ingest.step_blocks import EpisodeBounds, episode_name
 from deepspeed_gear.data.ingest.zarr_arrays import METADATA, ZarrArray, ZarrFiles
 from deepspeed_gear.data.sources.opened_files import is_zip, zip_file
+from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -183,9 +185,65 @@ class ZarrReader(Reader):
             self.notes.append(f"{', '.join(unused)}: not one number for each episode, left out")
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+        yield from self._episodes(range(len(self._ends)))
+
+    def blocks(self) -> Iterator[TrajectoryBlock]:
+        """Yield the episodes in order, in blocks of about 2 MiB."""
+        number = 0
+        bounds = EpisodeBounds(np.append(0, self._ends[:-1]), self._ends, self._ends)
+        for part in bounds.blocks(sum(column.row_bytes for column in self.columns)):
+            block = self._block(part, number) if len(part) > 1 else None
+            if block is not None:
+                yield block
+            else:
+                numbers = range(number, number + len(part))
+                for length, one in zip(part.lengths.tolist(), self._episodes(numbers), strict=True):
+                    yield TrajectoryBlock.of_one(*one, length)
+            number += len(part)
+
+    def _block(self, bounds: EpisodeBounds, number: int) -> TrajectoryBlock | None:
+        """Return several episodes, from the one of a number on; None if a value is wrong."""
+        low = int(bounds.low[0])
+        high = int(bounds.high[-1])
+        rows = {name: reader[low:high] for name, reader in self._readers.items()}
+        try:
+            arrays = {
+                column.name: convert("", rows[column.name], column)
+                for column in self.columns
+                if column.name in rows and column.name not in FLAG_KINDS
+            }
+            flags = {kind: convert("", rows[kind], FLAGS[0]) for kind in FLAG_KINDS if kind in rows}
+        except DataError:
+            return None
+        last = bounds.high - 1 - low
+        given = {name: np.zeros(high - low, np.bool_) for name in ("terminated", "truncated")}
+        for kind, values in flags.items():
+            if values.ndim != 1:
+                return None
+            if kind in given:
+                if np.count_nonzero(values) != np.count_nonzero(values[last]):
+                    return None
+                given[kind] = values.copy()
+        if "done" in flags:
+            given["terminated"][last] |= flags["done"][last] & ~given["truncated"][last]
+        given["truncated"][last] |= ~given["terminated"][last]
+        arrays.update(given)
+        own = slice(number, number + len(bounds))
+        arrays.update({name: values[own] for name, values in self._per_episode.items()})
+        return TrajectoryBlock(
+            partial(episode_name, number),
+            bounds.lengths,
+            arrays,
+            {column.name: column.rows for column in self.columns},
+        )
+
+    def _episodes(self, numbers: range) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+        """Yield episodes of consecutive numbers."""
         columns = {column.name: column for column in self.columns}
-        bounds = pairwise([0, *self._ends.tolist()])
-        for number, (low, high) in enumerate(bounds):
+        ends = self._ends.tolist()
+        for number in numbers:
+            low = ends[number - 1] if number else 0
+            high = ends[number]
             arrays = {
                 name: convert(
                     f"{self._places[name]}, episode {number}", reader[low:high], columns[name]
@@ -195,7 +253,7 @@ class ZarrReader(Reader):
             }
             arrays.update(self._flags(number, low, high))
             arrays.update({name: rows[number] for name, rows in self._per_episode.items()})
-            yield f"episode {number}", arrays
+            yield episode_name(number), arrays
 
     def _flags(self, number: int, low: int, high: int) -> dict[str, NDArray[Any]]:
         """Return the flags of an episode, whose end `meta/episode_ends` states.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 
+from deepspeed_gear.data.sources.brace_patterns import check_none_missing, expand, wildcards
 from deepspeed_gear.data.sources.http_source import HttpSource
 from deepspeed_gear.data.sources.hub_source import HubSource
 from deepspeed_gear.data.sources.object_source import PACKAGES, ObjectSource
 from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.data.sources.remote_source import RemoteSource
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, undo_on_error
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 SCHEMES = ("hf", *PACKAGES, "https", "http")
@@ -55,6 +56,33 @@ def source_path(address: str, show_progress: bool = False) -> RemotePath:
     if show_progress:
         source.show_bar()
     return RemotePath(source, "")
+
+
+def pattern_paths(pattern: str, show_progress: bool = False) -> list[RemotePath]:
+    """Return the paths of the files that a pattern of braces names, in its order, in one source.
+
+    Args:
+        pattern: An address, such as `https://HOST/shards-{000..012}.tar`.
+        show_progress: As in `source_path`.
+    Raises:
+        DataError: As `source_path`; the pattern is wrong, or files of it are missing.
+    Cost: a request for each file of an HTTP server, else as `source_path` for the pattern with `*`.
+    """
+    scheme, _, rest = pattern.partition("://")
+    if scheme.lower() in ("http", "https"):
+        files = HttpSource(scheme.lower(), rest, is_pattern=True)
+        if show_progress:
+            files.show_bar()
+        return [RemotePath(files, name) for name in files.files]
+    folder = pattern[: pattern.index("{")].rpartition("/")[0]
+    inside = pattern.removeprefix(f"{folder}/")
+    names = expand(inside)
+    wild = wildcards(inside)
+    root = source_path(f"{folder}/{wild}" if wild else folder, show_progress)
+    paths = [root / name for name in names]
+    with undo_on_error(root.source.close):
+        check_none_missing([str(path) for path in paths if not path.is_file()])
+    return paths
 
 
 def check_local(name: str, path: object) -> None:

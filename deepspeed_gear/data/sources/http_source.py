@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import posixpath
 import re
 import ssl
 import urllib.error
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from deepspeed_gear.data.sources.brace_patterns import EXISTS, check_none_missing, expand
 from deepspeed_gear.data.sources.remote_source import ReadRange, RemoteSource, TransientFault
 from deepspeed_gear.errors import DataError
 
@@ -23,38 +25,61 @@ _RULE = "must be readable from its server"
 
 
 class HttpSource(RemoteSource):
-    """A file at an address of the schemes http and https.
+    """A file at an address of the schemes http and https, or the files of a pattern of braces.
 
     A user and password in the address are sent to its own host only. They and the query, which may
     be a token, occur in no message and no metadata.
     """
 
-    def __init__(self, scheme: str, rest: str) -> None:
+    def __init__(self, scheme: str, rest: str, is_pattern: bool = False) -> None:
         given = urlsplit(f"{scheme}://{rest}")
         host = given.netloc.rpartition("@")[2]
-        shown = urlunsplit((scheme, host, given.path, "", ""))
-        super().__init__(shown.rstrip("/"))
+
+        def shown(path: str) -> str:
+            return urlunsplit((scheme, host, path, "", ""))
+
+        paths = expand(given.path) if is_pattern else [given.path]
+        folder = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+        super().__init__(shown(folder if is_pattern else given.path).rstrip("/"))
         if not given.hostname or not given.path.strip("/") or given.path.endswith("/"):
             raise DataError(
-                shown, "must be the address of a file", None, "servers of HTTP list no folders"
+                shown(given.path),
+                "must be the address of a file",
+                None,
+                "servers of HTTP list no folders",
             )
         if "*" in given.path:
             raise DataError(
-                shown, "must not be a pattern", None, "servers of HTTP list no folders: name a file"
+                shown(given.path),
+                "must not be a pattern",
+                None,
+                "servers of HTTP list no folders: name a file",
             )
         headers = {}
         if given.username is not None:
             pair = f"{unquote(given.username)}:{unquote(given.password or '')}"
             headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
-        address = urlunsplit((scheme, host, given.path, given.query, ""))
-        self._file = HttpFile(self.url, address, headers)
-        self.repeat(self.url, self._file.probe)
-        self.has_ranges = self._file.has_ranges
-        self.revision = self._file.version
-        self.add_file("", self._file.size, self.revision)
+        self._files: dict[str, HttpFile] = {}
+        missing = []
+        for path in paths:
+            address = urlunsplit((scheme, host, path, given.query, ""))
+            file = HttpFile(shown(path), address, headers)
+            try:
+                self.repeat(shown(path), file.probe)
+            except DataError as error:
+                if not is_pattern or error.rule != EXISTS:
+                    raise
+                missing.append(shown(path))
+                continue
+            name = posixpath.relpath(path, folder) if is_pattern else ""
+            self._files[name] = file
+            self.add_file(name, file.size, file.version)
+        check_none_missing(missing)
+        self.has_ranges = all(file.has_ranges for file in self._files.values())
+        self.revision = "" if is_pattern else self._files[""].version
 
     def range_reader(self, name: str) -> ReadRange:
-        return self._file.read
+        return self._files[name].read
 
 
 class HttpFile:
@@ -168,8 +193,8 @@ class HttpFile:
         rules = {
             401: (_RULE, self._remedy),
             403: (_RULE, self._remedy),
-            404: ("must exist", "check the address"),
-            410: ("must exist", "check the address"),
+            404: (EXISTS, "check the address"),
+            410: (EXISTS, "check the address"),
             412: ("must not change", _CHANGED),
             416: ("must not change", _CHANGED),
         }

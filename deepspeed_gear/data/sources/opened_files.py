@@ -17,22 +17,36 @@ from deepspeed_gear.data.sources.remote_path import RemotePath
 
 _REMOTE_HDF5: weakref.WeakSet[h5py.File] = weakref.WeakSet()
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+_ZIP = b"PK"
+#: The text that each header of a tar file has, at byte `TAR_AT`.
+TAR = b"ustar"
+TAR_AT = 257
 _HDF5_NAMES = (".hdf5", ".h5", ".hdf", ".he5", ".mat")
 
 
 def is_hdf5(path: Path) -> bool:
-    """Return whether a file is HDF5.
+    """Return whether a file is HDF5; a tar file that begins with an HDF5 file is not.
 
     In a remote folder only files named so are looked at, as each look is a request.
     """
     if not isinstance(path, RemotePath):
-        return bool(h5py.is_hdf5(path))
+        return bool(h5py.is_hdf5(path)) and not is_tar(_head(path, TAR_AT + len(TAR)))
     if not path.is_file() or (path.inner and path.suffix.lower() not in _HDF5_NAMES):
         return False
-    with path.open("rb") as file:
-        head = file.read(BLOCK_BYTES)
+    head = _head(path, BLOCK_BYTES)
     places = [0, *(512 << i for i in range(10))]
-    return any(head[at : at + len(_HDF5)] == _HDF5 for at in places)
+    return any(head[at : at + len(_HDF5)] == _HDF5 for at in places) and not is_tar(head)
+
+
+def is_tar(head: bytes) -> bool:
+    """Return whether a file with this beginning is a tar file."""
+    return head[TAR_AT:].startswith(TAR)
+
+
+def _head(path: Path, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        head: bytes = file.read(num_bytes)
+    return head
 
 
 def hdf5_file(path: Path) -> h5py.File:
@@ -53,17 +67,20 @@ def _close_remote_hdf5() -> None:
 
 def zip_file(path: Path) -> zipfile.ZipFile:
     """Open a zip file for reading; its errors are those of `zipfile.ZipFile`."""
+    if path.is_file() and not is_zip(path):
+        raise zipfile.BadZipFile("the file does not begin as a zip file")
     return zipfile.ZipFile(path.open("rb") if isinstance(path, RemotePath) else path)
 
 
 def is_zip(path: Path) -> bool:
-    """Return whether a file is a zip file."""
-    if not isinstance(path, RemotePath):
-        return zipfile.is_zipfile(path)
+    """Return whether a file is a zip file from its first byte on.
+
+    zipfile looks at the end only, so it would take a tar file for the last npz file in it.
+    """
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return zipfile.is_zipfile(file)
+        return bool(file.read(len(_ZIP)) == _ZIP) and zipfile.is_zipfile(file)
 
 
 def arrow_file(arrow: Any, path: Path) -> Any:

@@ -78,6 +78,14 @@ PyMethodDef kMethods[] = {
         "digits_count",
         "digits_count(values, dtype, num_rows, num_elements, first, count, keep, passes, "
         "num_passes, counts) -> None"),
+    Function<gear::python::CountBrackets, true>(
+        "brackets_count",
+        "brackets_count(values, dtype, num_rows, num_elements, keep, bounds, num_of, most, below, "
+        "keys, capacity, num_keys) -> None"),
+    Function<gear::python::SelectKeys, true>(
+        "keys_select",
+        "keys_select(keys, are_long, num_keys, bounds, num_brackets, ranks, num_ranks, found) -> "
+        "None"),
     Function<gear::python::AllFinite, true>("all_finite",
                                             "all_finite(values, bytes, type) -> bool"),
     {nullptr, nullptr, 0, nullptr}};

@@ -27,6 +27,20 @@ inline void CountDigits(const char* values, int64_t dtype, int64_t num_rows, int
                    counts);
 }
 
+inline void CountBrackets(const char* values, int64_t dtype, int64_t num_rows, int64_t num_elements,
+                          const uint8_t* keep, const uint64_t* bounds, const int64_t* num_of,
+                          int64_t most, int64_t* below, char* keys, int64_t capacity,
+                          int64_t* num_keys) {
+  cpu::CountBrackets({values, dtype, num_rows, num_elements}, keep, {bounds, num_of, most},
+                     {below, keys, capacity, num_keys});
+}
+
+inline void SelectKeys(const char* keys, int64_t are_long, int64_t num_keys, const uint64_t* bounds,
+                       int64_t num_brackets, const int64_t* ranks, int64_t num_ranks,
+                       uint64_t* found) {
+  cpu::SelectKeys(keys, are_long != 0, num_keys, bounds, num_brackets, ranks, num_ranks, found);
+}
+
 // type: a code of cpu::Exponents.
 inline bool AllFinite(const char* values, int64_t bytes, int64_t type) {
   return cpu::AllFinite(values, bytes, static_cast<cpu::Exponents>(type));

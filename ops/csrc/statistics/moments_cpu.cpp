@@ -178,9 +178,19 @@ void AddBlocks(const ColumnRows& rows, const uint8_t* keep, int64_t block_rows, 
     if (has_gaps) {
       kept.resize(static_cast<size_t>(count * row_bytes));
       int64_t found = 0;
-      for (int64_t r = 0; r < count; ++r)
-        if (keep[low + r] != 0)
-          std::memcpy(kept.data() + found++ * row_bytes, from + r * row_bytes, row_bytes);
+      // Kept rows come in long runs: those of a trajectory.
+      for (int64_t r = 0; r < count;) {
+        const uint8_t* flags = keep + low;
+        if (flags[r] == 0) {
+          ++r;
+          continue;
+        }
+        const void* gap = std::memchr(flags + r, 0, count - r);
+        const int64_t end = gap == nullptr ? count : static_cast<const uint8_t*>(gap) - flags;
+        std::memcpy(kept.data() + found * row_bytes, from + r * row_bytes, (end - r) * row_bytes);
+        found += end - r;
+        r = end;
+      }
       from = kept.data();
       count = found;
     }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/convert.h"
+#include "statistics/order.h"
 #include "statistics/statistics.h"
 
 namespace gear::cpu {
@@ -14,59 +15,6 @@ constexpr int64_t kTileRows = 256;  // rows whose elements of a group stay in th
 constexpr int64_t kGroup = 16;      // elements that are counted at a time: a cache line of float32
 constexpr int64_t kMostCompared = 1 << 10;  // values that are compared without being counted first
 constexpr int64_t kMostCoarse = 1 << 17;    // values for which fewer bins are faster
-
-// The unsigned integers in the order of a type's values. Those of infinities and NaN are outside of
-// the finite ones.
-template <typename T>
-struct OrderOf {
-  using Key = std::conditional_t<sizeof(T) <= 4, uint32_t, uint64_t>;
-  static constexpr bool kIsFloat = std::is_class_v<T> || std::is_floating_point_v<T>;
-  using Bits = std::conditional_t<
-      sizeof(T) == 1, uint8_t,
-      std::conditional_t<sizeof(T) == 2, uint16_t,
-                         std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
-  static constexpr Bits kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(T) - 1));
-  static constexpr bool kIsSigned = kIsFloat || std::is_signed_v<T>;
-
-  static Key KeyOf(T x) {
-    Bits bits = BitCast<Bits>(x);
-    if constexpr (kIsFloat)
-      bits = static_cast<Bits>((bits & kSign) != 0 ? ~bits : (bits | kSign));
-    else if constexpr (kIsSigned)
-      bits = static_cast<Bits>(bits ^ kSign);
-    return bits;
-  }
-
-  static double ValueOf(Key key) {
-    auto bits = static_cast<Bits>(key);
-    if constexpr (kIsFloat)
-      bits = static_cast<Bits>((bits & kSign) != 0 ? (bits & ~kSign) : ~bits);
-    else if constexpr (kIsSigned)
-      bits = static_cast<Bits>(bits ^ kSign);
-    return Load<double>(BitCast<T>(bits));
-  }
-
-  static bool IsFinite(T x) {
-    if constexpr (!kIsFloat) return true;
-    const double value = Load<double>(x);
-    return value - value == 0;
-  }
-};
-
-// Moves the keys of ascending ranks to their places, as if the keys [begin, end) were sorted.
-// ranks: places among all keys, those of [first, last) lie in [begin, end).
-template <typename Key>
-void Select(Key* keys, int64_t begin, int64_t end, const int64_t* first, const int64_t* last) {
-  if (first == last || end - begin < 2) return;
-  const int64_t* middle = first + (last - first) / 2;
-  std::nth_element(keys + begin, keys + *middle, keys + end);
-  const int64_t* below = middle;
-  while (below > first && *(below - 1) == *middle) --below;
-  const int64_t* above = middle;
-  while (above < last && *above == *middle) ++above;
-  Select(keys, begin, *middle, first, below);
-  Select(keys, *middle + 1, end, above, last);
-}
 
 template <typename T>
 class Orders {

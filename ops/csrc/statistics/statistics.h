@@ -57,4 +57,34 @@ static_assert(sizeof(DigitPass) == 24, "a pass is a row of 3 int64");
 void CountDigits(const ColumnRows& rows, int64_t first, int64_t count, const uint8_t* keep,
                  const DigitPass* passes, int64_t num_passes, uint64_t* counts);
 
+// Ranges of keys that may hold wanted ranks, of each element of a row.
+struct Brackets {
+  const uint64_t* bounds;  // least and greatest key of each, ascending. [num_elements, most, 2]
+  const int64_t* num_of;   // brackets of each element, the first ones of `most`. [num_elements]
+  int64_t most;
+};
+
+// What is known of the keys of each element.
+struct BracketCounts {
+  int64_t* below;     // finite keys below each bracket, and those in it. [num_elements, most, 2]
+  void* keys;         // keys in brackets of more than one key. [num_elements, capacity]
+  int64_t capacity;   // at least the tile of 512 rows
+  int64_t* num_keys;  // of each element; more than `capacity` if they did not fit. [num_elements]
+};
+
+// Counts the finite keys of rows below brackets and in them, and collects those in them. Counts and
+// keys are added to. keep: as for AddRowMoments. Keys are uint32 for types of up to 4 bytes, else
+// uint64; the greatest one is in no bracket of a floating-point type.
+// Cost: one pass over the rows.
+void CountBrackets(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
+                   const BracketCounts& counts);
+
+// Finds the keys of ranks among collected keys of one element.
+// are_long: keys are uint64, not uint32.
+// bounds: least and greatest key of each bracket that the keys are of, ascending. [num_brackets, 2]
+// ranks: ascending and different, each below `num_keys`. [num_ranks]
+// Cost: two passes over the keys, and 4 bytes for each.
+void SelectKeys(const void* keys, bool are_long, int64_t num_keys, const uint64_t* bounds,
+                int64_t num_brackets, const int64_t* ranks, int64_t num_ranks, uint64_t* found);
+
 }  // namespace gear::cpu

@@ -129,7 +129,7 @@ def episodes_of(replay: Replay) -> dict[int, list[int]]:
 def test_actors_follow_the_board() -> None:
     module = nn.Linear(1, 1)
     nn.init.zeros_(module.bias)
-    with Replay(config_of()) as replay, PolicyBoard.create(module, prefix()) as board:
+    with Replay(config_of()) as replay, PolicyBoard.create(module, prefix=prefix()) as board:
         env = "actor_policies:counting"
         with start_actors(env, "actor_policies:by_board", replay=replay, board=board) as actors:
             wait_until(lambda: len(replay) > 5, "collecting")

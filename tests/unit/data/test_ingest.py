@@ -316,16 +316,14 @@ def test_a_killed_ingest_leaves_nothing_that_looks_complete(tmp_path: Path, d4rl
     d4rl(tmp_path / "a.hdf5")
     source = tmp_path / "a.hdf5"
     dest = tmp_path / "out"
-    add = DatasetWriter.add
+    add = DatasetWriter.add_block
 
-    def add_then_die(self: DatasetWriter, *arguments: Any, **options: Any) -> Any:
-        number = add(self, *arguments, **options)
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number
+    def add_then_die(self: DatasetWriter, *arguments: Any, **options: Any) -> None:
+        add(self, *arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def run() -> None:
-        DatasetWriter.add = add_then_die  # type: ignore[method-assign, assignment]
+        DatasetWriter.add_block = add_then_die  # type: ignore[method-assign]
         ingest([source], dest)
 
     assert exit_status(in_child(run)) == -signal.SIGKILL

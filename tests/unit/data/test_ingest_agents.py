@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import pickle
 import weakref
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,140 @@ def test_flags_that_stay_set_end_an_agent_once() -> None:
     ends = last_ends({"terminated": flags, "truncated": np.zeros_like(flags)})
     assert np.flatnonzero(ends["terminated"]).tolist() == [2, 5]
     assert not ends["truncated"].any()
+
+
+def test_an_end_of_the_episode_is_one_of_every_agent(tmp_path: Path) -> None:
+    """Agent a_1 ends before a time limit of the episode, and must end again in the next one."""
+    arrays = steps(8)
+    for agent in AGENTS:
+        del arrays[f"truncations/{agent}"]
+        arrays[f"terminations/{agent}"] = np.zeros(8, bool)
+    arrays["terminations/a_1"][[1, 7]] = True
+    arrays["terminations/a_2"][[6]] = True
+    arrays["terminations/a_10"][[5]] = True
+    arrays["truncations"] = np.arange(8) == 3
+    data = read(tmp_path, {**arrays, **{f"next_obs/{a}": arrays[f"obs/{a}"] + 1 for a in AGENTS}})
+    assert data.lengths.tolist() == [4, 4]
+    assert data.trajectory(1)["terminated"].tolist() == [False] * 3 + [True]
+
+
+def table(num_steps: int, ends: Mapping[str, list[int]]) -> dict[str, Any]:
+    """Return columns of steps by agent, for two values that each one observes."""
+    columns: dict[str, Any] = {}
+    for index, (agent, rows) in enumerate(ends.items()):
+        numbers = np.arange(num_steps)
+        columns[f"observations/{agent}"] = [[float(n), float(index)] for n in numbers]
+        columns[f"actions/{agent}"] = (numbers % 3 + index).tolist()
+        columns[f"rewards/{agent}"] = (numbers * float(index)).tolist()
+        columns[f"terminations/{agent}"] = np.isin(numbers, rows).tolist()
+        columns[f"note/{agent}"] = [f"{agent} at {n}" for n in numbers]
+    return columns
+
+
+def write_table(path: Path, columns: dict[str, Any]) -> Path:
+    """Write a table by the suffix of its name."""
+    rows = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+    arrow = pytest.importorskip("pyarrow")
+    if path.name.startswith("nested"):
+        rows = [_nested(row) for row in rows]
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif path.suffix == ".csv":
+        import_module("pyarrow.csv").write_csv(arrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        with arrow.ipc.new_file(str(path), arrow.Table.from_pylist(rows).schema) as writer:
+            writer.write_table(arrow.Table.from_pylist(rows))
+    else:
+        import_module("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
+    return path
+
+
+def _nested(row: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in row.items():
+        head, _, agent = name.partition("/")
+        if agent:
+            nested.setdefault(head, {})[agent] = value
+        else:
+            nested[head] = value
+    return nested
+
+
+def all_end(row: int) -> dict[str, list[int]]:
+    return {agent: [row] for agent in AGENTS}
+
+
+ENDS = {"a_1": [3, 30, 41], "a_2": [20, 31, 45], "a_10": [8, 25, 40]}  # episodes end at 20, 31, 45
+TABLES = ["t.parquet", "t.arrow", "t.jsonl", "t.csv", "nested.parquet", "nested.jsonl"]
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+@pytest.mark.parametrize("name", TABLES)
+def test_steps_of_agents_in_tables(tmp_path: Path, name: str, has_ids: bool) -> None:
+    """The first block of a table has 16 rows, so an episode goes on in the next one."""
+    columns = table(46, ENDS)
+    if name == "t.csv":
+        columns = {key: of for key, of in columns.items() if "observations" not in key}
+    if has_ids:
+        columns["episode"] = [0] * 21 + [1] * 11 + [2] * 14
+    source = write_table(tmp_path / name, columns)
+    assert main(["ingest", str(source), str(tmp_path / "out")]) == 0
+    data = Dataset.open(tmp_path / "out")
+    assert data.lengths.tolist() == [21, 11, 14]
+    assert data.source["sources"][0]["agents"] == list(AGENTS)
+    low = 0
+    for number, length in enumerate(data.lengths.tolist()):
+        one = data.trajectory(number)
+        rows = slice(low, low + length)
+        flags = np.stack([columns[f"terminations/{agent}"][rows] for agent in AGENTS], axis=1)
+        np.testing.assert_array_equal(one["agent_terminated"], flags)
+        rewards = np.stack([columns[f"rewards/{agent}"][rows] for agent in AGENTS], axis=1)
+        np.testing.assert_array_equal(one["agent_reward"], rewards)
+        np.testing.assert_allclose(one["reward"], rewards.mean(axis=1), rtol=1e-15)
+        assert one["terminated"].tolist() == [False] * (length - 1) + [True]
+        actions = np.stack([columns[f"actions/{agent}"][rows] for agent in AGENTS], axis=1)
+        np.testing.assert_array_equal(one["action"], actions)
+        if name != "t.csv":
+            assert one["observation"].shape == (length, 3, 2)
+            assert one["observation"][1].tolist() == [[low + 1.0, index] for index in range(3)]
+        assert one["note.a_2"][1] == f"a_2 at {low + 1}"
+        low += length
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow", "t.jsonl", "nested.jsonl"])
+def test_episodes_of_agents_in_tables(tmp_path: Path, name: str) -> None:
+    """A row is an episode; agents that observe other sizes keep columns of their own."""
+    rows = [table(5, all_end(4)), table(3, all_end(2))]
+    for row in rows:
+        row["observations/a_2"] = [[*one, 0.0] for one in row["observations/a_2"]]
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    source = write_table(tmp_path / name, columns)
+    data = ingest([source], tmp_path / "out", columns=["agent_*"])
+    assert data.lengths.tolist() == [5, 3]
+    assert data.trajectory(1)["action"].tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert data.trajectory(1)["observation.a_2"].shape == (3, 3)
+    assert data.trajectory(1)["observation.a_10"].shape == (3, 2)
+    assert data.trajectory(0)["terminated"].tolist() == [False] * 4 + [True]
+    names = {"agent_reward", "agent_terminated", "reward", "terminated", "truncated", "action"}
+    assert {*data.schema.names} - {"length", "return"} >= names
+    assert not any(name.startswith("note") for name in data.schema.names)
+
+
+def test_tables_of_agents_that_are_refused_or_have_none(tmp_path: Path) -> None:
+    columns = table(6, all_end(5))
+    columns["rewards/a_2"][2] = None
+    with pytest.raises(DataError, match=r"rewards\.a_2\[2\] must not be null; store 0, or false"):
+        ingest([write_table(tmp_path / "t.jsonl", columns)], tmp_path / "out")
+    del columns["rewards/a_2"]
+    with pytest.raises(DataError, match="rewards/a_2 must be in the source, as the arrays of its"):
+        ingest([write_table(tmp_path / "t.jsonl", columns)], tmp_path / "out")
+    terms = {"reward": [1.0, 2.0], "reward.speed": [3.0, 4.0], "action": [0, 1], "done": [0, 1]}
+    data = ingest([write_table(tmp_path / "t.parquet", terms)], tmp_path / "out")
+    assert data.trajectory(0)["reward"].tolist() == [1.0, 2.0]
+    assert data.trajectory(0)["reward.speed"].tolist() == [3.0, 4.0]
+    assert "agent_reward" not in data.schema
 
 
 def test_a_reader_that_is_dropped_closes_its_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.ingest import ingest, open_source
+from deepspeed_gear.data.ingest import ingest, open_source, step_blocks
 from deepspeed_gear.data.ingest.tfrecord import crc32c
 from deepspeed_gear.data.ingest.zarr_codecs import ChunkCodecs
 from deepspeed_gear.errors import DataError
@@ -205,6 +205,36 @@ def test_a_source_has_one_store(tmp_path: Path) -> None:
     _without("meta")(tmp_path / "sets" / "a.zarr")
     with pytest.raises(DataError, match="meta/episode_ends must be in the source once"):
         open_source(tmp_path / "sets" / "a.zarr", "zarr")
+
+
+@pytest.mark.parametrize("flags", [{}, {"dones": [3]}, {"terminals": [5], "timeouts": [0, 5]}])
+def test_blocks_of_episodes_are_those_of_single_ones(
+    tmp_path: Path, flags: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of values that only some of the episodes may have."""
+    ends = np.cumsum([1, 4, 2, 1, 9, 3, 1])
+    random = np.random.default_rng(0)
+    arrays = {
+        "obs": random.random((21, 2)).astype(np.float32),
+        "action": random.integers(0, 9, 21),
+        "reward": random.random(21),
+        **{name: np.isin(np.arange(21), ends[chosen] - 1) for name, chosen in flags.items()},
+    }
+    source = tmp_path / "set.zarr"
+    write_array(source / "meta" / "episode_ends", ends)
+    write_array(source / "meta" / "prompt_id", np.arange(7) // 2)
+    for name, values in arrays.items():
+        write_array(source / "data" / name, values)
+    made = {}
+    for block_bytes in (1, 200, 1 << 20):
+        monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", block_bytes)
+        dataset = ingest([source], tmp_path / str(block_bytes))
+        made[dataset.fingerprint] = dataset.columns["prompt_id"].tolist()
+        with pytest.raises(DataError) as caught:
+            ingest([source], tmp_path / "other", dtype={"obs*": "float16", "action": "bool"})
+        made[str(caught.value)] = []
+    assert len(made) == 2
+    assert [0, 0, 1, 1, 2, 2, 3] in made.values()
 
 
 def test_flags_inside_an_episode_are_refused(tmp_path: Path) -> None:

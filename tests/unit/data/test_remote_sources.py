@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import shutil
+import tarfile
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -145,6 +146,26 @@ def test_a_lerobot_folder_with_videos(tmp_path: Path, hub: RangeServer) -> None:
     source = json.loads((tmp_path / "remote" / "schema.json").read_text())["source"]["sources"][0]
     assert source["url"] == "hf://datasets/me/robot"
     assert source["revision"] == COMMIT
+
+
+def test_shards_that_a_pattern_of_braces_names(tmp_path: Path, hub: RangeServer) -> None:
+    files = {}
+    for number in range(12):
+        with tarfile.open(tmp_path / f"part-{number}.tar", "w") as archive:
+            text = json.dumps({"episode": 0, "obs": [0.5], "action": 1, "reward": 0.5, "n": number})
+            member = tarfile.TarInfo(f"{number:03}.json")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+        files[f"part-{number}.tar"] = (tmp_path / f"part-{number}.tar").read_bytes()
+    hub.repos["me/set"] = {f"{of}/{name}": files[name] for of in "ab" for name in files}
+    expected = ingest([tmp_path / "part-{0..11}.tar"], tmp_path / "out")
+    assert expected.trajectory(0)["n"].tolist() == [*range(12)]
+    read = ingest(["hf://me/set@main/a/part-{0..11}.tar"], tmp_path / "remote")
+    assert read.fingerprint == expected.fingerprint
+    both = ingest(["hf://me/set/{b,a}/part-{0..5}.tar"], tmp_path / "both")
+    assert both.trajectory(0)["n"].tolist() == [*range(6), *range(6)]
+    with pytest.raises(DataError, match=r"hf://datasets/me/set/a/part-12\.tar must exist"):
+        ingest(["hf://me/set/a/part-{11..12}.tar"], tmp_path / "none")
 
 
 def test_a_zarr_store_as_a_folder_and_as_a_zip_file(tmp_path: Path, hub: RangeServer) -> None:

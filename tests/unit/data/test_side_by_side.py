@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_gear import Column, Dataset
 from deepspeed_gear.cli.main import main as command
-from deepspeed_gear.data.ingest import ingest, open_source, side_by_side
+from deepspeed_gear.data.ingest import ingest, open_source, side_by_side, step_blocks
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import DataError
 
@@ -126,6 +126,7 @@ def test_the_data_set_does_not_depend_on_threads(
     tmp_path: Path, kind: str, ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(side_by_side, "_AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", ahead_bytes)
     paths = SOURCES[kind](tmp_path)
     options: dict[str, Any] = {"group_scope": "file"} if kind == "rollouts" else {}
 
@@ -196,13 +197,14 @@ def test_an_interrupt_of_the_writer_ends_all_threads(
 ) -> None:
     """Also threads that wait for room."""
     monkeypatch.setattr(side_by_side, "_AHEAD_BYTES", 1)
+    monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", 1)
     paths = hdf5(tmp_path)
 
     def interrupted(*arguments: Any, **options: Any) -> None:
         assert own_threads().count("gear-source") == 4
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deepspeed_gear.data.ingest.DatasetWriter.add", interrupted)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.DatasetWriter.add_block", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ingest(paths, tmp_path / "out", threads=4)
     assert not list(tmp_path.glob("out*"))

@@ -163,7 +163,7 @@ def test_one_connection_of_many_calls_leaves_workers_to_its_address() -> None:
 
 def test_a_refused_call_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(section()) as (_, server):
-        monkeypatch.setattr(server._calls, "_num_workers", 0)
+        monkeypatch.setattr(server._calls, "_num_places", 0)
         text = (
             r"log name a limit\? RESOURCE_EXHAUSTED: 127.0.0.1 must leave workers .* start "
             r"fewer writers"

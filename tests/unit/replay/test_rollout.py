@@ -494,7 +494,7 @@ def test_priorities_of_a_micro_batch(tables: int) -> None:
                 own = 1.0 + micro.index.double()
                 replay.update_priorities(micro, own)
                 ids = micro.trajectory_id.tolist()
-                sources = micro.host_source.tolist()
+                sources = micro.table.tolist()
                 for source, number, one in zip(sources, ids, own.tolist(), strict=True):
                     wanted[names[source], number] = max(
                         one, wanted.get((names[source], number), 0.0)

@@ -110,9 +110,62 @@ def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(
     assert made.statistics()["late"]["responses"]["ref"] == {"absent": 0, "repeated": 0}
 
 
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_rows_with_a_shape_are_where_their_steps_are(sequence: int) -> None:
+    """The most likely tokens of a teacher and their log-probabilities, and a value of each head."""
+    wide = {
+        "ids": {"dtype": "int32", "shape": [3], "late": True},
+        "teacher": {"dtype": "bfloat16", "shape": [3], "late": True},
+        "heads": {"dtype": "float32", "shape": [2, 2], "rows": "1", "late": True},
+    }
+    fields = {name: {} for name in (*COLUMNS, *wide) if name != "heads"}
+    with filled(section(COLUMNS | wide, fields=fields)) as replay:
+        loader = replay._loader
+        assert loader is not None
+        slices = list[Any]()
+
+        def total(part: Any) -> Any:  # of two sequence ranks, one after the other
+            slices.append(part)
+            return part if len(slices) % 2 else part + slices[-2]
+
+        passes = []
+        context = loader.context
+        for place in ranks_of(1, sequence):
+            where = replace(place, sequence_rank=sequence - 1 - place.sequence_rank)
+            ranks: Any = SimpleNamespace(sum=total) if sequence > 1 else None
+            loader.context = replace(
+                context, settings=replace(context.settings, place=where, ranks=ranks)
+            )
+            micros = replay.forward(*wide, tokens=128)
+            passes.append(itertools.chain([next(micros)], micros))
+        for step in zip(*passes, strict=True):
+            for name in ("ids", "teacher", "heads"):
+                for micro in step:
+                    number = micro["tokens"][..., None] * 10 + torch.arange(3)
+                    heads = micro.lengths.float()[:, None, None].expand(-1, 2, 2)
+                    values = {"ids": number, "teacher": -number.bfloat16(), "heads": heads}
+                    with pytest.raises(ShapeError, match="must have shape"):
+                        micro.fill(**{name: values[name][..., 0]})
+                    micro.fill(**{name: values[name]})
+        loader.context = context
+        for trajectory_id, stored in enumerate(STORED):
+            (read,) = replay.read([trajectory_id])
+            before = np.append(0, stored["tokens"][:-1])[:, None]  # the place that predicts
+            expected = (before * 10 + np.arange(3)) * (np.arange(len(before)) > 0)[:, None]
+            assert read["ids"].tolist() == expected.tolist()
+            np.testing.assert_array_equal(
+                read["teacher"].float(), -torch.from_numpy(expected).bfloat16().float()
+            )
+            assert read["heads"].tolist() == [[len(before)] * 2] * 2
+        for micro in itertools.chain.from_iterable(replay.rollout()):
+            at = micro.loss_mask[0]
+            number = micro["tokens"][0, :, None] * 10 + torch.arange(3)
+            assert micro["ids"][0, at].tolist() == number[at].tolist()
+
+
 def test_what_is_refused_or_left_out(made: Replay) -> None:
     wrong: list[tuple[Any, Any, type[Exception], str]] = [
-        (("logp",), {}, ConfigError, "must be late, with one number per step"),
+        (("logp",), {}, ConfigError, "must be late, with numbers per step"),
         (("ref",), {"tokens": 32}, ConfigError, "must hold the longest trajectory"),
         (("ref",), {"tokens": 1 << 31}, ConfigError, "tokens must be at most 2147483647"),
     ]

@@ -32,7 +32,7 @@ def bound_objects(replay: Replay) -> list[Any]:
     on_device = DeviceReplay(
         config_of(batch_size=2, tables={"main": device}), "cpu", schemas={"main": SCHEMA}
     )
-    board = PolicyBoard.create(torch.nn.Linear(2, 2), prefix())
+    board = PolicyBoard.create(torch.nn.Linear(2, 2), prefix=prefix())
     writer = replay.writer()
     return [
         replay,

@@ -96,7 +96,7 @@ def test_names_stay_in_dev_shm(wrong: str) -> None:
         lambda: memory.link(wrong),
         lambda: stores(wrong),
         lambda: remove_garbage(wrong),
-        lambda: PolicyBoard.attach(wrong),
+        lambda: PolicyBoard.attach(name=wrong),
         lambda: TrajectoryWriter.attach({**tables, "shared_memory": {"prefix": wrong}}, wait_s=0),
     ]
     if wrong:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gear_support import wait_until
-from group_support import add, section
+from group_support import COLUMNS, add, section
 from process_support import exit_status, in_child
 
 from deepspeed_gear import ConfigError, DataError, FillWorker, Replay, StoreError, TrajectoryWriter
@@ -60,6 +60,43 @@ def test_leases_are_of_other_trajectories_until_they_end(config: dict[str, Any])
             again[0].fill(np.float32(1))
         with pytest.raises(ConfigError, match="must be a late column; there are: reward"):
             FillWorker.attach(config, "weight")
+
+
+def test_several_columns_are_filled_together(config: dict[str, Any]) -> None:
+    """Both or none: a value that does not fit leaves the other column as it was."""
+    teacher = {
+        "ids": {"dtype": "int32", "shape": [2], "late": True},
+        "teacher": {"dtype": "float32", "shape": [2], "late": True},
+    }
+    config["tables"]["main"]["schema"] = {"columns": {**COLUMNS, **teacher}}
+    ids, logp = np.arange(6).reshape(3, 2), -np.ones((3, 2), np.float32)
+    with Replay(config) as replay, FillWorker.attach(config, ["teacher", "ids"]) as worker:
+        for sample in range(3):
+            add(replay, 1, sample)
+        replay.fill(0, ids=ids)
+        first, second = worker.lease(2)
+        with FillWorker.attach(config, ("ids", "teacher")) as other:
+            assert [one.trajectory_id for one in other.lease(9)] == [2]
+        first.fill(ids=ids + 1, teacher=logp)
+        assert replay.read([0])[0]["ids"].tolist() == ids.tolist()
+        assert replay.statistics()["late"]["main"]["ids"] == {"absent": 2, "repeated": 1}
+        for wrong, match in (
+            ({"ids": ids}, "must be given the worker's columns: teacher, ids"),
+            ({"ids": ids, "teacher": logp, "reward": 1.0}, "must be given the worker's columns"),
+            ({"ids": ids, "teacher": logp[:2]}, "column teacher must have shape"),
+            ({"ids": ids[:, :1], "teacher": logp}, "column ids must have shape"),
+            ({"ids": ids, "teacher": logp * np.nan}, "must be finite"),
+        ):
+            with pytest.raises(DataError, match=match):
+                second.fill(**wrong)
+        with pytest.raises(DataError, match="got '1 values without names'"):
+            second.fill(ids)
+        assert replay.statistics()["late"]["main"]["ids"]["absent"] == 2
+        second.fill(ids=ids, teacher=logp)
+        assert replay.read([1])[0]["teacher"].tolist() == logp.tolist()
+        for names in ([], ["ids", "ids"]):
+            with pytest.raises(ConfigError, match="must name one or more columns, each once"):
+                FillWorker.attach(config, names)
 
 
 def test_a_killed_worker_returns_its_leases(config: dict[str, Any]) -> None:

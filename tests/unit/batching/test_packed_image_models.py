@@ -1,0 +1,322 @@
+"""Models of text and images: packs give the logits and gradients of each trajectory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from packed_families import kernels, places  # noqa: E402
+from rollout_support import section  # noqa: E402
+
+from deepspeed_gear import Media, Replay  # noqa: E402
+from deepspeed_gear.batching.micro_batch import MicroBatch  # noqa: E402
+from deepspeed_gear.errors import ConfigError, DataError  # noqa: E402
+
+IMAGE = 60
+VIDEO = 61
+BEGIN = 62
+END = 63
+PATCH = 3 * 2 * 4 * 4  # channels, frames, height and width of a patch
+MERGED = 4  # patches of a place
+ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0},
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+VISION = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 2}
+SIZES = {
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    },
+}
+SIZES["qwen3_vl_moe"] = SIZES["qwen3_vl"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def tiny(family: str, attention: str = "sdpa") -> Any:
+    """Return a model with random weights, in evaluation mode."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES,
+    )
+
+    is_flash = attention.startswith("flash")
+    config = CONFIG_MAPPING[family](
+        text_config={**TEXT, **(EXPERTS if family.endswith("moe") else {})},
+        vision_config={**VISION, **SIZES[family]},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+        attn_implementation="sdpa" if is_flash else attention,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, NAMES[family])(config).eval()
+    if is_flash:  # which cannot be loaded here; the layers of images keep the other
+        model.config._attn_implementation = attention
+        model.config.text_config._attn_implementation = attention
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(4)
+    return model
+
+
+def media(number: int, height: int, width: int, name: str = "image") -> Media:
+    """Return an image, or a video of two frames, of so many patches."""
+    frames = 1 if name == "image" else 2
+    count = frames * height * width
+    rows = np.random.default_rng(number).normal(size=(count, PATCH)).astype(np.float32)
+    pixels = "pixel_values" if name == "image" else "pixel_values_videos"
+    return Media(**{pixels: rows, f"{name}_grid_thw": [[frames, height, width]]})
+
+
+def prompt(images: list[tuple[int, int]], number: int) -> tuple[list[int], dict[int, Media]]:
+    """Return the tokens of a prompt with images, and its images by step."""
+    tokens = [5, 6 + number]
+    named = {}
+    for each, (height, width) in enumerate(images):
+        tokens.append(BEGIN)
+        named[len(tokens)] = media(10 * number + each, height, width)
+        tokens += [IMAGE] * (height * width // MERGED)
+        tokens += [END, 7]
+    return tokens, named
+
+
+PROMPTS = ([(4, 6)], [], [(2, 2), (8, 4)], [(4, 6), (4, 6), (2, 6)])
+
+
+def gear_section(prefix: str = "own", groups: int = len(PROMPTS)) -> dict[str, Any]:
+    columns = {
+        "tokens": {"dtype": "int32", "role": "token"},
+        "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+        "image": {"dtype": "int64", "role": "media"},
+        "prompt": {"dtype": "int64", "rows": "1"},
+    }
+    kept = {
+        "pixel_values": {"dtype": "float32", "shape": [PATCH]},
+        "image_grid_thw": {"dtype": "int64", "shape": [3]},
+        "pixel_values_videos": {"dtype": "float32", "shape": [PATCH]},
+        "video_grid_thw": {"dtype": "int64", "shape": [3]},
+        "second_per_grid_ts": {"dtype": "float32"},
+    }
+    table = {
+        "capacity_steps": 4000,
+        "max_length": 100,
+        "remove": "fifo",
+        "group": {"column": "prompt", "size": 2},
+        "media": {"capacity_bytes": 1 << 20, "columns": kept},
+        "schema": {"columns": columns},
+    }
+    return section(
+        tables={"main": table},
+        fields={"tokens": {}, "image": {}},
+        sampler={"kind": "fifo", "unit": "group"},
+        pack={"tokens": 256, "pad": {"multiple": 16}, "prefix": prefix},
+        rollout={"groups": groups},
+    )
+
+
+def add_group(replay: Replay, number: int, tokens: list[int], named: dict[int, Media]) -> None:
+    """Add two responses to a prompt."""
+    for member in range(2):
+        answer = list(range(10 + member, 13 + 3 * member))
+        mask = [False] * len(tokens) + [True] * len(answer)
+        replay.add(
+            {"tokens": [*tokens, *answer], "loss_mask": mask, "prompt": number, "image": named}
+        )
+
+
+def add_groups(replay: Replay) -> None:
+    for number, images in enumerate(PROMPTS):
+        add_group(replay, number, *prompt(images, number))
+
+
+def micros(replay: Replay) -> Iterator[MicroBatch]:
+    """Yield the micro batches of the next rollout batch."""
+    for step in replay.rollout():
+        yield from step
+
+
+def alone(model: Any, micro: MicroBatch) -> list[torch.Tensor]:
+    """Return the logits of each trajectory alone, with the positions that the model computes."""
+    ids = micro.group.tolist()
+    found = []
+    for number, at in zip(ids, places(micro), strict=True):
+        tokens = micro["tokens"][:, at]
+        # Groups come in the order in which they were added.
+        _, named = prompt(PROMPTS[number], number)
+        given: dict[str, Any] = {}
+        for name in ("pixel_values", "image_grid_thw"):
+            parts = [torch.as_tensor(item.columns[name]) for item in named.values()]
+            if parts:
+                given[name] = torch.cat(parts)
+        if given:
+            given["mm_token_type_ids"] = (tokens == IMAGE).int()
+        found.append(model(input_ids=tokens, use_cache=False, **given).logits[0])
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["own", "share", "one trajectory"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packs_of_images_give_what_each_trajectory_gives_alone(
+    family: str, attention: str, prefix: str
+) -> None:
+    if prefix == "share" and attention.startswith("flash"):
+        pytest.skip("prefixes are shared by masks")
+    try:
+        model = tiny(family, attention)
+    except ValueError:
+        pytest.skip("the model does not offer this attention")
+    config = gear_section(prefix if prefix == "share" else "own")
+    if prefix == "one trajectory":
+        config["pack"]["max_trajectories"] = 1
+    with Replay(config) as replay:
+        add_groups(replay)
+        count = 0
+        for micro in micros(replay):
+            # Compiling flex attention takes long.
+            with torch.no_grad(), kernels(model), torch.compiler.set_stance("force_eager"):
+                wanted = alone(model, micro)
+                inputs = micro.model_inputs(model)
+                packed = model(**inputs).logits[0]
+                # The steps alone are not enough.
+                other = model(**{**inputs, "position_ids": micro.position_ids}).logits[0]
+            if prefix != "one trajectory":
+                assert (other - packed).abs().max() > 1e-2
+            for at, expected in zip(places(micro), wanted, strict=True):
+                assert (packed[at] - expected).abs().max() < 1e-4 * expected.abs().max()
+                count += 1
+    assert count == 2 * len(PROMPTS)
+
+
+def loss_of(micro: MicroBatch, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Return the weighted loss of some places of a pack, given their logits."""
+    loss = torch.nn.functional.cross_entropy(logits, micro.targets[0, at], reduction="none")
+    return (loss * micro.weight[0, at]).sum()
+
+
+@pytest.mark.parametrize("prefix", ["own", "share"])
+def test_gradients_are_those_of_each_trajectory_alone(prefix: str) -> None:
+    """Of the layers of images, too; in double precision."""
+    model = tiny("qwen2_vl").double()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = [[torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)]
+    with Replay(gear_section(prefix)) as replay:
+        add_groups(replay)
+        for micro in micros(replay):
+            logits = model(**micro.model_inputs(model)).logits[0]
+            losses = [loss_of(micro, logits, torch.arange(len(logits))), torch.zeros(())]
+            owners = micro.sequence[0]
+            every = zip(alone(model, micro), places(micro), strict=True)
+            for number, (of_one, at) in enumerate(every):
+                own = owners[at] == number
+                losses[1] = losses[1] + loss_of(micro, of_one[own], at[own])
+            for sums, loss in zip(found, losses, strict=True):
+                for total, grad in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
+                    total += grad
+    for name, packed, wanted in zip(names, *found, strict=True):
+        assert (packed - wanted).abs().max() <= 2e-6 * wanted.abs().max(), name
+    of_images = [grad for name, grad in zip(names, found[0], strict=True) if "visual" in name]
+    assert all(grad.abs().max() > 0 for grad in of_images)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_videos(family: str) -> None:
+    """A video of two frames, whose places are one run, or one run for each frame (Qwen3-VL)."""
+    model = tiny(family)
+    clip = media(3, 4, 4, "video")
+    seconds = {"second_per_grid_ts": [2.0]} if family == "qwen2_5_vl" else {}
+    clip = Media(**clip.columns, **seconds)
+    of_frame = [VIDEO] * (4 * 4 // MERGED)
+    frames = [*of_frame, *of_frame]
+    if family == "qwen3_vl":
+        frames = [*of_frame, END, 9, BEGIN, *of_frame]
+    tokens = [5, BEGIN, *frames, END, 8]
+    with Replay(gear_section(groups=1)) as replay:
+        add_group(replay, 0, tokens, {2: clip})
+        micro = next(each := micros(replay))
+        packed = model(**micro.model_inputs(model)).logits[0]
+        for at in places(micro):
+            ids = micro["tokens"][:, at]
+            wanted = model(
+                input_ids=ids,
+                use_cache=False,
+                mm_token_type_ids=2 * (ids == VIDEO).int(),
+                pixel_values_videos=torch.as_tensor(clip.columns["pixel_values_videos"]),
+                video_grid_thw=torch.tensor(clip.columns["video_grid_thw"]),
+                **{name: torch.tensor(value) for name, value in seconds.items()},
+            ).logits[0]
+            assert (packed[at] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named", "error", "text"),
+    [
+        ([5, BEGIN, *[IMAGE] * 5, END], {2: (4, 6)}, DataError, "must have 6 places .* got 5"),
+        ([5, BEGIN, END, 6, 7, 8], {2: (4, 6)}, DataError, "must have 6 places .* got 0"),
+        ([5, *[IMAGE] * 2, END], {}, DataError, "must have 0 places of the token that image_grid"),
+        (
+            [5, BEGIN, *[IMAGE] * 2, END],
+            {2: (2, 2), 3: (2, 2)},
+            DataError,
+            "must have a run of places of its own for each image.*between images",
+        ),
+    ],
+)
+def test_places_that_are_not_those_of_the_images_are_refused(
+    tokens: list[int], named: dict[int, tuple[int, int]], error: type[Exception], text: str
+) -> None:
+    model = tiny("qwen2_vl")
+    with Replay(gear_section(groups=1)) as replay:
+        items = {step: media(step, *size) for step, size in named.items()}
+        add_group(replay, 0, [*tokens, 9], items)
+        with pytest.raises(error, match=f"micro.model_inputs: trajectory 0.*{text}"):
+            next(micros(replay)).model_inputs(model)
+
+
+def test_images_without_a_column_of_media_are_refused() -> None:
+    config = gear_section(groups=1)
+    table = config["tables"]["main"]
+    del table["media"], table["schema"]["columns"]["image"], config["fields"]["image"]
+    with Replay(config) as replay:
+        for member in range(2):
+            tokens = [5, BEGIN, IMAGE, END, 9 + member]
+            replay.add({"tokens": tokens, "loss_mask": [0, 0, 0, 0, 1], "prompt": 0})
+        micro = next(each := micros(replay))
+        with pytest.raises(ConfigError, match=r"gear.fields must have a field .* role media"):
+            micro.model_inputs(tiny("qwen2_vl"))
+        each.close()
