@@ -1,1 +1,1 @@
-"""Adapters for the frameworks that people keep."""
+"""Adapters for the frameworks that people keep: trainers (TRL) and data planes (TransferQueue)."""
