@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from deepspeed_gear import Column, DatasetWriter, Schema
+
 WORDS = "0123456789+?!=."
 MOST_OUTPUT = 7  # tokens of a turn
 WIDTH = 64
@@ -48,6 +50,14 @@ def right_outputs(question: str) -> list[str]:
     """Return the outputs of an agent that calls the calculator twice, then answers."""
     first, second, third = question[:-1].split("+")
     return [f"{first}+{second}!", f"{int(first) + int(second):03}+{third}!", answer(question)]
+
+
+def write_questions(folder: str, words: random.Random, number: int) -> None:
+    """Write a data set of questions, one trajectory each."""
+    columns = [Column("tokens", "int32", role="token")]
+    with DatasetWriter(folder, Schema(columns), overwrite=True) as writer:
+        for _ in range(number):
+            writer.add({"tokens": ids(draw_question(words))})
 
 
 def policy() -> GPT2LMHeadModel:

@@ -30,7 +30,7 @@ from common import quiet_start
 from torch import Tensor, nn
 
 import deepspeed_gear
-from deepspeed_gear import MicroBatch, Turn, trajectories_from_turns
+from deepspeed_gear import MicroBatch, RolloutWorker, Turn, trajectories_from_turns
 
 MEMBERS = 8  # rollouts of each question
 MOST_TURNS = 3
@@ -86,18 +86,15 @@ def warm_start(model: nn.Module, words: random.Random, wanted: float) -> None:
             calculator.imitate(model, optimizer, rows)
 
 
-def add_groups(engine: Any, words: random.Random, first: int) -> np.ndarray:
-    """Add missing groups, numbered from `first` on; count groups, turns and trajectories. [3]."""
-    questions = [calculator.draw_question(words) for _ in range(engine.gear.missing_groups())]
-    agents = run(engine.module, [one for one in questions for _ in range(MEMBERS)])
-    counts = np.array([len(questions), sum(len(agent.turns) for agent in agents), 0])
-    for place, agent in enumerate(agents):
-        values = {"prompt_id": first + place // MEMBERS, "member": place % MEMBERS}
-        rows = trajectories_from_turns(agent.turns, values)
-        for trajectory in [engine.gear.add(row) for row in rows]:
-            engine.gear.fill(trajectory, reward=agent.reward)  # the member is complete
-        counts[2] += len(rows)
-    return counts
+def work(worker: RolloutWorker, model: nn.Module) -> np.ndarray:
+    """Lease questions, and commit a group for each; count turns and trajectories. [2]."""
+    leases = worker.lease(32, timeout_s=0)
+    questions = [calculator.text_of(lease.prompt["tokens"]) for lease in leases]
+    agents = run(model, [one for one in questions for _ in range(MEMBERS)])
+    members = [trajectories_from_turns(agent.turns, {"reward": agent.reward}) for agent in agents]
+    for number, lease in enumerate(leases):
+        lease.commit(members[number * MEMBERS :][:MEMBERS])  # all trajectories, or none
+    return np.array([sum(len(agent.turns) for agent in agents), sum(map(len, members))])
 
 
 def loss_of(engine: Any, micro: MicroBatch) -> Tensor:
@@ -119,6 +116,8 @@ def main() -> None:
     config["gear"]["seed"] = args.seed
     torch.manual_seed(args.seed)
     words = random.Random(args.seed)
+    path = config["gear"]["tables"]["rollouts"]["prompts"]["data"]
+    calculator.write_questions(path, words, 5000)
     model = calculator.policy()
     warm_start(model, words, args.warm_accuracy)
     with quiet_start():
@@ -126,10 +125,11 @@ def main() -> None:
             model=model, model_parameters=model.parameters(), config=config
         )
     before = accuracy(engine.module, words)
-    counts = np.zeros(3, np.int64)
+    worker = engine.gear.rollout_worker()  # elsewhere: RolloutWorker.attach(config)
+    counts = np.zeros(2, np.int64)
     for iteration in range(1, args.iterations + 1):
         while not engine.gear.can_sample():
-            counts += add_groups(engine, words, first=int(counts[0]))
+            counts += work(worker, engine.module)
         rollout = engine.gear_rollout()
         rollout.advantages("grpo")
         for step in rollout:
@@ -139,8 +139,8 @@ def main() -> None:
         if iteration % 5 == 0:
             print(f"batch {iteration}: {accuracy(engine.module, words):.0%} right", file=sys.stderr)
     result = {"right_before": before, "right_after": accuracy(engine.module, words)}
-    names = ("groups", "turns", "trajectories")
-    print(json.dumps(result | dict(zip(names, counts.tolist(), strict=True))), flush=True)
+    turns, trajectories = counts.tolist()
+    print(json.dumps({**result, "turns": turns, "trajectories": trajectories}), flush=True)
     engine.destroy()
     dist.destroy_process_group()
 

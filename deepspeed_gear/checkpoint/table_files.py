@@ -99,6 +99,7 @@ def save_table(
             "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
             **({} if spec.group is None else {"group": asdict(spec.group)}),
             **({} if spec.prompts is None else {"prompts": spec.prompts.fingerprint}),
+            **({} if spec.prompts is None else {"prompt_choice": spec.prompts.choice}),
             **{
                 stream.spec.name: stream.spec.describe()
                 for stream in streams

@@ -298,6 +298,8 @@ def load_rows(
             data[slots] = np.concatenate(files)[chosen]
         else:
             _copy_rows(data, files, extents)
+    if isinstance(table.ledger, KeptLedger):
+        table.ledger.note_sizes(slots)
     if media is not None:
         media.restore(partial(Evictor(table, Context()).release, may_evict=False))
     table.views["retention"][table.slots[:, Slot.STATE] != SlotState.EVICTED] = 0
@@ -342,6 +344,15 @@ def _check_prompts(spec: PromptSpec, saved: SavedTable) -> None:
     if ledger is None or given != spec.fingerprint:
         rule = f"must hold the ledger of the prompts of {spec.data} ({spec.fingerprint})"
         raise CheckpointError(at, rule, given, "use the data set that it was saved with")
+    chosen = saved.manifests[0].get("prompt_choice", {})
+    for option in sorted({*chosen, *spec.choice}):
+        if chosen.get(option) != spec.choice.get(option):
+            rule = f"must be of a run with the prompts.{option} of this one"
+            rule += f" ({spec.choice.get(option, 'the default')})"
+            remedy = (
+                f"load with the prompts.{option} of its run, which decides its prompts' numbers"
+            )
+            raise CheckpointError(at, rule, chosen.get(option, "the default"), remedy)
     num_entries = len(ledger["prompt_entries"])
     if num_entries > spec.num_entries:
         rule = (

@@ -91,7 +91,7 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]], b
     shared = whole.shared_prompts
     if shared is not None:
         numbers = np.concatenate(files[saved.manifests[0]["group"]["column"]])
-        shared = np.stack([shared, holders_of(numbers, shared)], axis=1)
+        shared = np.stack([shared, holders_of(numbers, shared, whole.slots[:, Slot.ID])], axis=1)
     return (*_stored(schema, whole.slots, whole.retention, files, shared), True)
 
 

@@ -520,6 +520,12 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         )
         reasons = "".join(f"; {count:,} dropped: {reason}" for reason, count in dropped)
         lines.append(now.format(**summary["prompts"]) + reasons)
+        if "priorities" in summary["prompts"]:
+            known = (
+                "    priorities    sum {sum:.6g} of {prompts:,} prompts, from {smallest:.6g} to "
+                "{largest:.6g}, {zero:,} of them 0"
+            )
+            lines.append(known.format(**summary["prompts"]["priorities"]))
         for epoch, books in summary["prompts"]["epochs"].items():
             now = (
                 "    epoch {at:<8}{issued:,} issued: {drawn:,} drawn, {waiting:,} complete, "

@@ -128,7 +128,7 @@ def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
             and table.group is not None
             and config.rollout_size is not None
         ):
-            options = table.prompts.model_dump(exclude={"data"})
+            options = table.prompts.model_dump(exclude={"data", "where", "column", "sampler"})
             options |= {
                 "groups": config.rollout_size.size,
                 "size": table.group.size,
@@ -192,8 +192,9 @@ class Scene:
     def commit(self, lease: LeaseRecord) -> None:
         """Commit the group of a lease, unless the lease has expired."""
         try:
-            with self.ledger.committing(lease, 1):
-                slot = int(np.nonzero(self.slots[:, Slot.STATE] == SlotState.FREE)[0][0])
+            free = np.nonzero(self.slots[:, Slot.STATE] == SlotState.FREE)[0]
+            with self.ledger.committing(lease, free[:1]):
+                slot = int(free[0])
                 self.num_committed += 1
                 self.numbers[slot] = lease.number
                 self.words[slot, SlotGroup.NUMBER] = self.num_committed

@@ -200,6 +200,11 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
             _check_listed(f"{at}.group.needs", "must name late columns", name, schema.late_columns)
         for name in group.where:
             _check_listed(f"{at}.group.where.{name}", _ONE_NUMBER, name, _scalars(schema))
+    if table.prompts is not None and table.prompts.column is not None:
+        taken = () if group is None else (group.column, group.member)
+        free = [c for c in numbers if c.dtype == "int64" and not c.late and c.name not in taken]
+        rule = "must name a column of one int64 per trajectory, which is not late and not a group's"
+        _check_listed(f"{at}.prompts.column", rule, table.prompts.column, free)
     if table.keep_best is not None:
         _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:
@@ -264,7 +269,7 @@ def _fields(
     """Check a config against one table; return the fields of its samples."""
     sampler = config.sampler_of(table)
     for column, where in sampler.where.items():
-        _check_where(column, where, schema)
+        check_where(dotted("gear", "sampler", "where", column), column, where, schema)
     for option, column in sampler.columns.items():
         numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
         _check_listed(f"gear.sampler.{option}", _ONE_NUMBER, column, numbers)
@@ -351,8 +356,8 @@ def _known(schema: Schema) -> str:
     return f"the table has {', '.join(schema.names)}"
 
 
-def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
-    at = dotted("gear", "sampler", "where", name)
+def check_where(at: str, name: str, where: WhereConfig, schema: Schema) -> None:
+    """Raise a ConfigError unless the condition `at` suits the column that it names."""
     _check_listed(at, _ONE_NUMBER, name, _scalars(schema))
     column = schema[name]
     if column.dtype == "bool" and where.in_ is None:

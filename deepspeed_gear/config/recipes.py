@@ -74,7 +74,8 @@ def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
     # Malformed options stay as they are: the checks of the whole section have the errors.
     with contextlib.suppress(AttributeError, KeyError, TypeError):
         max_lag = (table.get("prompts") or {}).get("max_lag", 2)
-        most = (max_lag + 2) * size["groups"] * table["group"]["size"]
+        of_group = table["group"].get("max_trajectories") or table["group"]["size"]
+        most = (max_lag + 2) * size["groups"] * of_group
         table.setdefault("capacity_trajectories", most)
         table.setdefault("capacity_steps", table["capacity_trajectories"] * table["max_length"])
         merged.setdefault("pack", {"tokens": max(4096, table["max_length"])})

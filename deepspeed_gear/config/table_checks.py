@@ -161,9 +161,9 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
         "a member has at least one trajectory",
     )
     part.require(
-        (group.after_s is None) == (group.min_size is None),
+        (group.after_s is None) == (group.min_size is None) or table.prompts is not None,
         "min_size",
-        f"must be given together with {part.at}.after_s, and only then",
+        f"must be given together with {part.at}.after_s, and only then, without prompts",
         "give both, or neither",
     )
     part.at_most("min_size", group.size, f"{part.at}.size")
@@ -211,6 +211,13 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
             'with the order "lease"',
             'in the order of leases each batch waits for its groups: set order to "completion"',
         )
+    if table.prompts is not None and config.shared_memory.keep:
+        Part(f"{part.at}.prompts", table.prompts).admit(
+            "sampler",
+            ["epoch"],
+            "with gear.shared_memory.keep",
+            "the next job may draw other prompts than those of the groups that the store has",
+        )
     when = f"with {part.at}.prompts"
     part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
     part.leave_out("data version max_age", when, "prompts.max_lag bounds the age of groups")
@@ -218,7 +225,7 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
         rate = Part(f"{part.at}.rate_limiter", table.rate_limiter)
         rate.leave_out("queue samples_per_insert", when, "prompts.max_lag bounds what waits")
     Part(f"{part.at}.group", table.group).leave_out(
-        "after_s member", when, "a lease commits whole groups, of `size` trajectories"
+        "after_s", when, "a lease commits whole groups; give min_size alone to commit fewer members"
     )
     if size is not None and size.tokens is not None:
         rule = f"must not be given {when}: batches of leases have a fixed number of groups"

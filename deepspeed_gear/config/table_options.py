@@ -8,6 +8,7 @@ from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import Field, Strict, field_validator, model_validator
 
 from deepspeed_gear.config import types as t
+from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.schema import Schema
 
 Writers = Annotated[t.Int, Ge(0), Le(1024)]
@@ -109,8 +110,8 @@ class GroupConfig(t.GearModel):
     """Members of a group. Members that arrive after it is complete are evicted, and counted."""
     member: t.Name | None = None
     """The per-trajectory column of integers with the number of the member, where a member may have
-    several trajectories. Then name a late column in `needs`, and fill it when the member has all of
-    them. null: each trajectory is a member.
+    several trajectories. With `prompts`, `lease.commit` fills it in; otherwise name a late column
+    in `needs`, and fill it when the member has all of them. null: each trajectory is a member.
     """
     max_trajectories: t.Count | None = None
     """Most trajectories of a group; given with `member`, and only then. One more is refused."""
@@ -121,7 +122,9 @@ class GroupConfig(t.GearModel):
     least `min_size` members. null: never.
     """
     min_size: t.Count | None = None
-    """Least number of members with which a group becomes complete after `after_s`."""
+    """Least number of members with which a group becomes complete after `after_s`. With `prompts`,
+    without `after_s`: least number of members that `lease.commit` takes. null: `size`.
+    """
     remember: Annotated[int, Strict(), Ge(0), Lt(2**31)] | None = None
     """Number of groups that each node remembers after they left the table (trained, rejected or
     evicted), latest first: further trajectories with their numbers are evicted, and counted. null:
@@ -145,6 +148,22 @@ class PromptsConfig(t.GearModel):
     one prompt per row (JSONL, Parquet), which is ingested beside itself once, and again after it
     has changed. The path is absolute or relative to the working directory. The order of an epoch
     follows from `gear.seed`.
+    """
+    where: dict[t.Name, WhereConfig] = Field(default={})
+    """Conditions on per-trajectory columns of the data set, such as
+    `{"difficulty": {"min": 0.2, "max": 0.8}}`. Prompts that fail one are never leased, and an epoch
+    has the others. A run resumes with the conditions that it was saved with.
+    """
+    column: t.Name | None = None
+    """A per-trajectory column of int64 in which `lease.commit` fills in the place of the prompt in
+    `data`, as `lease.index`. It tells training which prompt a group answers. null: none.
+    """
+    sampler: Literal["epoch", "prioritized", "prioritized_epoch"] = "epoch"
+    """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from
+    `gear.seed`. "prioritized": any, in proportion to the priorities of
+    `replay.set_prompt_priorities`, which are 1 at first. "prioritized_epoch": each once an epoch;
+    the next one is drawn by priority among those that the epoch has left. Each of several nodes
+    draws from a random part of the epoch's prompts.
     """
     lease_s: t.Timeout = 600.0
     """Seconds after its start or latest heartbeat at which a lease expires; its prompt is then

@@ -257,7 +257,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     """Compute the statistics of one stored column over the kept rows.
 
     Cost: one pass over the column, and one for its quantiles, which are exact; memory for a few
-    MiB, and for 2 to 7% of the column, at most 512 MiB. Where that does not suffice, and for rows
+    MiB, and for 2 to 9% of the column, at most 512 MiB. Where that does not suffice, and for rows
     of more than 2 KiB, quantiles take two to four passes.
     """
     summary = ColumnSummary(values, column, rows)

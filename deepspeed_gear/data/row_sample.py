@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
-_LEAST_ROWS = 1 << 16  # that are sampled, where there are as many
+_LEAST_ROWS = 1 << 15  # that are sampled, where there are as many
 _SHARE_BITS = 7  # one of 128 rows is sampled, of a column with more of them
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 

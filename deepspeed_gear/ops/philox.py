@@ -57,6 +57,24 @@ def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple
     return (a << 32) | b, (c << 32) | d
 
 
+def word(seed: int, number: int, stream: int, purpose: int) -> int:
+    """Return the random word of one number, of 128 bits: that of `philox` in plain integers.
+
+    For single draws, for which NumPy takes ten times as long.
+    """
+    mask = 0xFFFFFFFF
+    key = [seed & mask, seed >> 32 & mask]
+    even = [number & mask, stream & mask]
+    odd = [number >> 32 & mask, purpose]
+    for _ in range(10):
+        first = 0xD2511F53 * even[0]
+        second = 0xCD9E8D57 * even[1]
+        even = [second >> 32 ^ odd[0] ^ key[0], first >> 32 ^ odd[1] ^ key[1]]
+        odd = [second & mask, first & mask]
+        key = [key[0] + 0x9E3779B9 & mask, key[1] + 0xBB67AE85 & mask]
+    return odd[0] << 96 | even[0] << 64 | odd[1] << 32 | even[1]
+
+
 @lru_cache(maxsize=8)
 def _round_keys(seed: int) -> list[np.ndarray]:
     """Return the two key words of each of the 10 rounds. [2, 1, 1] each, uint64."""

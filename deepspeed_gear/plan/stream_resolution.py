@@ -10,7 +10,7 @@ import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField, SamplerOptions
 from deepspeed_gear.config.field_checks import read_fields
-from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler
+from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler, WhereConfig
 from deepspeed_gear.config.table_checks import refuse_split
 from deepspeed_gear.config.table_options import GroupConfig
 from deepspeed_gear.config.types import dotted
@@ -129,6 +129,18 @@ def streams_of(
     return specs
 
 
+def conditions_of(where: Mapping[str, WhereConfig], schema: Schema) -> tuple[Condition, ...]:
+    """Return the conditions of an option `where`, in the dtypes of the columns."""
+    conditions = []
+    for name, bounds in where.items():
+        nearest = schema[name].nearest
+        low = None if bounds.min is None else nearest(bounds.min)
+        high = None if bounds.max is None else nearest(bounds.max)
+        among = None if bounds.in_ is None else tuple(map(nearest, bounds.in_))
+        conditions.append(Condition(name, low, high, among))
+    return tuple(conditions)
+
+
 def admission(
     config: GearConfig,
     table: str,
@@ -138,18 +150,11 @@ def admission(
 ) -> MassRule:
     """Return the rule for the trajectories and anchors that a table's config admits."""
     options = config.sampler_of(table)
-    conditions = []
-    for name, bounds in options.where.items():
-        nearest = schema[name].nearest
-        low = None if bounds.min is None else nearest(bounds.min)
-        high = None if bounds.max is None else nearest(bounds.max)
-        among = None if bounds.in_ is None else tuple(map(nearest, bounds.in_))
-        conditions.append(Condition(name, low, high, among))
     return MassRule(
         unit=options.unit,
         by_length=False,
         anchors=anchor_rule(config, fields),
-        where=tuple(conditions),
+        where=conditions_of(options.where, schema),
         split=split_of(config, table, dataset),
         late=read_columns(options, fields, config.resolved_tables[table].group),
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from deepspeed_gear.config import GearConfig, ResolvedField
+from deepspeed_gear.config.field_checks import check_where
+from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.table_options import (
     DEFAULTS,
     MOST_REMEMBERED,
@@ -18,12 +22,14 @@ from deepspeed_gear.config.table_options import (
 from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
+from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.plan.stream_resolution import read_columns
+from deepspeed_gear.plan.stream_resolution import conditions_of, read_columns
 from deepspeed_gear.plan.table_sizes import capacity_of
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.row_exchange.row_messages import most_rows
-from deepspeed_gear.sampling.mass_rules import random_key_of
+from deepspeed_gear.sampling.mass_rules import Condition, random_key_of
+from deepspeed_gear.sampling.prompt_conditions import admitted_prompts
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import user_policy
@@ -97,6 +103,7 @@ def prompt_spec_of(
         rule = "must be whole and without a split"
         remedy = "ingest held-out prompts into another data set"
         raise DataError(f"{at}.prompts.data: {dataset.path}", rule, given, remedy)
+    conditions = _prompt_conditions(f"{at}.prompts.where", prompts.where, dataset)
     if schema[group.column].dtype != "int64":
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
         raise ConfigError(
@@ -104,6 +111,14 @@ def prompt_spec_of(
             rule,
             schema[group.column].dtype,
             "set its dtype to int64",
+        )
+    if group.member is not None and np.iinfo(schema[group.member].numpy_dtype).max < group.size - 1:
+        rule = f"must hold the places of {group.size} members with {at}.prompts, from 0 on"
+        raise ConfigError(
+            f"{at}.schema.columns.{group.member}",
+            rule,
+            schema[group.member].dtype,
+            "set its dtype to int32",
         )
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
     # One store may have to hold all groups of a batch: those of the others may all be dropped.
@@ -119,17 +134,35 @@ def prompt_spec_of(
     return PromptSpec(
         data=str(dataset.path.resolve()),
         fingerprint=dataset.fingerprint,
-        num_prompts=len(dataset),
+        num_prompts=len(admitted_prompts(dataset, conditions)),
         groups=groups,
         size=group.max_trajectories,
-        **prompts.model_dump(exclude={"data"}),
+        **prompts.model_dump(exclude={"data", "where"}),
         seed=config.seed,
         random_key=random_key_of(name, "prompts"),
         num_stores=count,
         store=store,
-        members=group.size if config.shared_memory.keep else 0,
+        is_kept=config.shared_memory.keep,
         needs=bool(group.late),
+        where=tuple((c.column, c.minimum, c.maximum, c.among) for c in conditions),
     )
+
+
+def _prompt_conditions(
+    at: str, where: Mapping[str, WhereConfig], dataset: Dataset
+) -> tuple[Condition, ...]:
+    """Return the conditions of the option `at` on prompts; ConfigError unless one passes them."""
+    for column, bounds in where.items():
+        check_where(f"{at}.{column}", column, bounds, dataset.schema)
+    conditions = conditions_of(where, dataset.schema)
+    if not len(admitted_prompts(dataset, conditions)):
+        ranges = []
+        for column in where:
+            values = as_numbers(dataset.columns[column][:], dataset.schema[column])
+            ranges.append(f"{column} is in [{values.min():.6g}, {values.max():.6g}]")
+        rule = f"must admit some of the {len(dataset)} prompts of {dataset.path}"
+        raise ConfigError(at, rule, None, f"widen the conditions: {', '.join(ranges)}")
+    return conditions
 
 
 def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableSpec) -> bool:

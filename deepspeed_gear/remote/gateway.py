@@ -54,6 +54,7 @@ from deepspeed_gear.remote.gateway_messages import CHUNK_BYTES, MOST_CLIENT, NUM
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout, wait_until
+from deepspeed_gear.writer.group_members import by_member
 from deepspeed_gear.writer.rollout_worker import LocalLedger, check_kept, check_reason
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
@@ -296,8 +297,11 @@ class LeaseSessions(Sessions):
             )
         self._origin = f"{writer.run} {writer.table}"
         self._prompts = self._ledger.prompts.schema
+        self._has_members = group is not None and group.member is not None
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
+        self.hello["member"] = group and group.member
         self.hello |= {"keep_bytes": kept, "run": self._origin}
+        self.hello |= {"place": self._ledger.spec.column}
         most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
         self._most = max(1, max_message_bytes // (most_bytes + kept))  # leases of a call
 
@@ -353,7 +357,8 @@ class LeaseSessions(Sessions):
             # worker has given up: no thread waits for what it returns.
             if number < session.number or "leases" not in session.answer:
                 return session.answer
-            prompts = [session.leases[tuple(key)][1] for *key, _ in session.answer["leases"]]
+            keys = [tuple(one[:NUM_LEASE_WORDS]) for one in session.answer["leases"]]
+            prompts = [session.leases[key][1] for key in keys]
         columns = self._prompts
         rows = [{c.name: as_stored(one[c.name], c, "prompt") for c in columns} for one in prompts]
         content = gateway_messages.encode(columns, list(enumerate(rows)))
@@ -367,7 +372,9 @@ class LeaseSessions(Sessions):
             return self._lease(session, call)
         lease = gateway_messages.lease_of(call["lease"])
         key = lease[:NUM_LEASE_WORDS]
-        if key not in session.leases:
+        if key in session.leases:
+            lease = lease._replace(place=session.leases[key][0].place)
+        else:
             self._check_other(lease)
         try:
             ids = self._change(lease, call, content)
@@ -387,22 +394,26 @@ class LeaseSessions(Sessions):
         for lease, prompt in self._ledger.lease(count, wait_s):
             key = lease[:NUM_LEASE_WORDS]
             session.leases[key] = (lease, prompt)
-            given.append((*key, base64.b64encode(lease.kept).decode()))
+            given.append((*key, base64.b64encode(lease.kept).decode(), lease.place))
         return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
 
     def _check_other(self, lease: LeaseRecord) -> None:
         """Raise LeaseExpiredError for another session's lease, unless this kept store issued it."""
         spec = self._ledger.spec
         is_known = lease.origin == self._origin and lease.entry < spec.num_entries
-        if not (spec.members and is_known and lease.number % spec.num_stores == spec.store):
+        if not (spec.is_kept and is_known and lease.number % spec.num_stores == spec.store):
             self._ledger.refuse(lease)
 
     def _change(self, lease: LeaseRecord, call: Mapping[str, Any], content: Any) -> list[int]:
         """Change a lease by a call; return the ids of the group, if it commits one."""
         does = call["do"]
         if does == "commit":
-            late = call["absent"]  # columns, by member
-            group = [{n: a for n, a in m.items() if n not in late[at]} for at, m in content]
+            late = call["absent"]  # columns, by trajectory
+            group: list[Any] = [
+                {n: a for n, a in m.items() if n not in late[at]} for at, m in content
+            ]
+            if self._has_members:
+                group = by_member(group, call.get("counts", ()))
             ids = self._ledger.commit(lease, group)
             self.num_added += len(ids)
             return ids

@@ -29,8 +29,8 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 
 # Of the protocol: 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited
-# for commits.
-VERSION = 7
+# for commits; members of 7 had one trajectory each, and its leases no place.
+VERSION = 8
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call

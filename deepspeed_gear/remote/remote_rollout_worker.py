@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ from deepspeed_gear.remote.gateway_messages import (
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout
+from deepspeed_gear.writer.group_members import listed_trajectories
 from deepspeed_gear.writer.rollout_worker import LeaseLedger, LeaseWorker
 
 
@@ -76,8 +77,10 @@ class RemoteLedger(LeaseLedger):
                 prompt[column.name] = opaque_rows.decode(prompt[column.name], column, column.name)
         run = str(self._hello["run"])
         leases = [
-            LeaseRecord(entry, token, number, version, attempt, base64.b64decode(kept), run)
-            for entry, token, number, version, attempt, kept in answer["leases"]
+            LeaseRecord(
+                entry, token, number, version, attempt, base64.b64decode(kept), run, place=place
+            )
+            for entry, token, number, version, attempt, kept, place in answer["leases"]
         ]
         return list(zip(leases, prompts, strict=True))
 
@@ -90,25 +93,27 @@ class RemoteLedger(LeaseLedger):
     def fail(self, lease: LeaseRecord, reason: str, retry: bool) -> None:
         self._call(do="fail", lease=lease_words(lease), more=(reason, retry))
 
-    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
-        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+    def commit(self, lease: LeaseRecord, members: Sequence[Any]) -> list[int]:
         name = f"the group of prompt {lease.number}"
+        given, counts = listed_trajectories(name, members, self._hello["member"])
         names = frozenset(self._schema.names)
         number = {str(self._hello["group"]): np.int64(lease.number)}
+        for one in given:
+            arguments.mapping(f"{name}: trajectory", one, "column -> rows")
+        if self._hello["place"] is not None:
+            number[str(self._hello["place"])] = np.int64(lease.place)
         flat = [flatten(name, {**number, **one}, names) for one in given]
-        items = dict[int, MediaItem]()  # each comes with the first member that names it
-        members = [as_sent(name, self._schema, self._media, one, items) for one in flat]
-        num_bytes = sum(map(trajectory_bytes, members))
+        items = dict[int, MediaItem]()  # each comes with the first trajectory that names it
+        sent = [as_sent(name, self._schema, self._media, one, items) for one in flat]
+        num_bytes = sum(map(trajectory_bytes, sent))
         most_bytes = int(self._hello["max_message_bytes"])
         if num_bytes > most_bytes:
             rule = f"must have at most {show_bytes(most_bytes)}, the gateway's --max-message"
             raise DataError(name, rule, show_bytes(num_bytes), "raise --max-message")
         absent = [[c.name for c in self._schema.late_columns if c.name not in one] for one in flat]
-        batch = encode(self._schema, list(enumerate(members)))
-        answer = self._call(
-            do="commit", lease=lease_words(lease), more=(), absent=absent, batch=batch
-        )
-        return list(answer["ids"])
+        call = {"lease": lease_words(lease), "more": (), "absent": absent, "counts": counts}
+        batch = encode(self._schema, list(enumerate(sent)))
+        return list(self._call(do="commit", **call, batch=batch)["ids"])
 
     def _call(self, batch: Any = None, **call: Any) -> dict[str, Any]:
         """Make a call until the gateway answers, in this session or another; raises its error."""

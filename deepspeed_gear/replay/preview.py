@@ -323,6 +323,8 @@ def _table_preview(config: GearConfig, name: str, table: TableConfig) -> dict[st
     if table.prompts is not None and config.rollout_size is not None:
         share = config.share_of(name) or 0
         sizes["prompts"] = round((table.prompts.max_lag + 1) * config.rollout_size.size * share)
+        sizes["prompt_sampler"] = table.prompts.sampler
+        sizes["prompt_conditions"] = [*table.prompts.where]
     return sizes
 
 
@@ -356,6 +358,11 @@ def format_rollout_preview(document: Mapping[str, Any]) -> Sequence[str]:
             parts.append(f"at most {table['max_length']:,} steps each")
         if "prompts" in table:
             parts.append(f"{table['prompts']:,} prompts leased or waiting at once")
+            if table["prompt_conditions"]:
+                parts.append(f"prompts left out by {', '.join(table['prompt_conditions'])}")
+            if table["prompt_sampler"] != "epoch":
+                once = ", each once an epoch" if table["prompt_sampler"] != "prioritized" else ""
+                parts.append(f"drawn by priority{once}")
         lines.append(f"table {name}: {', '.join(parts) or 'its program gives the schema'}")
     return [
         *lines,

@@ -33,6 +33,7 @@ from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.normalizer import OnlineStatistics
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
+from deepspeed_gear.replay.prompt_priorities import PromptPriorities
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
@@ -106,6 +107,7 @@ class Replay(ReplayBase):
         words = self.tables[plan.config.sampled_tables[0]].views[PROGRESS][plan.topology.peer]
         self.metrics = Metrics(words, plan.topology.rank)
         self._priorities = PriorityReports(plan, parts.train, parts.late_updates)
+        self._of_prompts: dict[str, PromptPriorities] = {}
         self._passes = Evaluation(parts)
         self._divisor = GradientDivisor(float(plan.topology.place.data_world))
         self._loader: BatchLoader | RolloutLoader
@@ -318,10 +320,7 @@ class Replay(ReplayBase):
         Raises:
             ConfigError: The table has no prompts.
         """
-        if table is None:
-            with_prompts = (name for name, one in self.tables.items() if one.ledger is not None)
-            table = next(with_prompts, None)
-        return RolloutWorker(self.writer(table))
+        return RolloutWorker(self.writer(self._prompt_table(table)))
 
     def vector_writer(
         self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None
@@ -624,6 +623,50 @@ class Replay(ReplayBase):
         """Return the priorities at the latest selection, 0 for evicted items. [n], float32."""
         self._check_open()
         return self._priorities.values_of(self.store(table).spec.name, ids, steps)
+
+    def set_prompt_priorities(
+        self,
+        prompts: torch.Tensor | np.ndarray | Sequence[int],
+        priorities: torch.Tensor | np.ndarray | Sequence[float],
+        table: str | None = None,
+    ) -> None:
+        """Set the priorities by which prompts are drawn from the next lease on. Collective.
+
+        Each rank gives those of its own prompts, perhaps none. Of a prompt that several ranks give,
+        the last rank's counts; prompts that no rank gives keep theirs. On several nodes, all draw
+        by the same priorities.
+
+        Args:
+            prompts: Places in the data set of prompts, as `lease.index`. [n], int.
+            priorities: [n], finite, at least 0; rounded to multiples of 2^-24, to at least one of
+                them above 0. A prompt of priority 0 is never drawn.
+            table: Name of the table; None: the one with prompts.
+        Raises:
+            ConfigError: `prompts.sampler` has no priorities.
+            DataError, ShapeError: A prompt is not in the data set or fails `prompts.where`, or a
+                priority is not admitted; nothing has changed.
+        """
+        self._prompt_priorities(table).set(prompts, priorities)
+
+    def prompt_priorities(self, table: str | None = None) -> torch.Tensor:
+        """Return the priorities of the prompts of the data set, in order. [prompts], float32.
+
+        Those that `prompts.where` leaves out have 0.
+        """
+        return self._prompt_priorities(table).values()
+
+    def _prompt_priorities(self, table: str | None) -> PromptPriorities:
+        target = self.store(self._prompt_table(table))
+        name = target.spec.name
+        if name not in self._of_prompts:
+            plan = self._plan
+            self._of_prompts[name] = PromptPriorities(target, plan.control_plane, plan.leads_shard)
+        return self._of_prompts[name]
+
+    def _prompt_table(self, table: str | None) -> str | None:
+        """Return the name of a table; of None, that of the first table with prompts, if any."""
+        with_prompts = (name for name, one in self.tables.items() if one.ledger is not None)
+        return next(with_prompts, None) if table is None else table
 
     @property
     def fingerprint(self) -> dict[str, str]:

@@ -179,11 +179,12 @@ class TableRows:
         shared *= table.shared_prompts is not None
         if shared.any():
             item = item_numbers(self.rows[:, Resolution.SAMPLE_NUMBER].numpy())
-            holders = np.flatnonzero(shared == 0)
+            whole = np.flatnonzero(shared == 0)[::-1]
             first = np.zeros(int(item[-1]) + 1, np.int64)
-            first[item[holders]] = holders
-            # The trajectory of each one's group that holds the prompt. For the items [0, 0, 1, 1]
-            # with holders 0 and 2, the holder of each is [0, 0, 2, 2].
+            first[item[whole]] = whole
+            # The trajectory of each one's group that holds the prompt: the first one, which shares
+            # none. For the items [0, 0, 0, 1, 1] of which [0, 2, 3] share none, the holder of each
+            # is [0, 0, 0, 3, 3].
             self._holders = first[item]
             self.shared = SharedRows(shared, np.zeros_like(shared))
             self._locate()

@@ -76,6 +76,7 @@ class GroupSpec:
     # Seconds after its latest commit or `fill` at which a group with `min_size` members is
     # complete.
     after_s: float | None = None  # None: never
+    # Without `after_s`, a lease commits at least so many members, all that the group will have.
     min_size: int = 0
     where: tuple[GroupCondition, ...] = ()  # a group that fails one is evicted when it is complete
     max_trajectories: int = 0  # of a group

@@ -272,6 +272,8 @@ class TableGroups:
             next_due = int(due[enough & ~is_complete & (due > now)].min(initial=NEVER))
             self._count_words[GroupCount.DUE] = min(self._count_words[GroupCount.DUE], next_due)
             is_complete |= enough & (due <= now)
+        elif self.spec.min_size:  # a lease has committed all of its members
+            is_complete = num_ready == _sizes(first, len(of_member))
 
         group = np.repeat(np.arange(len(first)), _sizes(first, len(of_member)))  # of each member
         order = np.lexsort(

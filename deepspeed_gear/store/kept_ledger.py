@@ -50,6 +50,9 @@ class KeptLedger(PromptLedger):
         super().__init__(of, views, numbers, memory)
         self._extents = extents
         self._life = views["life_words"]
+        #: Trajectories of each slot's group, written before they are committed. Rows of a group are
+        #: freed one trajectory at a time, so it is whole while so many have its number.
+        self._sizes = views["group_sizes"]
         self._num_ranks = len(views["stream/train/consumed"])
 
     def _issue(self, count: int) -> list[LeaseRecord]:
@@ -69,7 +72,7 @@ class KeptLedger(PromptLedger):
             slots = self.retired(number)
             versions = self.views["retention"][slots, SlotRetention.POLICY_VERSION]
             version = int(versions.min(initial=1 << 62))
-            is_kept = len(slots) == self.spec.members and self._is_in_time(number, version)
+            is_kept = self._is_whole(slots) and self._is_in_time(number, version)
             taken = super()._issue(1) if is_kept or len(leases) < count else []
             if not taken:
                 break
@@ -91,8 +94,17 @@ class KeptLedger(PromptLedger):
         """Commit the retired group of a lease, which was generated with weights of a version."""
         self._shares(version)[:] -= 1
         self.own(lease)[Entry.VERSION] = version
-        with super().committing(lease._replace(version=version), len(slots)):
+        with super().committing(lease._replace(version=version), slots):
             self._revive(slots)
+
+    def _is_whole(self, slots: np.ndarray) -> bool:
+        """Return whether the retired slots of a number are all of its group."""
+        return len(slots) > 0 and bool((self._sizes[slots] == len(slots)).all())
+
+    def note_sizes(self, slots: np.ndarray) -> None:
+        """Set the sizes of whole groups whose numbers are there, before they are committed."""
+        _, index, counts = np.unique(self.numbers[slots], return_inverse=True, return_counts=True)
+        self._sizes[slots] = counts[index]
 
     def _is_in_time(self, number: int, version: int) -> bool:
         """Return whether a group of a version may hold a number, so that none becomes too old."""
@@ -156,12 +168,14 @@ class KeptLedger(PromptLedger):
         return int(self._of_entries[self._states == EntryState.RETURNED].min(initial=self._next))
 
     @contextmanager
-    def committing(self, lease: LeaseRecord, members: int) -> Iterator[None]:
+    def committing(self, lease: LeaseRecord, slots: Sequence[int] | np.ndarray) -> Iterator[None]:
         """End a lease as in any ledger; where its number is open, its group is retired."""
         if not self._is_open(lease.number):
-            with super().committing(lease, members):
+            with super().committing(lease, slots):
+                self._sizes[slots] = len(slots)
                 yield
             return
+        self._sizes[slots] = len(slots)
         self._life[_END] = max(int(self._life[_END]), lease.number + 1)
         yield
         self._retire_others()
@@ -217,10 +231,12 @@ class KeptLedger(PromptLedger):
         states[(states == SlotState.RESERVED) & is_rank] = SlotState.FREE
         retired = self.retired()
         self.views["retention"][retired, SlotRetention.TIMES_SAMPLED] = 0  # in this job
-        numbers, index, sizes = np.unique(
+        numbers, index, found = np.unique(
             self.numbers[retired], return_inverse=True, return_counts=True
         )
-        states[retired[sizes[index] != self.spec.members]] = SlotState.FREE
+        is_torn = np.zeros(len(numbers), bool)
+        np.logical_or.at(is_torn, index, self._sizes[retired] != found[index])
+        states[retired[is_torn[index]]] = SlotState.FREE
         life[_END] = numbers.max(initial=-1) + 1
         self._states[:] = EntryState.FREE
         self._left[:] = 0

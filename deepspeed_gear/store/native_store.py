@@ -73,7 +73,7 @@ def native_store(
         "most_steps": spec.retention.max_steps,
         "position": _address(views.get(_TRAIN_POSITION)),
         "least_free_rows": spec.least_free_rows,
-        "frees_in_parts": spec.prompts is not None and spec.prompts.members > 0,
+        "frees_in_parts": spec.prompts is not None and spec.prompts.is_kept,
         "group_column": 0 if group is None else spec.schema.names.index(group.column),
         "most_of_group": group.max_trajectories if group is not None and is_limited else 0,
     }

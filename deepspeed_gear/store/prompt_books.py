@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.ops.constants import MASS_BITS
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.prompt_spec import (
@@ -64,7 +65,7 @@ class PromptBooks:
             return (self.num_selected - self.trained_here) * self._spec.groups
         is_drawn = self._views["slots"][:, Slot.STATE] == SlotState.EVICTED
         is_drawn &= self._views["stream/train/last_drawn"] >= self.trained_here
-        return int(is_drawn.sum()) // self._spec.size
+        return len(np.unique(self._numbers[np.flatnonzero(is_drawn)]))
 
     def leaders(self) -> np.ndarray:
         """Return the leaders of this store's complete groups. [n], int64."""
@@ -87,7 +88,8 @@ class PromptBooks:
         `waiting` (complete, not drawn), `incomplete` (without late columns), `leased`, `returned`,
         and of the values of `dropped`, by reason: of one store, and of several together once they
         were loaded. `epochs` has the same of the latest ones, with `drawn` for those that are
-        trained or in training, and of all before them, "earlier".
+        trained or in training, and of all before them, "earlier". `priorities` sums up those by
+        which prompts are drawn, if they are.
         """
         counts = self._views["prompt_counts"].tolist()
         left = self._views["prompt_left"][0]
@@ -106,6 +108,19 @@ class PromptBooks:
             "leases_returned": counts[PromptCount.RETURNS],
             "expired_refused": counts[PromptCount.REFUSED],
             "workers_waited_s": counts[PromptCount.WAITED_NS] / 1e9,
+            **({"priorities": self._priorities()} if self._spec.draws else {}),
+        }
+
+    def _priorities(self) -> dict[str, Any]:
+        """Return the number of prompts, and the sum and the extremes of their priorities."""
+        masses = self._views["prompt_masses"]
+        one = 1 << MASS_BITS
+        return {
+            "prompts": len(masses),
+            "zero": int((masses == 0).sum()),
+            "sum": int(masses.sum()) / one,
+            "smallest": int(masses.min()) / one,
+            "largest": int(masses.max()) / one,
         }
 
     def by_state(self) -> dict[str, int]:

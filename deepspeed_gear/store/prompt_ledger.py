@@ -32,6 +32,7 @@ from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.prompt_books import PromptBooks
+from deepspeed_gear.store.prompt_masses import PromptMasses, merge_masses
 from deepspeed_gear.store.prompt_spec import (
     EPOCHS,
     FIRST_STAMP,
@@ -67,6 +68,7 @@ class LeaseRecord(NamedTuple):
     kept: bytes = b""  # of a prompt: what the leases before have kept
     origin: str = ""  # where it counts: run and table if remote, `Table.lineage` of a trajectory
     num_steps: int = 0  # of a trajectory
+    place: int = -1  # of a prompt: its place in the data set, which `LocalLedger` looks up
 
 
 class PromptLedger:
@@ -100,6 +102,8 @@ class PromptLedger:
         self._kept = views["prompt_kept"]
         self._epochs = views["prompt_epochs"]
         self._slots = views["slots"]
+        #: Masses by which the prompts of numbers are drawn; None: numbers determine their prompts.
+        self.masses = PromptMasses(spec, views) if spec.draws else None
         self._lease_ns = int(spec.lease_s * 1e9)
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
@@ -173,7 +177,8 @@ class PromptLedger:
         for entry in free[:wanted]:
             if not spec.may_lease(before, version):
                 break
-            self.entries[entry, [Entry.NUMBER, Entry.ATTEMPT, Entry.KEPT]] = self._next, 0, 0
+            new = [Entry.NUMBER, Entry.ATTEMPT, Entry.KEPT, Entry.PROMPT]
+            self.entries[entry, new] = self._next, 0, 0, -1
             leases.append(self._give(entry, version))
             self.counts[PromptCount.ISSUED] += 1
             before += spec.num_stores
@@ -199,9 +204,18 @@ class PromptLedger:
         length, copy = divmod(int(words[Entry.KEPT]), 2)
         kept = self._kept[entry, copy, :length].tobytes()
         version = int(words[Entry.VERSION]) if kept else version  # of the oldest token
+        draws = self.masses is not None and words[Entry.PROMPT] < 0
+        if self.masses is not None and draws:
+            words[Entry.PROMPT] = self.masses.draw(int(words[Entry.NUMBER]))
         words[Entry.OWNER : Entry.KEPT] = self._memory.peer, until, version, attempt, token, 0
         words[Entry.STATE] = EntryState.LEASED  # last: a death before leaves no lease
+        if self.masses is not None and draws:
+            self.masses.note(int(words[Entry.PROMPT]), int(words[Entry.NUMBER]))
         return LeaseRecord(entry, token, int(words[Entry.NUMBER]), version, attempt, kept)
+
+    def drawn(self, lease: LeaseRecord) -> int:
+        """Return which of the prompts that `where` admits a lease has, where they are drawn."""
+        return int(self.own(lease)[Entry.PROMPT])
 
     def renew(self, lease: LeaseRecord) -> None:
         """Begin the time of a lease anew; raises as `own`, like the next ones."""
@@ -216,14 +230,14 @@ class PromptLedger:
         self.renew(lease)
 
     @contextmanager
-    def committing(self, lease: LeaseRecord, members: int) -> Iterator[None]:
-        """End a lease by a block that commits the `members` trajectories of its group, all or none.
+    def committing(self, lease: LeaseRecord, slots: Sequence[int] | np.ndarray) -> Iterator[None]:
+        """End a lease by a block that commits the slots of its group, all or none.
 
-        Where the process dies in the block, the entry has a number of members but is still leased:
-        `recover` evicts what is committed.
+        Where the process dies in the block, the entry has a number of trajectories but is still
+        leased: `recover` evicts what is committed.
         """
         words = self.own(lease)
-        words[Entry.MEMBERS] = members
+        words[Entry.MEMBERS] = len(slots)
         yield
         words[Entry.STATE] = EntryState.HELD
 
@@ -536,6 +550,8 @@ class PromptLedger:
         used = self._states != EntryState.FREE
         issued = self.spec.issued_below(int(self._of_entries[used].max(initial=-1)) + 1)
         self.counts[PromptCount.ISSUED] = max(int(self.counts[PromptCount.ISSUED]), issued)
+        if self.masses is not None:
+            self.masses.recover(self.entries[used, Entry.PROMPT], self._of_entries[used])
         begun = (self._states == EntryState.LEASED) & (self.entries[:, Entry.MEMBERS] > 0)
         is_begun = np.isin(self.numbers[: len(self._slots)], self._of_entries[begun])
         is_committed = self._slots[:, Slot.STATE] == SlotState.COMMITTED
@@ -555,6 +571,7 @@ class PromptLedger:
             "prompt_entries": self.entries[used],
             "prompt_reasons": self._reasons.copy(),
             "prompt_kept": kept[:, :most_kept],
+            **({} if self.masses is None else self.masses.export()),
         }
 
     def restore(self, saved: Mapping[str, np.ndarray], in_training: Sequence[int]) -> None:
@@ -571,11 +588,14 @@ class PromptLedger:
         counts = self.counts
         leases = int(counts[PromptCount.LEASES])
         every = saved["prompt_entries"]
+        if self.masses is not None:
+            every = every.copy()
+            self.masses.restore(saved, every, int(saved["prompt_counts"][PromptCount.ISSUED]))
         is_own = every[:, Entry.NUMBER] % spec.num_stores == spec.store
         entries = every[is_own]
         kept = saved["prompt_kept"][is_own]
         self._states[:] = EntryState.FREE
-        self.entries[: len(entries)] = entries
+        self.entries[: len(entries), : entries.shape[1]] = entries  # older saves have no PROMPT
         self.entries[:, Entry.KEPT] &= ~1  # in the first copy
         self._kept[: len(entries), 0, : kept.shape[1]] = kept
         leased = self._states == EntryState.LEASED
@@ -615,9 +635,10 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     skipped = np.concatenate(
         [np.arange(first, issued, len(stores)) for first in following.tolist()]
     )
-    returned = np.zeros((len(skipped), Entry.NUM_WORDS), np.int64)
+    returned = np.zeros((len(skipped), stores[0]["prompt_entries"].shape[1]), np.int64)
     returned[:, Entry.STATE] = EntryState.RETURNED
     returned[:, Entry.NUMBER] = skipped
+    returned[:, Entry.PROMPT :] = -1
     left = np.zeros(MOST_REASONS, np.int64)
     reasons = np.zeros(MOST_REASONS, f"S{REASON_BYTES}")
     epochs = dict[int, np.ndarray]()
@@ -642,4 +663,5 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         "prompt_kept": np.concatenate(kept),
         "prompt_entries": np.concatenate([*(one["prompt_entries"] for one in stores), returned]),
         "prompt_reasons": reasons,
+        **merge_masses(stores),
     }

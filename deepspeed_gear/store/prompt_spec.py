@@ -7,10 +7,11 @@ group. Of K stores, one on each node, store k issues the numbers n with n % K ==
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.store.memory_layout import Region
 
 #: Counters of numbers that have left the ledger, the drawn ones first. The last one counts reasons
@@ -36,7 +37,8 @@ class Entry:
     TOKEN: Final = 6  # number of the lease among all leases
     MEMBERS: Final = 7  # trajectories that a commit under way publishes; 0: there is none
     KEPT: Final = 8  # twice the bytes that its leases have kept, plus which of two copies has them
-    NUM_WORDS: Final = 9
+    PROMPT: Final = 9  # which of the admitted prompts was drawn by `PromptMasses`; -1: none yet
+    NUM_WORDS: Final = 10
 
 
 class EntryState:
@@ -90,6 +92,10 @@ FIXED_REASONS = (
 OTHER_REASON: Final = MOST_REASONS - 1
 
 
+#: A column, its least and its largest value, and the values that it may have.
+Condition = tuple[str, int | float | None, int | float | None, tuple[int | float, ...] | None]
+
+
 @dataclass(frozen=True)
 class PromptSpec:
     """The prompts of a table, and how they are leased."""
@@ -98,7 +104,7 @@ class PromptSpec:
     fingerprint: str
     num_prompts: int
     groups: int  # of a rollout batch
-    size: int  # trajectories of a group
+    size: int  # trajectories of a group, at most
     lease_s: float
     attempts: int
     max_lag: int
@@ -107,10 +113,36 @@ class PromptSpec:
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
-    members: int = 0  # trajectories of a group in a store that outlives its job; else 0
+    is_kept: bool = False  # whether the store outlives its job
     needs: bool = False  # whether a committed group waits for late columns
+    where: tuple[Condition, ...] = ()  # on columns of the data set; `num_prompts` pass them
+    column: str | None = None  # of the table, which has the place of the prompt in the data set
+    sampler: str = "epoch"  # or "prioritized", or "prioritized_epoch"
     num_stores: int = 1
     store: int = 0  # index of this one
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The options, JSON-able, that decide with the data set which prompt a number is.
+
+        Without those that have their defaults, as a checkpoint has it.
+        """
+        where = [
+            [column, least, most, None if among is None else list(among)]
+            for column, least, most, among in self.where
+        ]
+        sampler = {"sampler": self.sampler} if self.draws else {}
+        return {**({"where": where} if where else {}), **sampler}
+
+    @property
+    def draws(self) -> bool:
+        """Whether the prompt of a number is drawn by masses; else the number determines it."""
+        return self.sampler != "epoch"
+
+    @property
+    def draws_once(self) -> bool:
+        """Whether each prompt is drawn once an epoch, by masses."""
+        return self.sampler == "prioritized_epoch"
 
     @property
     def is_joint(self) -> bool:
@@ -141,7 +173,7 @@ class PromptSpec:
         """Return the regions of the ledger in a store."""
         words = (4 + self.max_lag,)
         return [
-            *([Region("life_words", "int64", words)] if self.members else []),
+            *([Region("life_words", "int64", words)] if self.is_kept else []),
             Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             # The counters, and as they will be. Those of an epoch follow a word that is epoch + 1.
@@ -149,6 +181,17 @@ class PromptSpec:
             Region("prompt_epochs", "int64", (2, EPOCHS, 1 + MOST_REASONS)),
             Region("prompt_reasons", f"S{REASON_BYTES}", (MOST_REASONS,)),
             Region("prompt_kept", "uint8", (self.num_entries, 2, self.keep_bytes)),
+            *(self._mass_regions() if self.draws else []),
+        ]
+
+    def _mass_regions(self) -> list[Region]:
+        """Return the regions of `PromptMasses` in a store."""
+        each = (self.num_prompts,)
+        return [
+            Region("prompt_masses", "int64", each),
+            *([Region("prompt_drawn", "int64", each)] if self.draws_once else []),
+            Region("prompt_sums", "int64", (tree_size(self.num_prompts),)),
+            Region("prompt_tree", "int64", (2,)),
         ]
 
 

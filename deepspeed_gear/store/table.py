@@ -140,8 +140,8 @@ class Table:
         if spec.group is not None:
             if spec.prompts is not None:
                 given = spec.prompts, views, self.columns[spec.group.column], memory
-                keeps = spec.prompts.members > 0
-                self.ledger = KeptLedger(*given, self.extents) if keeps else PromptLedger(*given)
+                is_kept = spec.prompts.is_kept
+                self.ledger = KeptLedger(*given, self.extents) if is_kept else PromptLedger(*given)
             extents = self.extents if spec.dataset is None else None
             self.groups = TableGroups(
                 spec.name, spec.group, spec.schema, views, self.columns, extents, self.ledger
@@ -172,6 +172,8 @@ class Table:
             table.lock.initialise()
             if spec.dataset is None:
                 table.extents.rebuild()
+                if table.ledger is not None and table.ledger.masses is not None:
+                    table.ledger.masses.initialise()
             else:
                 table._fill(spec.dataset)
             write_header(memory.buffer, layout, run)
@@ -333,15 +335,17 @@ class Table:
         int64.
         """
         if self.shared_prompts is not None and self.groups is not None:
-            holders = holders_of(self.groups.numbers(slots), steps)
+            ids = self.slots[slots, Slot.ID]
+            holders = holders_of(self.groups.numbers(slots), steps, ids)
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
-    def share_prompt(self, slots: np.ndarray, steps: int) -> None:
-        """Let the first of a group's reserved slots hold the first steps of the others, their
-        prompt.
+    def share_prompt(self, slots: np.ndarray, steps: np.ndarray) -> None:
+        """Let the first of a group's reserved slots hold the first steps of the others, so many of
+        each. [n] each, int64.
         """
         assert self.shared_prompts is not None
-        self.shared_prompts[slots[1:]] = steps, slots[0]
+        self.shared_prompts[slots, SharedPrompt.STEPS] = steps
+        self.shared_prompts[slots, SharedPrompt.SLOT] = slots[0]
         self.shared_prompts[slots[0]] = 0
 
     def own_rows(self, slot: int) -> dict[str, np.ndarray]:
@@ -477,7 +481,7 @@ class Table:
         assert self.ledger is not None
         store = self.extents.handle.address
         born = self.ledger.num_selected
-        with self.ledger.committing(lease, len(slots)):
+        with self.ledger.committing(lease, slots):
             native = self.ops.native
             ids: list[int] = native.group_commit(store, slots, present, lease.version, born)
         return ids
@@ -548,13 +552,14 @@ class Table:
         self.recoveries.clear()  # of streams, which refer to it
 
 
-def holders_of(numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Return which trajectory holds the prompt of each one: that of its group, by number, which
-    shares no steps; of groups without shared steps any. [n], [n] -> indices [n], int64.
+def holders_of(numbers: np.ndarray, steps: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return which trajectory holds the prompt of each one: the first of its group, by number, that
+    shares no steps; of groups without shared steps any. [n] each -> indices [n], int64.
     """
     whole = np.flatnonzero(steps == 0)
-    whole = whole[np.argsort(numbers[whole], kind="stable")]
-    return np.asarray(look_up(numbers[whole], numbers, whole).clip(0))
+    whole = whole[np.lexsort((ids[whole], numbers[whole]))]
+    known, first = np.unique(numbers[whole], return_index=True)
+    return np.asarray(look_up(known, numbers, whole[first]).clip(0))
 
 
 def _part_of(spec: TableSpec, column: Column) -> np.ndarray:

@@ -179,6 +179,8 @@ class TableSpec:
             regions.append(
                 Region("shared_prompts", "int64", (self.num_slots, SharedPrompt.NUM_WORDS))
             )
+            if self.prompts.is_kept:
+                regions.append(Region("group_sizes", "int64", (self.num_slots,)))
         if self.media is not None:
             pages = self.media.num_pages
             size = self.media.page_bytes

@@ -28,6 +28,8 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
     """
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))
+    if isinstance(prompts := kept.get("prompts"), Mapping):
+        kept["prompts"] = {**prompts, "where": _without_nulls(prompts.get("where", {}))}
     if isinstance(media := kept.get("media"), Mapping):
         columns = {
             one: {"shape": [], "allow_nan": False, **of} for one, of in media["columns"].items()

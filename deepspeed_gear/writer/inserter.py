@@ -24,6 +24,7 @@ from deepspeed_gear.store.records import Head, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import Context
+from deepspeed_gear.writer.group_members import check_group_size, listed_trajectories
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
@@ -161,20 +162,23 @@ class Inserter:
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
         return columns, num_steps, spec.schema.late_bits(trajectory) if self._late else 0
 
-    def add_group(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    def add_group(self, lease: LeaseRecord, members: Sequence[Any]) -> list[int]:
         """Add all trajectories of a lease's group at once, and end the lease; return their ids.
 
         Args:
             lease: The lease of the group's prompt.
-            trajectories: The `group.size` trajectories, as `add`; the group's column may be left
-                out.
+            members: The members of the group, as `Lease.commit`.
         Raises:
             LeaseExpiredError: The lease has ended; nothing is added.
             DataError, StoreFullError, NotReadyError: As `add`; nothing is added.
         """
         group = self.table.spec.group
         assert group is not None
-        made = np.full((2, group.size), -1, np.int64)
+        name = self._group_name(lease)
+        trajectories, counts = listed_trajectories(name, members, group.member)
+        check_group_size(name, group, len(counts), len(trajectories))
+        trajectories = self._with_place(lease, trajectories)
+        made = np.full((2, len(trajectories)), -1, np.int64)
         slots, present = made
         # All rows are written before one call commits the group: a process that dies in between
         # leaves reserved slots only, which other processes free.
@@ -184,6 +188,26 @@ class Inserter:
             with self.table.lock:
                 return self.table.commit_group(lease, slots, present)
 
+    def _with_place(
+        self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return trajectories with the place of their prompt in the column for it, if any."""
+        prompts = self.table.spec.prompts
+        if prompts is None or prompts.column is None or lease.place < 0:
+            return trajectories
+        column = prompts.column
+        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        members = []
+        for one in given:
+            member = dict(arguments.mapping(f"{self._name}: trajectory", one, "column -> rows"))
+            place = member.setdefault(column, np.int64(lease.place))
+            if arguments.array(column, place).tolist() != lease.place:
+                name = f"{self._name}: the group of prompt {lease.number}"
+                rule = f"must have the prompt's place in its data set in {column}"
+                raise DataError(name, rule, place, "leave the column out")
+            members.append(member)
+        return members
+
     def _write_natively(
         self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]], made: np.ndarray
     ) -> bool:
@@ -191,8 +215,8 @@ class Inserter:
 
         Args:
             lease: The lease.
-            trajectories: As `add_group`.
-            made: Takes their slots, and the bits of their late columns. [2, group.size], int64.
+            trajectories: Those of the group, as `add`; the group's column may be left out.
+            made: Takes their slots, and the bits of their late columns. [2, n], int64.
         """
         if not (self._adds_natively and self._reads_natively):
             return False
@@ -210,16 +234,18 @@ class Inserter:
         """Write the group of a lease in Python, to `slots`, with the bits of its late columns."""
         table = self.table
         items = dict[int, MediaItem]()
-        members = self._checked_group(lease, trajectories, items)
-        rows = [columns for columns, _, _ in members]
-        prompt = _prompt_steps(table.spec.schema, rows) if table.spec.shares_prompts else 0
-        for number, (columns, num_steps, late) in enumerate(members):
-            shared = prompt if number else 0  # the first trajectory holds the prompt's rows
-            slots[number] = self.reserve(num_steps - shared, leased=True)
-            present[number] = late
+        checked = self._checked_group(lease, trajectories, items)
+        rows = [columns for columns, _, _ in checked]
+        shared: np.ndarray = np.zeros(len(rows), np.int64)
+        if table.spec.shares_prompts:
+            shared = _shared_steps(table.spec.schema, rows)
+        for index, (columns, num_steps, late) in enumerate(checked):
+            before = int(shared[index])
+            slots[index] = self.reserve(num_steps - before, leased=True)
+            present[index] = late
             named = dict(zip(self._names, columns, strict=True))
-            table.write(int(slots[number]), named, before=shared)
-        table.share_prompt(slots, prompt)
+            table.write(int(slots[index]), named, before=before)
+        table.share_prompt(slots, shared)
         self.add_media(rows, items)
 
     def _checked_group(
@@ -229,25 +255,24 @@ class Inserter:
         items: dict[int, MediaItem],
     ) -> list[tuple[list[np.ndarray], int, int]]:
         """Check the group of a lease; as `checked` for each of its trajectories."""
-        arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
         group = self.table.spec.group
         assert group is not None
-        name = f"{self._name}: the group of prompt {lease.number}"
+        name = self._group_name(lease)
         column = self._names.index(group.column)
         number = {group.column: np.int64(lease.number)}
-        members = []
+        checked = []
         for one in trajectories:
             given = arguments.mapping(f"{self._name}: trajectory", one, "column -> rows")
-            members.append(self.checked({**number, **given}, items))
-        for columns, _, _ in members:
+            checked.append(self.checked({**number, **given}, items))
+        for columns, _, _ in checked:
             self.check_finite(columns)
             if columns[column].item() != lease.number:
                 rule = f"must have the prompt's number in {group.column}"
                 raise DataError(name, rule, columns[column].item(), "leave the column out")
-        if len(members) != group.size:
-            rule = f"must have {group.size} trajectories"
-            raise DataError(name, rule, len(members), "fail() it if it cannot be complete")
-        return members
+        return checked
+
+    def _group_name(self, lease: LeaseRecord) -> str:
+        return f"{self._name}: the group of prompt {lease.number}"
 
     def split(
         self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None
@@ -425,8 +450,8 @@ def refuse_read_only(table: Table) -> None:
         raise StoreError(f"table {table.spec.name}", rule, None, remedy)
 
 
-def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> int:
-    """Return the number of prompt steps that a group's trajectories can share.
+def _shared_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> np.ndarray:
+    """Return how many steps of the prompt each trajectory of a group shares with the first one.
 
     A prompt of 5 tokens has 4 steps to share: its last one stays with each trajectory, as its
     logits predict the first token of the loss.
@@ -435,20 +460,23 @@ def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> i
         schema: Columns of the table.
         trajectories: Columns in the stored form of each trajectory.
     Returns:
-        Number of steps; 0 if the prompts differ.
+        Number of steps, 0 for a trajectory that begins in another way. [n], int64.
     """
     mask = schema.role("loss_mask")
     assert mask is not None
     at_mask = schema.names.index(mask.name)
+    at_steps = [index for index, column in enumerate(schema) if column.rows != "1"]
     # The prompt ends at the first step with a loss; without one the whole trajectory is prompt.
-    length = 1 << 62
+    lengths = []
     for columns in trajectories:
         has_loss = columns[at_mask].astype(bool, copy=False)
-        first = int(has_loss.argmax())
-        length = min(length, first if has_loss[first] else len(has_loss))
-    for index, column in enumerate(schema):
-        if column.rows != "1" and length > 1:
-            prompt = trajectories[0][index][:length].tobytes()
-            if any(columns[index][:length].tobytes() != prompt for columns in trajectories[1:]):
-                return 0
-    return max(length - 1, 0)
+        end = int(has_loss.argmax())
+        lengths.append(end if has_loss[end] else len(has_loss))
+    shared: np.ndarray = np.zeros(len(trajectories), np.int64)
+    first = trajectories[0]
+    for number, columns in enumerate(trajectories):
+        length = min(lengths[0], lengths[number])
+        pairs = ((first[index][:length], columns[index][:length]) for index in at_steps)
+        if number and length > 1 and all(a.tobytes() == b.tobytes() for a, b in pairs):
+            shared[number] = length - 1
+    return shared

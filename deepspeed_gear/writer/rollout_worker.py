@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.errors import ConfigError, DataError, LeaseExpiredError, undo_on_error
+from deepspeed_gear.sampling.mass_rules import Condition
+from deepspeed_gear.sampling.prompt_conditions import admitted_prompts
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.prompt_spec import REASON_BYTES
@@ -50,7 +53,7 @@ class LeaseLedger(ProcessBound):
         """Keep at most `keep_bytes` for the next lease of the prompt, and renew this one."""
 
     @abstractmethod
-    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    def commit(self, lease: LeaseRecord, members: Sequence[Any]) -> list[int]:
         """Add the group of a lease and end it; as `Lease.commit`."""
 
     @abstractmethod
@@ -88,6 +91,7 @@ class Lease:
         version: Number of rollout batches that were trained at the lease: generate with weights of
             this version or later.
         attempt: 1 for the first lease of this number.
+        index: Place of the prompt in its data set, the same in every epoch.
     """
 
     def __init__(self, ledger: LeaseLedger, lease: LeaseRecord, prompt: dict[str, Any]) -> None:
@@ -97,6 +101,7 @@ class Lease:
         self.number = lease.number
         self.version = lease.version
         self.attempt = lease.attempt
+        self.index = lease.place
         self._ending = ""  # how this process has ended it
 
     @cached_property
@@ -114,21 +119,25 @@ class Lease:
     def __repr__(self) -> str:
         return f"Lease(prompt {self.number}, version {self.version}, attempt {self.attempt})"
 
-    def commit(self, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    def commit(
+        self, members: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]
+    ) -> list[int]:
         """Add all trajectories of the group at once, and end the lease.
 
         Args:
-            trajectories: The `group.size` trajectories, as `Replay.add` takes them; the group's
-                column may be left out.
+            members: The `group.size` members of the group, or at least `group.min_size`. A member
+                is a trajectory, as `Replay.add` takes it, or with `group.member` a list of one or
+                several trajectories in their order. The columns of the group and of the member may
+                be left out: the commit fills in the number of the prompt and the member's place.
         Returns:
-            Their ids.
+            The ids of the trajectories, member by member.
         Raises:
             LeaseExpiredError: The lease came back; nothing is added.
             DataError, StoreFullError, NotReadyError: As `Replay.add`; nothing is added, and the
                 lease goes on.
         """
         with self._named_ending():
-            ids = self._ledger.commit(self._lease, trajectories)
+            ids = self._ledger.commit(self._lease, members)
         self._ending = "it was committed"
         return ids
 
@@ -229,6 +238,8 @@ class LocalLedger(LeaseLedger):
         self._ledger = table.ledger
         self.spec = table.ledger.spec
         self.prompts = reopened(Path(self.spec.data), self.spec.fingerprint)
+        #: Places of the prompts that `where` admits, ascending.
+        self._admitted = admitted_prompts(self.prompts, starmap(Condition, self.spec.where))
         self._is_closed = False
 
     @property
@@ -242,29 +253,35 @@ class LocalLedger(LeaseLedger):
         leases = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on) or []
         with self._table.lock:
             self._ledger.note_waited(time.monotonic_ns() - begin)
+        if self._ledger.masses is None:
+            leases = [lease._replace(place=self._place(lease.number)) for lease in leases]
         # A damaged row of the data set raises here: the prompts are leased again.
         with undo_on_error(partial(self.release, leases)):
-            return [(lease, self._prompt(lease.number)) for lease in leases]
+            return [(lease, self.prompts.trajectory(lease.place)) for lease in leases]
 
     def _take(self, count: int) -> list[LeaseRecord] | None:
         """Lease up to `count` prompts now; None if none is admitted."""
         table = self._table
-        if self.spec.members and not table.has_living_rank:
+        if self.spec.is_kept and not table.has_living_rank:
             return None  # until the next job attaches to the store
         with table.lock:
             leases = self._ledger.lease(count)
             if not leases and table.groups is not None:
                 table.groups.update()  # groups that fail `where` admit other prompts
                 leases = self._ledger.lease(count)
+            if self._ledger.masses is not None:
+                drawn = [self._ledger.drawn(lease) for lease in leases]
+                placed = zip(leases, self._admitted[drawn].tolist(), strict=True)
+                leases = [lease._replace(place=place) for lease, place in placed]
         return leases or None
 
-    def _prompt(self, number: int) -> dict[str, Any]:
-        """Return the columns of a prompt: its number is a place in its epoch's permutation."""
+    def _place(self, number: int) -> int:
+        """Return the place of a number's prompt in the data set, by its epoch's permutation."""
         spec = self.spec
-        epoch, place = divmod(number, spec.num_prompts)
+        epoch, first = divmod(number, spec.num_prompts)
         index = torch.empty(1, dtype=torch.int64)
-        self._table.ops.permute_(index, spec.seed, spec.random_key, epoch, place, spec.num_prompts)
-        return self.prompts.trajectory(int(index))
+        self._table.ops.permute_(index, spec.seed, spec.random_key, epoch, first, spec.num_prompts)
+        return int(self._admitted[int(index)])
 
     def renew(self, lease: LeaseRecord) -> None:
         self._writer.check_goes_on()
@@ -292,9 +309,9 @@ class LocalLedger(LeaseLedger):
         with self._table.lock:
             self._ledger.release(self._table.memory.peer, [lease.token for lease in leases])
 
-    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    def commit(self, lease: LeaseRecord, members: Sequence[Any]) -> list[int]:
         self._writer.check_goes_on()
-        return self._inserter.add_group(lease, trajectories)
+        return self._inserter.add_group(lease, members)
 
     def close(self) -> None:
         """Return the leases of this process, and close its writer. Safe to call twice."""

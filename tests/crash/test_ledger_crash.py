@@ -6,48 +6,78 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import trajectory
+from gear_support import SCHEMA, trajectory
 from ledger_support import check_epochs
 from store_support import StoreScene, check_whole, every_death, stream_spec
 
-from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear import Column, Schema
+from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.store.group_spec import GroupCondition, GroupSpec
-from deepspeed_gear.store.prompt_spec import PromptSpec
-from deepspeed_gear.store.records import NEVER_LATE
+from deepspeed_gear.store.prompt_spec import Entry, EntryState, PromptCount, PromptSpec
+from deepspeed_gear.store.records import NEVER_LATE, Head
 from deepspeed_gear.store.retention import Retention
 
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "67"))
 FOREVER = 1 << 60
-GROUP = GroupSpec("task", 2, where=(GroupCondition("task", "mean", None, 8.0),), max_trajectories=2)
-PROMPTS = PromptSpec(
-    "", "", 1000, groups=2, size=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, random_key=0
+MOST = 5  # trajectories of a group
+GROUP = GroupSpec(
+    "task",
+    3,
+    member="member",
+    min_size=1,
+    where=(GroupCondition("task", "mean", None, 8.0),),
+    max_trajectories=MOST,
 )
+PROMPTS = PromptSpec(
+    "", "", 1000, groups=2, size=MOST, lease_s=600.0, attempts=3, max_lag=4, seed=0, random_key=0
+)
+MEMBERS = Schema([*SCHEMA, Column("member", "int64", rows="1")])
 
 
 def scene(prompts: PromptSpec = PROMPTS) -> StoreScene:
-    spec = stream_spec("fifo", "group", 2, most_trajectories=2)
-    found = StoreScene(
-        [spec], retention=Retention(max_times_sampled=1), group=GROUP, prompts=prompts
-    )
+    spec = stream_spec("fifo", "group", 2, most_trajectories=MOST)
+    rules = {"retention": Retention(max_times_sampled=1), "group": GROUP, "prompts": prompts}
+    found = StoreScene([spec], **rules, schema=MEMBERS)
     found.streams[0].state.ask(FOREVER)
     found.streams[0].state.consumed[1:] = NEVER_LATE  # only this process reads selections
     return found
 
 
 def commit(table: Any, lease: Any) -> None:
-    """Commit a group of two trajectories."""
+    """Commit a group of `members_of` its number."""
+    members = members_of(lease.number)
     with table.lock:
-        slots = [table.extents.reserve(table.rows_for(3), 3) for _ in range(2)]
-    for slot in slots:
-        table.write(slot, {**trajectory(lease.number, 3), "task": np.int64(lease.number)})
-    with table.lock, table.ledger.committing(lease, 2):
+        slots = [table.extents.reserve(table.rows_for(3), 3) for _ in members]
+    for slot, member in zip(slots, members, strict=True):
+        own = {"task": np.int64(lease.number), "member": np.int64(member)}
+        table.write(slot, {**trajectory(lease.number, 3), **own})
+    with table.lock, table.ledger.committing(lease, slots):
         for slot in slots:
             table.commit(slot)
+
+
+def members_of(number: int) -> list[int]:
+    """Return the member of each trajectory of a group: one to three, of one or two each.
+
+    Groups 0 to 3 have the members [0], [0, 0, 1], [0, 1, 1, 2] and [0, 0].
+    """
+    return [m for m in range(number % 3 + 1) for _ in range((number + m) % 2 + 1)]
+
+
+def slots_of(*numbers: int) -> list[int]:
+    """Return the number of each trajectory of groups."""
+    return [number for number in numbers for _ in members_of(number)]
 
 
 def lease(table: Any, count: int) -> list[Any]:
     with table.lock:
         return table.ledger.lease(count)  # type: ignore[no-any-return]
+
+
+def drawn(table: Any, selection: Any) -> list[int]:
+    """Return the number of each trajectory of a selection."""
+    slots = selection.resolutions[: selection.head[Head.COUNT], Resolution.SLOT].numpy()
+    return table.columns["task"][slots].tolist()  # type: ignore[no-any-return]
 
 
 def check(table: Any, streams: Any) -> dict[str, Any]:
@@ -64,19 +94,49 @@ def check(table: Any, streams: Any) -> dict[str, Any]:
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0
     check_epochs([books])
-    assert (counts == 2).all()
+    if table.spec.prompts.draws_once:
+        check_drawn(table)
+    assert counts.tolist() == [len(members_of(number)) for number in numbers.tolist()]
     assert len(numbers) == books["waiting"], (numbers, books)
     return books
 
 
-@pytest.mark.parametrize("part", ["leases", "commits", "selections"])
-def test_death_at_any_line(part: str) -> None:
+def check_drawn(table: Any) -> None:
+    """Check that an epoch has drawn as many prompts as it has issued numbers, each once."""
+    ledger = table.ledger
+    with table.lock:
+        issued = int(ledger.counts[PromptCount.ISSUED])
+        entries = ledger.entries[ledger.entries[:, Entry.STATE] != EntryState.FREE]
+        drawn = table.views["prompt_drawn"].copy()
+    size = table.spec.prompts.num_prompts
+    epoch = issued // size
+    assert (drawn == epoch + 1).sum() == issued % size, (drawn, issued)
+    assert (drawn >= epoch).all()
+    of_epochs = entries[:, Entry.NUMBER] // size * size + entries[:, Entry.PROMPT]
+    assert len({*of_epochs.tolist()}) == len(entries), entries
+    assert (drawn[entries[:, Entry.PROMPT]] > entries[:, Entry.NUMBER] // size).all()
+
+
+DRAWN = replace(PROMPTS, sampler="prioritized_epoch", num_prompts=7)  # 7 begins an epoch
+
+
+@pytest.mark.parametrize(
+    ("part", "prompts"),
+    [
+        ("leases", PROMPTS),
+        ("commits", PROMPTS),
+        ("selections", PROMPTS),
+        ("leases", DRAWN),
+        ("commits", DRAWN),
+    ],
+)
+def test_death_at_any_line(part: str, prompts: PromptSpec) -> None:
     """Of a worker that leases, commits and fails, and of one that commits, and evicts for what is
     drawn.
     """
 
     def make() -> StoreScene:
-        found = scene()
+        found = scene(prompts)
         for one in lease(found.table, 4):
             commit(found.table, one)
         return found
@@ -109,10 +169,9 @@ def test_death_at_any_line(part: str) -> None:
             commit(table, one)
         check(table, streams)
         selection = streams[0].get(0)  # in the order of leases
-        found_numbers = table.columns["task"][selection.resolutions[:4, 1].numpy()].tolist()
         # A rank that dies in a selection, after it has counted the draws, ends the run.
-        lost = 2 if part == "selections" and found_numbers[0] else 0
-        assert found_numbers == [lost, lost, lost + 1, lost + 1]
+        lost = 2 if part == "selections" and drawn(table, selection)[0] else 0
+        assert drawn(table, selection) == slots_of(lost, lost + 1)
         streams[0].release(0)
         assert check(table, streams)["trained"] == 2 + lost
 
@@ -142,8 +201,8 @@ def test_death_while_groups_are_dropped_for_their_age() -> None:
             room = table.ledger.lease(4)
         for one in room:
             commit(table, one)
-        numbers = table.columns["task"][stream.get(2).resolutions[:4, 1].numpy()].tolist()
-        assert numbers in ([6, 6, 7, 7], [8, 8, 9, 9])  # the first two may be lost, as above
+        numbers = drawn(table, stream.get(2))
+        assert numbers in (slots_of(6, 7), slots_of(8, 9))  # the first two may be lost, as above
         stream.release(2)
         assert check(table, [stream])["dropped"]["too old"] == 2
 
@@ -156,7 +215,7 @@ def test_a_start_that_dies_at_any_line_begins_anew() -> None:
     """Of a job in a store that is kept, which has groups that wait and one that was drawn."""
 
     def make() -> StoreScene:
-        found = scene(replace(PROMPTS, members=2))
+        found = scene(replace(PROMPTS, is_kept=True))
         for one in lease(found.table, 6)[:5]:
             commit(found.table, one)
         found.streams[0].get(0)

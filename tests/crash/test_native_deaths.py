@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gear_support import STEP, trajectory
+from gear_support import SCHEMA, STEP, trajectory
 from instruction_deaths import states_left
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
+from deepspeed_gear import Column, Schema
 from deepspeed_gear.data.running_moments import Moment
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
@@ -35,7 +36,7 @@ def scene_of(lengths: list[int], removal: str, **options: Any) -> StoreScene:
     """
     spec = stream_spec(unit="step", batch=6, priorities=priority_rule(normalize="table", alpha=1.0))
     if "group" in options:
-        spec = stream_spec("fifo", "group", 1, most_trajectories=2)
+        spec = stream_spec("fifo", "group", 1, most_trajectories=3)
     options = {"num_slots": 9, "num_rows": 28, **options}
     scene = StoreScene([spec], lengths, retention=Retention(removal), **options)
     if "group" in options:
@@ -256,21 +257,25 @@ def test_a_member_of_a_group_is_there_or_not() -> None:
 
 @pytest.mark.parametrize("call", ["write", "commit"])
 def test_the_group_of_a_lease_is_whole_or_absent(call: str) -> None:
-    """A worker that dies while it writes or commits a group: the next lease of its prompt has all
-    rows to itself, and its group is the only one.
+    """A worker that dies while it writes or commits a group of two members and three trajectories:
+    the next lease of its prompt has all rows to itself, and its group is the only one.
     """
     prompts = PromptSpec(
-        "", "", 1000, groups=1, size=2, lease_s=600.0, attempts=9, max_lag=4, seed=0, random_key=0
+        "", "", 1000, groups=1, size=3, lease_s=600.0, attempts=9, max_lag=4, seed=0, random_key=0
     )
-    group = GroupSpec("task", 2, max_trajectories=2)
-    scene = scene_of([], "fifo", group=group, prompts=prompts, return_to_go=False)
-    rows = [{**trajectory(member, 4), "task": np.int64(0)} for member in range(2)]
+    options: dict[str, Any] = {"schema": Schema([*SCHEMA, Column("member", "int64", rows="1")])}
+    options["group"] = GroupSpec("task", 2, member="member", max_trajectories=3)
+    scene = scene_of([], "fifo", prompts=prompts, return_to_go=False, **options)
+    rows = [
+        {**trajectory(number, 4), "task": np.int64(0), "member": np.int64(number // 2)}
+        for number in range(3)
+    ]
 
     def prepare(table: Any) -> Callable[[], Any]:
         inserter = Inserter(table, Context(timeout_s=5.0))
         reader = inserter._reader
         native = table.ops.native
-        made = np.full((2, 2), -1, np.int64)
+        made = np.full((2, 3), -1, np.int64)
         if call == "write":
             with table.lock:
                 (lease,) = table.ledger.lease(1)
@@ -280,20 +285,20 @@ def test_the_group_of_a_lease_is_whole_or_absent(call: str) -> None:
             made[0, member] = table.extents.reserve(5, 4)
             table.write(int(made[0, member]), one)
         made[1] = 0
-        table.ledger.committing(lease, 2).__enter__()
+        table.ledger.committing(lease, made[0]).__enter__()
         return partial(native.group_commit, table.extents.handle.address, *made, 0, 0)
 
     num_partly = 0
     for _ in states_left(scene, prepare, holds_lock=call == "commit"):
         table, streams = scene.attach(2)
-        num_partly += len(committed(table)) == 1
+        num_partly += 0 < len(committed(table)) < 3
         with table.lock:
             table.extents.end_abandoned()
             table.groups.update()
             (again,) = table.ledger.lease(1)
             assert (again.number, committed(table)) == (0, [])
         check_whole(table, streams)
-        ids = Inserter(table, Context(timeout_s=5.0)).add_group(again, rows)
+        ids = Inserter(table, Context(timeout_s=5.0)).add_group(again, [rows[:2], rows[2]])
         with table.lock:
             table.groups.update()
             assert table.ledger.books.account()["waiting"] == 1

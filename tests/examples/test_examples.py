@@ -141,6 +141,18 @@ def test_grpo_trains_whole_groups_on_two_ranks(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "result.json").read_text())["curve"]) == 2
 
 
+def test_a_curriculum_trains_in_both_orders(tmp_path: Path) -> None:
+    def change(made: dict[str, Any]) -> None:
+        made["gear"]["tables"]["rollouts"]["prompts"]["data"] = str(tmp_path / "prompts")
+
+    config = own("curriculum.json", tmp_path, change)
+    options = ("--config", config, "--batches", "2", "--pool", "300", "--warm-accuracy", "0.1")
+    found = result_of("curriculum.py", 1, *options)
+    for sampler in ("epoch", "prioritized"):
+        assert 0 <= found[sampler]["accuracy"] <= 1
+        assert 0 < found[sampler]["mixed"] <= 1
+
+
 def test_grpo_with_pictures() -> None:
     found = result_of("vision_grpo.py", 1, "--iterations", "2")
     assert set(found) == {"reward_first", "reward_last", "accuracy", "iterations", "seconds"}

@@ -60,10 +60,38 @@ def test_stores_share_an_order_a_lag_and_an_account(
     how = {"groups": groups, "max_lag": max_lag, "order": order, "late": late}
     counts = driven(Resharding, count, 500 if order == "lease" else 850, monkeypatch, **how)
     assert min(counts["exact"], counts["loads"]) > 0, counts
+    assert counts["torn"] > 0 or max_lag == 0, counts
     assert counts["expired"] > 0 or groups == 1, counts
     assert counts["waits"] > 0 or groups == 1 or late == "drop", counts
     assert counts["first"] > 0 or order == "lease", counts
     assert (counts["too old"] > 0) == (late == "drop"), counts
+
+
+@pytest.mark.parametrize(
+    ("sampler", "count", "groups", "max_lag", "order"),
+    [
+        ("prioritized", 1, 4, 1, "lease"),
+        ("prioritized", 3, 5, 3, "lease"),
+        ("prioritized", 2, 5, 3, "completion"),
+        ("prioritized_epoch", 1, 4, 1, "lease"),
+        ("prioritized_epoch", 2, 4, 1, "lease"),
+        ("prioritized_epoch", 3, 5, 3, "completion"),
+    ],
+)
+def test_a_number_keeps_the_prompt_that_was_drawn(
+    sampler: str,
+    count: int,
+    groups: int,
+    max_lag: int,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However masses change, through deaths and loads; an epoch draws each prompt once."""
+    how = {"groups": groups, "max_lag": max_lag, "order": order, "late": "wait"}
+    turns = 500 if order == "lease" else 850
+    counts = driven(Resharding, count, turns, monkeypatch, **how, sampler=sampler)
+    assert min(counts["expired"], counts["loads"]) > 0, counts
+    assert (counts["drawn again"] > 0) == (sampler == "prioritized_epoch"), counts
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -75,7 +103,7 @@ def test_jobs_go_on_in_the_stores_of_those_before(
 ) -> None:
     how = {"groups": groups, "max_lag": max_lag, "order": order, "late": late}
     counts = driven(Successors, count, 450, monkeypatch, **how)
-    names = ["expired", "found", "from before", "lost", "loads"]
+    names = ["expired", "found", "from before", "lost", "loads", "torn"]
     if order == "completion" and max_lag == 3:  # elsewhere few are older than a lease
         names.append("older")
     assert min(counts[name] for name in names) > 0 or groups == 1, counts
@@ -97,7 +125,7 @@ def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> 
     def commit(store: NodeStore, leases: list[LeaseRecord]) -> list[int]:
         for lease in leases:
             slot = int(store.slots_in(SlotState.FREE)[0])
-            with store.ledger.committing(lease, 1):
+            with store.ledger.committing(lease, [slot]):
                 store.write(slot, lease.number, SlotState.COMMITTED, -1, 1, lease.version)
             store.update()
         return [lease.number for lease in leases]
@@ -132,6 +160,7 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
         store.consumed[:] = 1 if case == "more are trained" else 2
         for number in range(2 * selected + store.spec.store, 2 * selected + 6, 2):
             store.write(number // 2, number, SlotState.EVICTED, -1, 1, 0)
+        store.ledger.note_sizes(store.slots_in(SlotState.EVICTED))
         store.ledger.counts[PromptCount.ISSUED] = selected
         store.views["prompt_left"][0, Left.DRAWN] = selected
         store.views["life_words"][1] = 99

@@ -65,6 +65,9 @@ class Run:
         group = {"where": where, "needs": ["reward"] if needs else []}
         self.config = ledger_section(data, options, groups, group=group, writers=4)
         self.config["shared_memory"]["keep"] = self.keeps
+        self.draws = "draws" in stages  # each prompt once an epoch, by priority
+        if self.draws:
+            self.config["tables"]["main"]["prompts"]["sampler"] = "prioritized_epoch"
         self.replay = Replay(self.config)
         self.now = 0.0
         self.workers: list[RolloutWorker] = []
@@ -111,6 +114,10 @@ class Run:
         assert (
             self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
         )
+
+    def reprioritise(self) -> None:
+        chosen = self.words.sample(range(PROMPTS), self.words.randint(0, PROMPTS))
+        self.replay.set_prompt_priorities(chosen, [self.words.uniform(0.01, 9.0) for _ in chosen])
 
     @property
     def issued(self) -> int:
@@ -197,7 +204,7 @@ class Run:
     def save(self, under_way: bool = False) -> None:
         self.replay.save(self.folder / "saved")
         self.saved = list(self.trained), set(self.rejected), under_way, dict(self.kept)
-        self.saved = *self.saved, set(self.made), set(self.filled)
+        self.saved = *self.saved, set(self.made), set(self.filled), dict(self.index)
 
     def resume(self, elsewhere: bool = False) -> None:
         """Lose all that came after the checkpoint; load it into this run, or into another one.
@@ -225,7 +232,9 @@ class Run:
         self.trained = list(self.saved[0])
         self.rejected = set(self.saved[1])
         self.kept = dict(self.saved[3])
-        made, filled = self.saved[4:]
+        made, filled, index = self.saved[4:]
+        if self.draws:  # later numbers draw again, by the priorities of their time
+            self.index = dict(index)
         self.filled = {one for one in self.filled if self.keeps and one[0] not in made} | filled
         check_groups(self.replay)
         self.check()
@@ -266,6 +275,8 @@ def consume(rollout: Rollout) -> None:
         (214, 4, 2, "lease", "wait", "needs keeps"),
         (344, 3, 2, "completion", "wait", "needs keeps"),
         (345, 3, 2, "completion", "drop", "keeps"),
+        (2, 3, 3, "lease", "wait", "draws"),
+        (4, 2, 4, "completion", "wait", "needs draws"),
     ],
 )
 def test_each_prompt_once_within_the_lag(
@@ -287,6 +298,7 @@ def test_each_prompt_once_within_the_lag(
     events = (
         [run.lease] * 6 + [run.work] * 12 + [run.train] * 4 + [run.fill] * 8 * ("needs" in stages)
     )
+    events += [run.reprioritise] * 2 * run.draws
     for turn in range(400):
         run.words.choice(events)()
         run.check()
@@ -345,11 +357,12 @@ def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> N
         trained = words.randint(0, 3)
         key = trained + words.randint(0, min(1, max_lag))  # one batch is in training, or none
         given = (groups, 1, 1.0, 1, max_lag, 0, 0, "completion")
-        spec = PromptSpec("", "", 99, *given, members=1)
+        spec = PromptSpec("", "", 99, *given, is_kept=True)
         views = {one.name: np.zeros(one.shape, one.dtype) for one in spec.regions()}
         views |= {"stream/train/position": np.full(Head.NUM_WORDS, key)}
         views |= {"stream/train/consumed": np.array([trained])}
         views |= {name: np.zeros((1, 16), np.int64) for name in ("slots", "groups")}
+        views |= {"group_sizes": np.zeros(1, np.int64)}
         ledger = KeptLedger(
             spec, views, np.zeros(1, np.int64), SimpleNamespace(), SimpleNamespace()
         )  # type: ignore[arg-type]

@@ -32,11 +32,12 @@ class Saved:
     """A checkpoint: what `merge` returned, and the groups of all stores, as of `NodeStore.rows`."""
 
     ledger: dict[str, np.ndarray]
-    rows: list[tuple[int, ...]]
+    rows: list[tuple[Any, ...]]
     trained: list[int]
     gone: set[int]
     selected: int
     num_trained: int
+    prompts: dict[int, int]
 
     @property
     def in_training(self) -> list[int]:
@@ -53,6 +54,7 @@ class Machine:
 
     BATCHES = 2  # of `NodeStore`
     OUTLIVES = False
+    SIZE = 3  # most trajectories of a group
 
     def __init__(self, seed: int, count: int, **how: Any) -> None:
         self.seed = seed
@@ -62,12 +64,15 @@ class Machine:
         self.max_lag: int = how["max_lag"]
         self.by_lease = how["order"] == "lease"
         self.drops = how["late"] == "drop"
+        self.num_commits = 0
+        self.dies = True  # whether workers die in commits
         self.races = False  # whether workers and ranks go on between the steps of an exchange
         self.now = 0.0
         self.held: list[tuple[float, NodeStore, LeaseRecord, int]] = []  # end, store, lease, worker
         self.trained: list[int] = []  # numbers of all batches
         self.gone: set[int] = set()  # dropped numbers
         self.saved: Saved | None = None
+        self.prompts: dict[int, int] = {}  # drawn prompts, by number
         self.counts = Counter[str]()  # of what has happened
         self.make(count)
 
@@ -75,7 +80,7 @@ class Machine:
         self.stores = [self.store_of(index, count) for index in range(count)]
 
     def store_of(self, index: int, count: int) -> NodeStore:
-        return NodeStore(index, count, self.BATCHES, self.OUTLIVES, **self.how)
+        return NodeStore(index, count, self.BATCHES, self.OUTLIVES, self.SIZE, **self.how)
 
     @property
     def selected(self) -> int:
@@ -102,6 +107,7 @@ class Machine:
             assert store.owns(lease.number)
             assert lease.number not in self.gone
             assert 0 <= lease.version <= self.num_trained
+            self.check_prompt(store, lease)
             assert not self.by_lease or self.batch(lease.number) <= lease.version + self.max_lag
             if self.words.random() < 0.15:  # the next lease of the number will have this version
                 store.ledger.keep(lease, b"k")
@@ -109,12 +115,37 @@ class Machine:
             self.held.append((self.now + min(length, 200.0), store, lease, worker))
         return leases
 
+    def check_prompt(self, store: NodeStore, lease: LeaseRecord) -> None:
+        """Check that a number keeps its prompt, and that an epoch has each prompt once."""
+        if store.ledger.masses is None:
+            return
+        prompt = store.ledger.drawn(lease)
+        assert self.prompts.setdefault(lease.number, prompt) == prompt
+        epoch = lease.number // store.spec.num_prompts
+        if store.spec.draws_once:
+            first = epoch * store.spec.num_prompts
+            numbers = set(range(first, first + store.spec.num_prompts)) & self.prompts.keys()
+            assert len({self.prompts[number] for number in numbers}) == len(numbers)
+
+    def reprioritise(self) -> None:
+        """Set the masses of some prompts on all nodes, as a collective call does."""
+        size = self.stores[0].spec.num_prompts
+        chosen = np.array(self.words.sample(range(size), self.words.randint(1, size)))
+        masses = np.array([self.words.randint(1, 1 << 30) for _ in chosen])
+        for store in self.stores:
+            if store.ledger.masses is not None:
+                store.ledger.masses.set(chosen, masses)
+
     def take(self, store: NodeStore, count: int) -> list[LeaseRecord]:
-        """Lease; sometimes a worker dies before it has counted the last number."""
+        """Lease; sometimes a worker dies before it has counted the last number, or its prompt."""
         issued = int(store.ledger.counts[PromptCount.ISSUED])
         leases = store.ledger.lease(count)
         if store.ledger.counts[PromptCount.ISSUED] > issued and self.words.random() < 0.1:
             store.ledger.counts[PromptCount.ISSUED] -= 1
+            if store.spec.draws_once and self.words.random() < 0.5:
+                prompt = store.ledger.drawn(leases[-1])
+                store.views["prompt_drawn"][prompt] = 0
+                self.counts["drawn again"] += 1
             store.ledger.recover(store.extents.retire)
         return leases
 
@@ -136,18 +167,36 @@ class Machine:
             self.counts["expired"] += 1
         self.note_dropped(store)
 
-    def commit(self, store: NodeStore, lease: LeaseRecord) -> None:
-        if not self.has_room(store):
-            return
-        slot = int(store.slots_in(SlotState.FREE)[0])
-        present = self.has_column()
-        with store.ledger.committing(lease, 1):
-            store.write(slot, lease.number, SlotState.COMMITTED, -1, present, lease.version)
+    def commit(self, store: NodeStore, lease: LeaseRecord) -> bool:
+        """Commit a group of any size, unless there is no room for it or its worker dies."""
+        size = self.words.randint(1, self.SIZE)
+        if not self.has_room(store, size):
+            return False
+        worker = store.memory.peer
+        slots = store.slots_in(SlotState.FREE)[:size].tolist()
+        ends_after = size
+        if self.dies and worker in WORKERS and self.words.random() < 0.05:
+            ends_after = self.words.randint(0, size)
+        self.num_commits += 1
+        commit = (self.num_commits, size)
+        try:
+            with store.ledger.committing(lease, slots):
+                for slot in slots[:ends_after]:
+                    present = self.has_column()
+                    words = -1, present, lease.version, commit
+                    store.write(slot, lease.number, SlotState.COMMITTED, *words)
+                if ends_after < size:
+                    raise InterruptedError
+        except InterruptedError:
+            self.end(store, worker)
+            self.counts["torn"] += 1
+            return False
         self.completed(store)
+        return True
 
-    def has_room(self, store: NodeStore) -> bool:
+    def has_room(self, store: NodeStore, size: int) -> bool:
         """Make room for a group; without any, its worker goes on until its lease has expired."""
-        return store.make_room()
+        return store.make_room(size)
 
     def has_column(self) -> bool:
         """Return whether a group comes with its late column."""
@@ -157,15 +206,21 @@ class Machine:
         """See what groups have become complete."""
 
     def fill(self) -> None:
-        """Fill the late column of a group, in any order."""
+        """Fill the late column of a group, in any order: of one trajectory, or of all."""
         lacking = [(store, slot) for store in self.stores for slot in store.lacking.tolist()]
         if lacking:
             store, slot = self.words.choice(lacking)
-            store.retention[slot, SlotRetention.PRESENT] = 1
+            slots = [slot]
+            if self.words.random() < 0.7:
+                slots = store.lacking[store.numbers[store.lacking] == store.numbers[slot]].tolist()
+            store.retention[slots, SlotRetention.PRESENT] = 1
             self.completed(store)
 
     def die(self) -> None:
-        store, worker = self.words.choice(self.stores), self.words.choice(WORKERS)
+        self.end(self.words.choice(self.stores), self.words.choice(WORKERS))
+
+    def end(self, store: NodeStore, worker: int) -> None:
+        """End a worker, as the next owner of the lock finds it."""
         store.alive.discard(worker)
         self.held = [
             one for one in self.held if one[1] is not store or one[3] != worker or worker == GATEWAY
@@ -253,15 +308,20 @@ class Machine:
         assert sums["issued"] == sum(sums[name] for name in PARTS) + dropped
         assert dropped == len(self.gone)
         assert sums["trained"] + sums["training"] == len(self.trained)
-        assert [one["incomplete"] for one in books] == [len(store.lacking) for store in self.stores]
+        lacking = [len(np.unique(store.numbers[store.lacking])) for store in self.stores]
+        assert [one["incomplete"] for one in books] == lacking
+        if len(self.stores) > 1:  # they count the groups in training by their rows
+            rows = [store.rows() for store in self.stores]
+            in_training = [{row[0] for row in of if row[1] == SlotState.EVICTED} for of in rows]
+            assert [one["training"] for one in books] == [len(numbers) for numbers in in_training]
         assert min(one[name] for one in books for name in PARTS) >= 0
         assert max(one["largest_lag"] for one in books) <= self.max_lag
         check_epochs(books)
         if not (self.by_lease or self.drops):
             self.check_due()
         for store in self.stores:  # a number has one group, and a trajectory an id of its store
+            store.check_whole()
             used = store.slots[:, Slot.STATE] != SlotState.FREE
-            assert used.sum() == len({*store.numbers[used].tolist()})
             ids = store.slots[used, Slot.ID]
             assert len(ids) == len({*ids.tolist()})
             assert (ids % len(self.stores) == store.spec.store).all()
@@ -282,7 +342,7 @@ class Machine:
     def save(self) -> None:
         """Save the stores one after the other, while workers go on."""
         parts = dict[int, Any]()
-        rows = list[tuple[int, ...]]()
+        rows = list[tuple[Any, ...]]()
         gone = set[int]()
         for store in self.words.sample(self.stores, len(self.stores)):
             self.note_dropped(store)
@@ -293,18 +353,31 @@ class Machine:
                 self.words.choice([self.lease, self.work])()
         ledger = merge([parts[index] for index in range(len(parts))])
         at = self.selected, self.num_trained
-        self.saved = Saved(ledger, rows, list(self.trained), gone, *at)
+        # Of what a store issued after its part of the save, the prompts are drawn again.
+        issued = {
+            number
+            for number in self.prompts
+            if number < parts[number % len(parts)]["prompt_counts"][PromptCount.ISSUED] * len(parts)
+        }
+        prompts = {number: self.prompts[number] for number in issued}
+        self.saved = Saved(ledger, rows, list(self.trained), gone, *at, prompts)
 
     def load(self) -> None:
         """Go on with the latest save."""
-        if self.saved is not None and self.restore(self.saved):
-            self.counts["loads"] += 1
+        before = self.prompts
+        if self.saved is not None:
+            self.prompts = dict(self.saved.prompts)
+            if self.restore(self.saved):
+                self.counts["loads"] += 1
+            else:
+                self.prompts = before
 
     def restore(self, saved: Saved) -> bool:
         raise NotImplementedError
 
     def finish(self, batches: int) -> None:
         """Generate without failures: the learner is never stuck."""
+        self.dies = False
         for _ in range(batches):
             for _ in range(4):
                 self.now += 1000.0
@@ -327,6 +400,7 @@ class Machine:
         """Let workers and ranks go on, with faults, saves and loads; then without failures."""
         usual: list[Callable[[], Any]] = [self.lease] * 6 + [self.work] * 12 + [self.select] * 3
         usual += [self.train] * 2 * max(2, len(self.stores)) + [self.fill] * 8 * self.how["needs"]
+        usual += [self.reprioritise] * 2 * (self.stores[0].ledger.masses is not None)
         for turn in range(turns):
             self.words.choice(usual)()
             if turn % 16 == 15:
@@ -348,14 +422,14 @@ class Resharding(Machine):
         self.rejects = True
         super().__init__(seed, count, **how)
 
-    def commit(self, store: NodeStore, lease: LeaseRecord) -> None:
+    def commit(self, store: NodeStore, lease: LeaseRecord) -> bool:
         store.ledger.own(lease)  # before there is room for it
-        super().commit(store, lease)
+        return super().commit(store, lease)
 
-    def has_room(self, store: NodeStore) -> bool:
-        while not store.make_room() and not len(store.slots_in(SlotState.COMMITTED)):
+    def has_room(self, store: NodeStore, size: int) -> bool:
+        while not store.make_room(size) and not len(store.slots_in(SlotState.COMMITTED)):
             self.train()  # all rows of the store are in training
-        if not store.make_room():  # of other stores: more than this one would issue
+        while not store.make_room(size):  # of other stores: more than this one would issue
             assert self.counts["loads"]
             self.counts["evicted"] += 1
             store.leave(int(store.numbers[store.slots_in(SlotState.COMMITTED)].min()), Left.EVICTED)
@@ -370,7 +444,8 @@ class Resharding(Machine):
         self.note_dropped(store)
 
     def between(self) -> list[Callable[[], Any]]:
-        has_room = all(store.make_room() for store in self.stores)  # none is evicted in a selection
+        # None is evicted in a selection.
+        has_room = all(store.make_room(self.SIZE) for store in self.stores)
         works = [self.work, self.work] if has_room else []
         return [self.lease, self.lease, *works, self.fill, self.train]
 
@@ -422,11 +497,16 @@ class Resharding(Machine):
             for store in self.stores
             for slot in store.slots_in(SlotState.COMMITTED).tolist()
         ]
+        complete = set[int]()
         for at, (store, slot) in enumerate(groups):
             number = int(store.numbers[slot])
             whole.write(at, number, SlotState.COMMITTED, -1, 0, 0)
             if store.leaders[slot]:
-                whole.complete_as(at, self.places[number] * 100_000 + number)
+                complete.add(number)
+        for slot in whole.slots_in(SlotState.COMMITTED).tolist():
+            number = int(whole.numbers[slot])
+            if number in complete:
+                whole.complete_as(slot, self.places[number] * 100_000 + number)
         return [int(number) for number in whole.numbers[whole.ledger.in_order(whole.complete)]]
 
     def check_admission(self) -> None:
@@ -441,7 +521,7 @@ class Resharding(Machine):
             if not self.by_lease:
                 is_known = len(self.gone) == self.num_gone
             used = store.ledger.books.num_in_training + len(store.open_numbers)
-            if is_known and used < len(store.slots):
+            if is_known and used < len(store.slots) // self.SIZE:
                 gone = [n for n in self.gone if not self.by_lease or n < following]
                 assert (following - len(gone)) // self.groups > self.num_trained + self.max_lag
                 self.counts["exact"] += 1
@@ -465,10 +545,11 @@ class Resharding(Machine):
         self.places = {n: place for n, place in self.saved_places.items() if n in waiting}
         drawn = saved.in_training
         for store, own in zip(self.stores, owned, strict=True):
-            for slot, (*words, place) in enumerate(own):
-                store.write(slot, *words)
-                if place:
-                    store.complete_as(slot, place)
+            for slot, row in enumerate(own):
+                store.write(slot, *row[:-1])
+            for slot, row in enumerate(own):
+                if row[-1]:
+                    store.complete_as(slot, row[-1])
             store.ledger.restore(saved.ledger, drawn)
             # Nothing is leased before the stores have agreed.
             assert len(self.stores) == 1 or not store.ledger.lease(9)
@@ -488,7 +569,7 @@ class Resharding(Machine):
 class Successors(Machine):
     """Jobs, one after the other, in stores that outlive them; half of the groups lack a column."""
 
-    BATCHES = 5
+    BATCHES = 3
     OUTLIVES = True
 
     def __init__(self, seed: int, count: int, **how: Any) -> None:
@@ -507,15 +588,15 @@ class Successors(Machine):
         self.counts["older"] += int((versions < version).sum())
         return leases
 
-    def commit(self, store: NodeStore, lease: LeaseRecord) -> None:
+    def commit(self, store: NodeStore, lease: LeaseRecord) -> bool:
         committed = len(store.slots_in(SlotState.COMMITTED))
-        if not store.make_room():
-            return
-        super().commit(store, lease)
+        if not super().commit(store, lease):
+            return False
         self.counts["from before"] += len(store.slots_in(SlotState.COMMITTED)) == committed
         if self.words.random() < 0.2:  # the answer was lost
-            with pytest.raises(LeaseExpiredError), store.ledger.committing(lease, 1):
+            with pytest.raises(LeaseExpiredError), store.ledger.committing(lease, []):
                 pass
+        return True
 
     def has_column(self) -> bool:
         return self.words.random() < 0.5
@@ -556,11 +637,14 @@ class Successors(Machine):
     def begin(self) -> None:
         """Agree for the first time: nothing is leased before. What is found has any version."""
         for store in self.stores:
-            for slot in store.slots_in(SlotState.EVICTED).tolist():
-                if store.drawn[slot] < 0 and self.words.random() < 0.5:
+            retired = store.slots_in(SlotState.EVICTED)
+            retired = retired[store.drawn[retired] < 0]
+            for number in np.unique(store.numbers[retired]).tolist():
+                if self.words.random() < 0.5:
                     oldest = self.selected - self.max_lag - 1
                     version = max(self.words.randint(oldest, self.selected + 1), 0)
-                    store.retention[slot, SlotRetention.POLICY_VERSION] = version
+                    slots = retired[store.numbers[retired] == number]
+                    store.retention[slots, SlotRetention.POLICY_VERSION] = version
             self.ask(store)
             assert len(self.stores) == 1 or not self.lease(store)
         if self.words.random() < 0.5:
@@ -579,6 +663,8 @@ class Successors(Machine):
             store.ledger.begin()
             records = np.zeros((len(own), Slot.NUM_WORDS), np.int64)
             placed, _ = store.ledger.place(records, saved.ledger)
+            store.numbers[placed] = [row[0] for row in own]
+            store.ledger.note_sizes(placed)
             for slot, row in zip(placed.tolist(), own, strict=True):
                 store.write(slot, *row)
             store.ledger.restore(saved.ledger, drawn)

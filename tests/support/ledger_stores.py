@@ -18,6 +18,7 @@ from deepspeed_gear.store.records import Control, Head, SlotRetention
 ATTEMPTS = 2
 WORKERS = (1, 2, 3)  # 0 is the rank
 GATEWAY = 3  # its remote workers outlive it
+COMMIT = [Slot.NUM_STEPS, Slot.NUM_ROWS]  # words of a slot without rows that `write` uses
 STREAM = ("stream/train/position", "stream/train/consumed")
 
 
@@ -47,22 +48,30 @@ class Extents:
 
 
 class NodeStore:
-    """A node's ledger, and the words of its table of groups, of one trajectory each.
+    """A node's ledger, and the words of its table of groups, of `size` trajectories at most.
 
     Args:
         index, count: Which store of how many it is.
         batches: Room for groups, beyond those within the lag, in batches.
         outlives: Whether the store outlives its jobs.
+        size: Most trajectories of a group.
         how: Options of `PromptSpec`.
     """
 
     def __init__(
-        self, index: int, count: int, batches: int, outlives: bool = False, **how: Any
+        self,
+        index: int,
+        count: int,
+        batches: int,
+        outlives: bool = False,
+        size: int = 1,
+        **how: Any,
     ) -> None:
         how = {"seed": 0, "random_key": 0, "attempts": ATTEMPTS, "keep_bytes": 1, **how}
-        how |= {"num_stores": count, "store": index, "members": int(outlives)}
-        self.spec = PromptSpec("", "", 20, size=1, **how)
+        how |= {"num_stores": count, "store": index, "is_kept": outlives}
+        self.spec = PromptSpec("", "", 20, size=size, **how)
         room = max(-(-(self.spec.max_lag + batches) * self.spec.groups // count), self.spec.groups)
+        room *= size
         self.alive = set(WORKERS)
         self.memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: peer in self.alive)
         self.views = {one.name: np.zeros(one.shape, one.dtype) for one in self.spec.regions()}
@@ -76,6 +85,7 @@ class NodeStore:
         self.views |= {"slots": self.slots, "stream/train/last_drawn": self.drawn}
         self.views |= {"retention": self.retention, "group_counts": np.zeros(16, np.int64)}
         self.views |= {"groups": np.zeros((room, SlotGroup.NUM_WORDS), np.int64)}
+        self.views |= {"group_sizes": np.zeros(room, np.int64)}
         self.views |= {"fill_claims": np.zeros((1, room + 1, 3), np.int64)}
         self.leaders: np.ndarray = self.views["groups"][:, SlotGroup.LEADER]
         self.completed: np.ndarray = self.views["groups"][:, SlotGroup.NUMBER]
@@ -84,6 +94,8 @@ class NodeStore:
         self.extents: Any = Extents(self.slots)
         given = self.spec, self.views, self.numbers, self.memory
         self.ledger = KeptLedger(*given, self.extents) if outlives else PromptLedger(*given)
+        if self.ledger.masses is not None:
+            self.ledger.masses.initialise()
 
     def owns(self, number: int) -> bool:
         return number % self.spec.num_stores == self.spec.store
@@ -111,32 +123,51 @@ class NodeStore:
 
     @property
     def complete(self) -> np.ndarray:
-        """The slots of groups with a leader."""
+        """The leaders of groups."""
         slots = self.slots_in(SlotState.COMMITTED)
-        return slots[self.leaders[slots] > 0]
+        return slots[self.leaders[slots] == slots + 1]
 
     @property
     def lacking(self) -> np.ndarray:
         """The slots of groups that lack a late column."""
-        return np.setdiff1d(self.slots_in(SlotState.COMMITTED), self.complete)
+        slots = self.slots_in(SlotState.COMMITTED)
+        return slots[self.leaders[slots] == 0]
 
-    def make_room(self) -> bool:
-        """Free the oldest retired group that is not in training; return whether a slot is free."""
-        retired = self.slots_in(SlotState.EVICTED)
-        retired = retired[self.drawn[retired] < self.consumed[0]]
-        if len(retired) and not len(self.slots_in(SlotState.FREE)):
+    def make_room(self, count: int = 1) -> bool:
+        """Free the oldest retired trajectories that are not in training, one by one.
+
+        Return whether so many slots are free.
+        """
+        while len(self.slots_in(SlotState.FREE)) < count:
+            retired = self.slots_in(SlotState.EVICTED)
+            retired = retired[self.drawn[retired] < self.consumed[0]]
+            if not len(retired):
+                return False
             self.extents.free(int(retired[self.slots[retired, Slot.ID].argmin()]))
-        return len(self.slots_in(SlotState.FREE)) > 0
+        return True
 
     def write(
-        self, slot: int, number: int, state: int, drawn: int, present: int, version: int
+        self,
+        slot: int,
+        number: int,
+        state: int,
+        drawn: int,
+        present: int,
+        version: int,
+        commit: tuple[int, int] = (0, 1),
     ) -> None:
-        """Write a group that is not complete yet; `present`: whether it has its late column."""
+        """Write a trajectory of a group that is not complete yet.
+
+        Args:
+            present: Whether it has its late column.
+            commit: Which commit it is from, and how many trajectories that has; for `check_whole`.
+        """
         control = self.extents.control
         self.slots[slot, Slot.ID] = (
             control[Control.NEXT_ID] * self.spec.num_stores + self.spec.store
         )
         self.slots[slot, Slot.STATE] = state
+        self.slots[slot, COMMIT] = commit
         control[Control.NEXT_ID] += 1
         self.numbers[slot] = number
         self.drawn[slot] = drawn
@@ -145,42 +176,62 @@ class NodeStore:
         self.retention[slot, SlotRetention.POLICY_VERSION] = version
 
     def complete_as(self, slot: int, place: int) -> None:
-        """Complete a group as the `place`-th one ever."""
-        self.leaders[slot] = slot + 1
-        self.completed[slot] = place
+        """Complete the group of a slot as the `place`-th one ever."""
+        used = np.nonzero(self.slots[:, Slot.STATE] == self.slots[slot, Slot.STATE])[0]
+        slots = used[self.numbers[used] == self.numbers[slot]]
+        leader = slots[self.slots[slots, Slot.ID].argmax()]
+        self.leaders[slots] = leader + 1
+        self.completed[leader] = place
         self.num_completed = max(self.num_completed, place)
 
     def update(self) -> list[int]:
         """Complete the groups that have their late column; return their numbers."""
         lacking = self.lacking
-        formed = lacking[self.retention[lacking, SlotRetention.PRESENT] > 0].tolist()
-        for slot in formed:
-            self.complete_as(slot, self.num_completed + 1)
-        return self.numbers[formed].tolist()
+        has_column = self.retention[lacking, SlotRetention.PRESENT] > 0
+        formed = list[int]()
+        for number in dict.fromkeys(self.numbers[lacking].tolist()):
+            is_own = self.numbers[lacking] == number
+            if has_column[is_own].all():
+                self.complete_as(int(lacking[is_own][0]), self.num_completed + 1)
+                formed.append(number)
+        return formed
 
     def leave(self, number: int, counter: int) -> None:
         """Let a held group leave the table."""
         held = self.slots_in(SlotState.COMMITTED)
-        (slot,) = held[self.numbers[held] == number]
+        slots = held[self.numbers[held] == number]
+        assert len(slots)
         is_drawn = counter == Left.DRAWN
-        self.drawn[slot] = self.position[Head.NUMBER] - 1 if is_drawn else -1
-        self.slots[slot, Slot.STATE] = SlotState.EVICTED if is_drawn else SlotState.FREE
+        self.drawn[slots] = self.position[Head.NUMBER] - 1 if is_drawn else -1
+        self.slots[slots, Slot.STATE] = SlotState.EVICTED if is_drawn else SlotState.FREE
         self.ledger.leave(np.array([number]), counter)
+
+    def check_whole(self) -> None:
+        """Check that each number in the table has all trajectories of one commit, and no others."""
+        held = self.slots_in(SlotState.COMMITTED)
+        for number in np.unique(self.numbers[held]):
+            slots = held[self.numbers[held] == number]
+            (words,) = {*map(tuple, self.slots[slots[:, None], COMMIT].tolist())}
+            assert words[1] == len(slots), (number, words)
 
     def drop(self, selected: int) -> None:
         """Drop what is too old for the next batch."""
         slots = self.slots_in(SlotState.COMMITTED)
         self.slots[slots[self.ledger.too_old(slots, selected)], Slot.STATE] = SlotState.FREE
 
-    def rows(self) -> list[tuple[int, ...]]:
+    def rows(self) -> list[tuple[Any, ...]]:
         """Return what a checkpoint has of the groups: those that wait, and those in training.
 
-        As `write` takes them, number first; the last word is the place of a complete one, else 0.
+        As `write` takes them, number first; the last word is the place of a complete one with its
+        leader, else 0.
         """
-        places = self.completed * (self.leaders > 0)
+        places = self.completed * (self.leaders == np.arange(len(self.slots)) + 1)
         retention = self.retention[:, [SlotRetention.PRESENT, SlotRetention.POLICY_VERSION]]
-        words = [self.numbers, self.slots[:, Slot.STATE], self.drawn, retention, places]
-        rows = map(tuple, np.column_stack(words).tolist())
+        words = [self.numbers, self.slots[:, Slot.STATE], self.drawn, retention]
+        columns = zip(np.column_stack(words), self.slots[:, COMMIT], places, strict=True)
+        rows = [
+            (*own.tolist(), tuple(commit.tolist()), int(place)) for own, commit, place in columns
+        ]
         trained = int(self.consumed[0])
         return [
             row

@@ -57,6 +57,7 @@ class StoreScene:
         prompts: Any = None,
         normalized: tuple[str, ...] = (),
         return_to_go: bool = True,
+        schema: Any = SCHEMA,
     ) -> None:
         self.ops = load_backend("cpu")
         self.specs = list(specs)
@@ -70,7 +71,7 @@ class StoreScene:
             "prompts": prompts,
             "normalized": normalized,
         }
-        self.spec = TableSpec("main", SCHEMA, *sizes, spare_rows=spare_rows, **rules)
+        self.spec = TableSpec("main", schema, *sizes, spare_rows=spare_rows, **rules)
         extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}
         self.layout = table_layout(self.spec, extra, meaning)

@@ -18,8 +18,8 @@ REPLAY_BASE = """
     state_dict statistics take_metrics transform update_priorities"""
 REPLAY = f"""{REPLAY_BASE}
     add can_sample check_packing copy_items fill fingerprint forward gradient_divisor missing_groups
-    priorities read remove rollout rollout_worker run set_model set_policy_version set_priorities step
-    store tables vector_writer writer"""
+    priorities prompt_priorities read remove rollout rollout_worker run set_model set_policy_version
+    set_priorities set_prompt_priorities step store tables vector_writer writer"""
 DEVICE_REPLAY = f"""{REPLAY_BASE.replace("schemas", "schema").replace("fields ", "")}
     add_ add_steps_ add_transitions_ check end_steps_ export_table fill_ import_table new_batch
     num_trajectories remove_ sample_ table tables update_priorities_"""
@@ -30,7 +30,7 @@ BATCH = f"""{MAPPING}
 MICRO_BATCH = f"""{MAPPING}
     block_mask cu_seqlens fill fraction group index is_weight lengths loss_mask mask_mod max_seqlen
     media model_inputs num_tokens num_trajectories opaque per_sequence position_ids sequence sum targets
-    trajectory_id weight"""
+    table trajectory_id weight"""
 ROLLOUT = """
     advantages close column columns correct forward group lengths mask num_items num_tokens num_trajectories number
     set steps_done table trajectory_id values whiten"""

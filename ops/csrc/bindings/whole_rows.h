@@ -87,31 +87,19 @@ struct TrajectoryReader {
     return true;
   }
 
-  // Number of first steps that the trajectories of a group share: those of equal prompts, less the
-  // last one, whose logits predict the first token of the loss. A prompt ends at the first step
-  // with a loss. Prompts [4, 4, 4 | 1, 2] and [4, 4, 4 | 3] share 2 steps.
-  int64_t SharedSteps(const std::vector<ReadTrajectory>& members) const {
-    if (!shares_prompts) return 0;
-    int64_t length = INT64_MAX;
-    for (const ReadTrajectory& one : members) {
-      const auto* flags = static_cast<const char*>(one.sources[static_cast<size_t>(mask)]);
-      int64_t first = one.num_steps;
-      if (flags != nullptr) first = std::find_if(flags, flags + first, IsSet) - flags;
-      length = std::min(length, first);
+  // Number of first steps that each trajectory of a group shares with the first one: those of the
+  // prompt, less the last one, whose logits predict the first token of the loss; 0 if it begins in
+  // another way. A prompt ends at the first step with a loss, of either trajectory.
+  // [4, 4, 4 | 1, 2], [4, 4, 4 | 3] and [5, 4 | 3] share 0, 2 and 0 steps.
+  std::vector<int64_t> SharedSteps(const std::vector<ReadTrajectory>& all) const {
+    std::vector<int64_t> shared(all.size());
+    if (!shares_prompts) return shared;
+    const int64_t first = PromptSteps(all[0]);
+    for (size_t i = 1; i < all.size(); ++i) {
+      const int64_t length = std::min(first, PromptSteps(all[i]));
+      if (length > 1 && HaveEqualSteps(all[0], all[i], length)) shared[i] = length - 1;
     }
-    if (length <= 1) return 0;
-    for (size_t c = 0; c < given.size(); ++c) {
-      if (is_single(c)) continue;
-      const auto bytes = static_cast<size_t>(length * form(c).row_bytes);
-      const std::vector<char> zeros(members[0].sources[c] == nullptr ? bytes : 0);
-      const void* rows = zeros.empty() ? members[0].sources[c] : zeros.data();
-      for (const ReadTrajectory& one : members) {
-        if (one.sources[c] == rows) continue;
-        if (one.sources[c] == nullptr && IsZero(static_cast<const char*>(rows), bytes)) continue;
-        if (one.sources[c] == nullptr || std::memcmp(one.sources[c], rows, bytes) != 0) return 0;
-      }
-    }
-    return length - 1;
+    return shared;
   }
 
  private:
@@ -119,6 +107,32 @@ struct TrajectoryReader {
 
   static bool IsZero(const char* rows, size_t bytes) {
     return std::none_of(rows, rows + bytes, IsSet);
+  }
+
+  // Whether rows are equal; null: of a late column that is missing, whose rows are 0.
+  static bool AreEqual(const void* one, const void* other, size_t bytes) {
+    if (one == other) return true;
+    if (one == nullptr || other == nullptr)
+      return IsZero(static_cast<const char*>(one == nullptr ? other : one), bytes);
+    return std::memcmp(one, other, bytes) == 0;
+  }
+
+  // Steps before the first one with a loss; without one all of them.
+  int64_t PromptSteps(const ReadTrajectory& one) const {
+    const auto* flags = static_cast<const char*>(one.sources[static_cast<size_t>(mask)]);
+    if (flags == nullptr) return one.num_steps;
+    return std::find_if(flags, flags + one.num_steps, IsSet) - flags;
+  }
+
+  // Whether the first steps of two trajectories are equal in all columns.
+  bool HaveEqualSteps(const ReadTrajectory& one, const ReadTrajectory& other,
+                      int64_t num_steps) const {
+    for (size_t c = 0; c < given.size(); ++c) {
+      if (is_single(c)) continue;
+      const auto bytes = static_cast<size_t>(num_steps * form(c).row_bytes);
+      if (!AreEqual(one.sources[c], other.sources[c], bytes)) return false;
+    }
+    return true;
   }
 
   // Whether a column has the steps of those before it, and an end flag at its last step only.
@@ -166,11 +180,11 @@ inline PyObject* WriteGroup(const TrajectoryReader& reader, PyObject* members, i
     if (!reader.Read(given, &stored, &one) || !reader.IsFinite(one)) Py_RETURN_NONE;
     wholes.push_back(one.whole());
   }
-  const int64_t shared = reader.SharedSteps(all);
+  const std::vector<int64_t> shared = reader.SharedSteps(all);
   int64_t refusal = 0;
   {
     const WithoutLock unlocked;
-    refusal = cpu::WriteGroup(*reader.store, wholes.data(), count, shared, made, timeout_s);
+    refusal = cpu::WriteGroup(*reader.store, wholes.data(), count, shared.data(), made, timeout_s);
   }
   for (Py_ssize_t i = 0; i < count; ++i) made[count + i] = all[static_cast<size_t>(i)].present;
   return direct::ToPython(refusal);

@@ -537,13 +537,13 @@ Added Add(Store& store, const Whole& whole, double timeout_s) {
   return {Commit(store, slot, num_steps, num_rows, BornNow(store), &block, marks), slot};
 }
 
-int64_t WriteGroup(Store& store, const Whole* members, int64_t count, int64_t shared,
+int64_t WriteGroup(Store& store, const Whole* members, int64_t count, const int64_t* shared,
                    int64_t* slots, double timeout_s) {
   {
     const Held held(store.mutex, store.holder, timeout_s);
     if (held.refusal() != 0) return held.refusal();
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t steps = members[i].num_steps - (i == 0 ? 0 : shared);
+      const int64_t steps = members[i].num_steps - shared[i];
       const int64_t slot = ReserveWithRemoval(store, {RowsOf(store, steps), steps, steps});
       if (slot >= 0) {
         slots[i] = slot;
@@ -557,10 +557,9 @@ int64_t WriteGroup(Store& store, const Whole* members, int64_t count, int64_t sh
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t before = i == 0 ? 0 : shared;
-    Write(store, slots[i], members[i], before);
+    Write(store, slots[i], members[i], shared[i]);
     int64_t* words = store.shared_prompts + slots[i] * 2;
-    words[0] = before;
+    words[0] = shared[i];
     words[1] = i == 0 ? 0 : slots[0];
   }
   return 0;

@@ -256,10 +256,10 @@ struct Added {
 // could not be taken.
 Added Add(Store& store, const Whole& whole, double timeout_s);
 // Reserves and writes the trajectories of a group of a lease, `slots` [count], and lets the first
-// one hold the first `shared` steps of the others. Values were checked before. Returns 0 or a
-// refusal; then nothing is reserved. A caller that dies or ends frees the slots, or CommitGroup
-// publishes them.
-int64_t WriteGroup(Store& store, const Whole* members, int64_t count, int64_t shared,
+// one hold the first `shared` [count] steps of the others; `shared[0]` is 0. Values were checked
+// before. Returns 0 or a refusal; then nothing is reserved. A caller that dies or ends frees the
+// slots, or CommitGroup publishes them.
+int64_t WriteGroup(Store& store, const Whole* members, int64_t count, const int64_t* shared,
                    int64_t* slots, double timeout_s);
 
 // ---- with the lock held

@@ -9,7 +9,7 @@ import pytest
 import torch
 from store_support import priority_rule, stream_spec
 
-from deepspeed_gear.ops.philox import below, philox
+from deepspeed_gear.ops.philox import below, philox, word
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
 from deepspeed_gear.sampling.mass_rules import AnchorRule
 
@@ -31,6 +31,18 @@ def test_below_is_exact(most: int) -> None:
         word * total >> 128 for word, total in zip(words, totals.tolist(), strict=True)
     ]
     assert found.dtype == np.int64
+
+
+def test_a_single_word_is_that_of_the_arrays() -> None:
+    numbers = np.array([0, 1, 2**32 - 1, 2**32, 2**63 + 12345], np.uint64)
+    for seed, stream in ((0, 0), (7, 5), (2**64 - 1, 2**32 - 1)):
+        purpose = RandomPurpose.COORDINATE
+        quarters = philox(seed, numbers, stream, np.array([[purpose]], np.uint64))
+        for at, number in enumerate(numbers.tolist()):
+            whole = 0
+            for quarter in quarters:
+                whole = whole << 32 | int(quarter[0, at])
+            assert word(seed, number, stream, purpose) == whole
 
 
 def test_purposes_and_streams_have_words_of_their_own() -> None:

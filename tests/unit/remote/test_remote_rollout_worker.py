@@ -153,7 +153,7 @@ def test_a_call_that_is_made_twice_is_done_once(data: Path) -> None:
         sessions.open("a")
         take = {"number": 3, "do": "lease", "count": 1, "wait_s": 0.0}
         first, again = (sessions.work("a", take, []) for _ in range(2))
-        assert first["leases"] == again["leases"] == [(0, 1, 0, 0, 1, "")]
+        assert first["leases"] == again["leases"] == [(0, 1, 0, 0, 1, "", 6)]
         assert first["content"].equals(again["content"])
         group = list(
             enumerate({"tokens": np.ones(2, np.int32), "prompt": 0, "sample": 1} for _ in range(2))

@@ -253,13 +253,13 @@ def members(*which: int) -> Callable[[Lease], Any]:
 
 
 REFUSALS: list[tuple[Callable[[Lease], Any], type[GearError], str]] = [
-    (members(0), DataError, "must have 2 trajectories"),
-    (members(0, 1, 1), DataError, "must have 2 trajectories"),
+    (members(0), DataError, "must have 2 members, got 1"),
+    (members(0, 1, 1), DataError, "must have 2 members, got 3"),
     (second(prompt=np.int64(5)), DataError, "must have the prompt's number in prompt"),
     (second(weight=np.float32(np.nan)), DataError, "finite"),
     (second(tokens=np.zeros(99, np.int32)), DataError, "at most max_length"),
     (second(more=1), DataError, "column more must be in the schema"),
-    (lambda lease: lease.commit(5), ConfigError, "must be a list of trajectories"),  # type: ignore
+    (lambda lease: lease.commit(5), ConfigError, "must be a list of a group's members"),  # type: ignore
     (lambda lease: lease.fail("x" * 33), ConfigError, "1 to 32 bytes"),
     (lambda lease: lease.keep(tokens=np.zeros(99)), DataError, "at most prompts.keep_bytes = 600"),
     (lambda lease: lease.keep(tokens=None), DataError, "array of numbers"),

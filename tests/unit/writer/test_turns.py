@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from gear_support import prefix
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ledger_support import write_prompts
 from packed_families import tiny
 
 from deepspeed_gear import DataError, Replay, Turn, trajectories_from_turns
@@ -220,12 +222,19 @@ COLUMNS = {
 }
 
 
-def section() -> dict[str, Any]:
+def section(prompts: Path | None = None) -> dict[str, Any]:
+    """Return a gear section of members; with `prompts`, groups are committed by leases."""
+    columns = dict(COLUMNS)
     group = {"column": "prompt_id", "size": SIZE, "needs": ["reward"]}
     group |= {"member": "member", "max_trajectories": 4 * SIZE}
-    table = {"capacity_steps": 4000, "max_length": 64, "group": group}
+    table: dict[str, Any] = {"capacity_steps": 4000, "max_length": 64, "group": group}
+    if prompts is not None:
+        table |= {"prompts": {"data": str(prompts)}, "max_times_sampled": 1}
+        table["capacity_trajectories"] = 200
+        columns["reward"] = {"dtype": "float32", "rows": "1"}
+        group["needs"] = []
     return {
-        "tables": {"rollouts": {**table, "schema": {"columns": COLUMNS}}},
+        "tables": {"rollouts": {**table, "schema": {"columns": columns}}},
         "sampler": {"kind": "fifo", "unit": "group"},
         "pack": {"tokens": 128, "pad": {"multiple": 8}},
         "rollout": {"groups": 2},
@@ -297,3 +306,31 @@ def test_the_loss_of_merged_turns_is_that_of_each_turn_alone() -> None:
     most = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, parameter in model.named_parameters():
         assert float((parameter.grad - wanted[name]).abs().max()) < 2e-6 * most, name
+
+
+def test_a_lease_commits_members_of_turns(tmp_path: Path) -> None:
+    """The table holds the trajectories of each member as they were made, in their order."""
+    words = np.random.default_rng(1)
+    with Replay(section(write_prompts(tmp_path / "prompts", 4))) as replay:
+        worker = replay.rollout_worker()
+        wanted = []
+        for lease in worker.lease(2, timeout_s=0):
+            members = [
+                trajectories_from_turns(rollout_of_an_agent(words), {"reward": float(place)})
+                for place in range(SIZE)
+            ]
+            numbers = iter(lease.commit(members))
+            for place, member in enumerate(members):
+                own = {"prompt_id": lease.number, "member": place}
+                wanted += [(next(numbers), {**one, **own}) for one in member]
+        assert len(wanted) == 2 * SIZE * 3
+        for number, one in wanted:
+            (stored,) = replay.read([number])
+            for name, column in one.items():
+                assert np.array_equal(stored[name], column), name
+        rollout = replay.rollout()
+        rollout.advantages("dr_grpo")
+        for step in rollout:
+            for micro in step:
+                own = micro["advantage"][micro.loss_mask]
+                assert {*own.tolist()} == {-1.0, 0.0, 1.0}
