@@ -64,7 +64,8 @@ def main() -> None:
             for row in speeds
         ],
     )
-    report.write([*rows, *speeds], packages=[*PACKAGES])
+    command = " ".join(["bash benchmarks/transfer_queue.sh", *sys.argv[1:]])
+    report.write([*rows, *speeds], command=command, packages=[*PACKAGES])
     report.meanwhile()
 
 
