@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections import Counter
@@ -150,7 +151,7 @@ def test_a_run_resumes_with_its_conditions(data: Path, tmp_path: Path) -> None:
 def weighted(data: Path, sampler: str = "prioritized", **options: Any) -> dict[str, Any]:
     """A section whose table has a column for the places of prompts in their data set."""
     prompts = {"sampler": sampler, "column": "place", **options.pop("prompts", {})}
-    section = ledger_section(data, prompts, **options)
+    section = copy.deepcopy(ledger_section(data, prompts, **options))  # its columns are shared
     column = {"dtype": "int64", "rows": "1"}
     section["tables"]["main"]["schema"]["columns"]["place"] = column
     return section
