@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from deepspeed_gear import __version__
 from deepspeed_gear.cli import add_options
-from deepspeed_gear.cli.interrupts import identity, repeated_interrupts
+from deepspeed_gear.cli.interrupts import identity, one_interrupt
 from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 COMMANDS = {
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(others[0], f"is not an argument of gear {command}", None, remedy)
         dest = getattr(options, "dest", None)
         before = identity(dest)
-        with repeated_interrupts():
+        with one_interrupt():
             status: int = options.run(options)
         sys.stdout.flush()
         return status

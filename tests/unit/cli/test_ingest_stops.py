@@ -17,7 +17,7 @@ import pytest
 from gear_support import write_dataset
 from process_support import exit_status, in_child
 
-from deepspeed_gear import Dataset
+from deepspeed_gear import Dataset, DatasetWriter
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.export import FORMATS
 from deepspeed_gear.data.ingest.hdf5 import D4rlReader
@@ -113,6 +113,29 @@ def test_ctrl_c_says_that_nothing_was_kept(
         assert sys.unraisablehook is hook
     assert capsys.readouterr().err == "gear: interrupted, nothing was kept\n"
     assert os.listdir(tmp_path) == ["a.hdf5"]
+
+
+def test_a_second_ctrl_c_does_not_stop_the_removal(
+    tmp_path: Path, d4rl: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    d4rl(tmp_path / "a.hdf5")
+    discard = DatasetWriter.discard
+
+    def interrupted(self: DatasetWriter, block: Any, **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupted_discard(self: DatasetWriter) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        discard(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DatasetWriter, "add_block", interrupted)
+        patched.setattr(DatasetWriter, "discard", interrupted_discard)
+        arguments = ["ingest", str(tmp_path / "a.hdf5"), str(tmp_path / "out"), "--quiet"]
+        assert main(arguments) == 130
+    assert capsys.readouterr().err == "gear: interrupted, nothing was kept\n"
+    assert os.listdir(tmp_path) == ["a.hdf5"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_after_the_last_rename_says_that_it_is_complete(
