@@ -156,7 +156,7 @@ class PromptsConfig(t.GearModel):
     """
     column: t.Name | None = None
     """A per-trajectory column of int64 in which `lease.commit` fills in the place of the prompt in
-    `data`, as `lease.index`. It tells training which prompt a group answers. null: none.
+    `data`, as `lease.index`. In training it names the prompt of each group. null: none.
     """
     sampler: Literal["epoch", "prioritized", "prioritized_epoch"] = "epoch"
     """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from

@@ -80,8 +80,8 @@ class SegmentStore(ProcessBound):
     """A node's values in this process. Any number of processes may open a folder at once.
 
     Invariants: a put that returned is found by every get that begins afterwards, in every process,
-    whoever is killed; a value that a get returns is the whole value of one put; a value that was
-    superseded or cleared leaves its pages to the file system.
+    also if any of them is killed; a value that a get returns is the whole value of one put; a value
+    that was superseded or cleared leaves its pages to the file system.
 
     Thread safety: every method may be called from several threads.
 

@@ -212,7 +212,7 @@ def test_pass_rates_of_a_batch_decide_what_is_leased_next(data: Path) -> None:
         assert not replay.can_sample()
         own = worker.lease(3)
         assert [lease.index for lease in own] == [5, 5, 5]
-        # A lease that comes back keeps its prompt, by whatever priorities.
+        # A lease that comes back keeps its prompt, also if priorities have changed.
         replay.set_prompt_priorities([5, 2], [0, 1])
         own[0].fail()
         again = worker.lease()[0]

@@ -40,7 +40,7 @@ def trees(draw: Any) -> list[Made]:
 
 
 def as_turns(made: list[Made]) -> list[Turn]:
-    """Return turns whose log-probabilities and versions tell every generated token from others."""
+    """Return turns in which no two generated tokens share log-probability and version."""
     turns = []
     for number, (prompt, output) in enumerate(made):
         places = np.arange(len(output))
