@@ -26,7 +26,7 @@ from deepspeed_gear.distributed.shard_placement import (
 )
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.plan.compare_ranks import open_data
+from deepspeed_gear.plan.resolved_plan import open_data
 from deepspeed_gear.plan.table_resolution import store_of
 from deepspeed_gear.row_exchange.exchange_plan import grid
 from deepspeed_gear.schema import Schema
