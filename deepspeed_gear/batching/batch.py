@@ -12,8 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.batch_parts import Samples, minibatch_samples, sample_taker
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.sample_index import Samples, minibatch_samples, sample_taker
 from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.field_names import SAMPLE_NAMES

@@ -14,7 +14,7 @@ from gear_support import SCHEMA, config_of, write_dataset
 from deepspeed_gear.config import GearConfig, parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
-from deepspeed_gear.data.dataset_writer import write_parts
+from deepspeed_gear.data.dataset_parts import write_parts
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.shard_placement import (
     NOTHING,
