@@ -474,7 +474,8 @@ def _duplicates(batch: Selections) -> float:
         items = resolutions[:, Resolution.ID]
         if stream.spec.rule.unit == "step":
             items = resolutions[:, Resolution.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
-        total, different = total + len(items), different + len(distinct(items))
+        total += len(items)
+        different += len(distinct(items))
     return 1 - different / max(total, 1)
 
 

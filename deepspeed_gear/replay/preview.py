@@ -135,7 +135,8 @@ def _rank(
         tensor = batch[field.name]
         time = () if field.length is None else (mask.shape[1],)
         shape = (info.micro, *time, *tensor.shape[1 + len(time) :])
-        real, rows = real + int(mask.sum()), rows + mask.numel()
+        real += int(mask.sum())
+        rows += mask.numel()
         if field.mask_only:
             shapes[f"mask.{field.name}"] = shape[: 1 + len(time)]
         else:

@@ -129,7 +129,8 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
             length = field.length or 1
             edge = field.pad_kind == "edge"
             if field.part_length is not None and field.align == "in_place" and not edge:
-                first, length = first + field.part_first, field.part_length
+                first += field.part_first
+                length = field.part_length
             reads[WindowRead(name, first, first + length, field.follows, edge, final_row)] = None
             if field.hindsight is not None:
                 name = field.hindsight.name
