@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.loss_weights import GradientDivisor, PackLoss, StepLoss
+from deepspeed_gear.batching.pack_masks import MaskMod, attention_mask
 from deepspeed_gear.batching.pack_rows import (
     PADDING,
     MediaReader,
@@ -284,7 +285,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 
     @property
-    def mask_mod(self) -> Callable[..., torch.Tensor]:
+    def mask_mod(self) -> MaskMod:
         """Mask function for flex attention: (batch, head, query, key) -> whether it attends."""
         whole = replace(self.pack_shape, first=0, end=self.pack_shape.rows)
         # The places [begin, end) of each trajectory's prefix lie in its leader; empty without one.
@@ -309,8 +310,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         [1, 1, N, N], bool. For models without kernels for packed sequences; N * N bytes, of a whole
         pack.
         """
-        places = torch.arange(self.pack_shape.rows, device=self._device)
-        return self.mask_mod(0, 0, places[:, None], places)[None, None]
+        like = torch.empty(0, device=self._device)
+        mask: torch.Tensor = attention_mask(self.mask_mod, self.pack_shape.rows, "sdpa", like)
+        return mask
 
     def model_inputs(self, model: Any) -> dict[str, Any]:
         """Return the keyword arguments of a causal language model of transformers 5.

@@ -55,6 +55,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 16, "expand": 2},

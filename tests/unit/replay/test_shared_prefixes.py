@@ -290,7 +290,21 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [("gpt2", "sdpa"), ("llama", "eager"), ("qwen3", "sdpa"), ("gemma", "eager")],
+    [
+        ("gpt2", "sdpa"),
+        ("llama", "eager"),
+        ("qwen3", "sdpa"),
+        ("gemma", "eager"),
+        # windows and chunks of 16 steps, in all layers or in some
+        ("mistral", "sdpa"),
+        ("mixtral", "eager"),
+        ("qwen2", "sdpa"),
+        ("gemma2", "eager"),
+        ("gemma3_text", "sdpa"),
+        ("gpt_oss", "eager"),
+        ("cohere2", "sdpa"),
+        ("llama4_text", "sdpa"),
+    ],
 )
 def test_gradients_are_those_of_one_trajectory_at_a_time(family: str, attention: str) -> None:
     """In float32, as part of the largest gradient. Flex attention has none on a CPU."""
@@ -320,10 +334,11 @@ def test_models_are_checked_with_shared_prefixes(monkeypatch: pytest.MonkeyPatch
     with Replay(gear("share")) as replay:
         assert replay.check_packing(tiny("llama", "sdpa")) < 1e-5
         assert replay.check_packing(tiny("opt"), "eager") < 1e-5
+        assert replay.check_packing(tiny("gemma3_text", "sdpa")) < 1e-5
         for model, text in (
             (
-                tiny("mistral", "sdpa"),
-                r"\(mistral\) must be exact: a mask of .* \(sliding_attention\); leave",
+                tiny("lfm2", "sdpa"),
+                r"\(lfm2\) must be exact: no mask .* layers \(conv, full_attention\) share",
             ),
             (
                 tiny("llama", "flash_attention_2"),
