@@ -8,12 +8,8 @@ from typing import Literal
 
 import torch
 
-from deepspeed_gear.config.cross_checks import (
-    GOAL_EXAMPLE,
-    N_STEP_NAMES,
-    SAMPLE_NAMES,
-    check_field_names,
-)
+from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
+from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
 from deepspeed_gear.config.sampler_options import WhereConfig
