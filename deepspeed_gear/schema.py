@@ -57,6 +57,8 @@ _SCALAR_ROLES: dict[str, tuple[str, ...]] = {
     "media": ("int64",),
 }
 Rows = Literal["T", "T+1", "1"]
+# Elements of the smallest image; smaller rows, such as boards, have statistics by element.
+_LEAST_IMAGE = 1024
 MOST_LATE = 62  # late columns; a trajectory has a bit for each in one int64
 
 
@@ -233,6 +235,18 @@ class Column:
     @property
     def row_bytes(self) -> int:
         return self.num_elements * self.numpy_dtype.itemsize
+
+    @property
+    def statistics_shape(self) -> tuple[int, ...]:
+        """Shape of the column's statistics.
+
+        It is the shape of a row, but 1 for the height and width of images: uint8 rows of at least
+        three axes, [..., H, W, C] or [..., C, H, W], and more than 1,024 elements.
+        """
+        if self.dtype != "uint8" or len(self.shape) < 3 or self.num_elements <= _LEAST_IMAGE:
+            return self.shape
+        *rest, first, _, last = self.shape  # the channels are the smaller end
+        return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
 
     @property
     def is_floating(self) -> bool:

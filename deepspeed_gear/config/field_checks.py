@@ -8,12 +8,8 @@ from typing import Literal
 
 import torch
 
-from deepspeed_gear.config.cross_checks import (
-    GOAL_EXAMPLE,
-    N_STEP_NAMES,
-    SAMPLE_NAMES,
-    check_field_names,
-)
+from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
+from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
 from deepspeed_gear.config.sampler_options import WhereConfig
@@ -205,6 +201,13 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
         free = [c for c in numbers if c.dtype == "int64" and not c.late and c.name not in taken]
         rule = "must name a column of one int64 per trajectory, which is not late and not a group's"
         _check_listed(f"{at}.prompts.column", rule, table.prompts.column, free)
+    if table.prompts is not None:
+        rule = "must name columns of steps that have no role token, loss_mask or media"
+        free = [
+            c for c in schema if c.rows != "1" and c.role not in ("token", "loss_mask", "media")
+        ]
+        for name in table.prompts.shared_columns:
+            _check_listed(f"{at}.prompts.shared_columns", rule, name, free)
     if table.keep_best is not None:
         _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:

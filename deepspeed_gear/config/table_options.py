@@ -158,6 +158,12 @@ class PromptsConfig(t.GearModel):
     """A per-trajectory column of int64 in which `lease.commit` fills in the place of the prompt in
     `data`, as `lease.index`. In training it names the prompt of each group. null: none.
     """
+    shared_columns: list[t.Name] = Field(default=[])
+    """Columns of steps that nothing reads before the first token of the loss mask, such as the
+    log-probabilities of a server. The store holds a prompt once for the trajectories of a group if
+    all other columns agree at its tokens; there these columns have the values of the trajectory
+    that holds the prompt.
+    """
     sampler: Literal["epoch", "prioritized", "prioritized_epoch"] = "epoch"
     """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from
     `gear.seed`. "prioritized": any, in proportion to the priorities of

@@ -153,7 +153,7 @@ class RolloutLoader:
         self._of_forward: dict[str, PackGatherer] = {}  # by table
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
-        self.seek(LoaderPosition(position.start(self._tables)))
+        self.seek(LoaderPosition.start(self._tables))
 
     def seek(self, to: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
@@ -162,7 +162,7 @@ class RolloutLoader:
         # Heads of the last selection whose items are all consumed; None: `_start` is the position.
         self._ended: list[list[int]] | None = None
         #: The number of the next selection.
-        self.next_number = position.batches(to.at)
+        self.next_number = to.num_batches
         known = to.rollout or {"number": self.next_number, "first_item": 0}
         # The number of the next rollout batch, and its first item in the first one of `_held`.
         self._number: int = known["number"]

@@ -18,7 +18,7 @@ from deepspeed_gear import Column, DatasetWriter, Schema
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.data import dataset_writer
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_writer import write_parts
+from deepspeed_gear.data.dataset_parts import write_parts
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.errors import DataError
 
