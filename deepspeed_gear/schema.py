@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES},
     **dict.fromkeys(OPAQUE, np.dtype(np.uint8)),
 }
-ROLES = (
+Role = Literal[
     "observation",
     "next_observation",
     "action",
@@ -43,7 +43,8 @@ ROLES = (
     "return_to_go",
     "media",
     "other",
-)
+]
+ROLES: tuple[str, ...] = get_args(Role)
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 # Roles of one number per step, which one column may have; the dtypes that it admits (empty: any).
 _SCALAR_ROLES: dict[str, tuple[str, ...]] = {

@@ -21,7 +21,7 @@ from deepspeed_gear.batching.pack_rows import (
     RolloutTrajectories,
     TableTrajectories,
 )
-from deepspeed_gear.batching.packed_image_models import image_inputs
+from deepspeed_gear.batching.packed_image_models import dummy_inputs, image_inputs
 from deepspeed_gear.batching.packed_models import (
     OF_IMAGES,
     PackedModel,
@@ -91,6 +91,7 @@ class PackSources:
     opaque: Mapping[str, list[Any]] = field(default_factory=dict)
     media: MediaReader | None = None  # None: there is no field of the role media
     forward: ForwardPass | None = None  # the pass that fills it; None: it is trained
+    has_peers: bool = False  # other ranks train the same model on other packs
 
 
 class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
@@ -312,7 +313,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         accepted if its family is known to keep trajectories apart with its attention:
         docs/how-to/packed-models.md has the table. Packs of one trajectory suit every model. A
         model of text and images also gets the media of the pack, whose columns have the names of
-        its arguments, and their positions.
+        its arguments, and their positions; with several ranks, a pack without media gets a dummy.
 
         Args:
             model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it. Or
@@ -335,13 +336,13 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows
             inputs |= PackedModel(model).inputs(self, is_slice)
         if not isinstance(model, str) and PackedModel(model).family in OF_IMAGES:
-            inputs |= image_inputs(
-                PackedModel(model),
-                self._tensors[self._token],
-                self.pack_shape,
-                self.media if self.sources.media is not None else None,
-                self.trajectory_id.tolist(),
-            )
+            packed = PackedModel(model)
+            tokens = self._tensors[self._token]
+            media = self.media if self.sources.media is not None else None
+            ids = self.trajectory_id.tolist()
+            inputs |= image_inputs(packed, tokens, self.pack_shape, media, ids)
+            if media is not None and self.sources.has_peers:
+                inputs |= dummy_inputs(packed, tokens, self.pack_shape, media, self.mask_mod)
         return inputs
 
     @property

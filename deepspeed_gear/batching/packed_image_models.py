@@ -9,12 +9,13 @@ in its trajectory; the model derives its masks from it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.pack_masks import MaskMod
 from deepspeed_gear.batching.pack_rows import PackMedia, PackShape
 from deepspeed_gear.batching.packed_models import PackedModel
 from deepspeed_gear.errors import ConfigError, DataError
@@ -24,6 +25,7 @@ _AXES: Final = 3
 _KINDS: Final = {"image_token_id": 1, "video_token_id": 2}
 #: The media column of the rows of each kind, and that of their grids.
 _GRIDS: Final = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_TOKENS: Final = dict(zip(_GRIDS, _KINDS, strict=True))
 _SECONDS: Final = "second_per_grid_ts"  # of videos, for positions alone
 
 
@@ -69,6 +71,62 @@ def image_inputs(
                 given[name] = rows
         _place_images(positions, packed, words, kinds, shape, media, ids)
     return {"position_ids": torch.from_numpy(positions).to(tokens.device)[:, None], **given}
+
+
+def dummy_inputs(
+    packed: PackedModel,
+    tokens: torch.Tensor,
+    shape: PackShape,
+    media: PackMedia,
+    mask_mod: MaskMod,
+) -> dict[str, Any]:
+    """Return a dummy item of each kind of media that a pack has none of.
+
+    Args:
+        packed: The model.
+        tokens: The token of each place. [1, N], int64.
+        shape: The pack's.
+        media: Media of the pack.
+        mask_mod: Mask function of the pack.
+    Returns:
+        Pixels of zeros for one place and their grid, for each kind that is missing, and
+        `input_ids`, which have the token of that kind at a place of padding, or else at the last
+        place of a trajectory, which predicts nothing. Empty if no kind is missing.
+    Raises:
+        DataError: The pack has too few such places.
+    """
+    arguments = inspect.signature(packed.inner.forward).parameters
+    missing = [
+        name
+        for name, grid in _GRIDS.items()
+        if {name, grid} <= media.columns.keys() & arguments.keys() and not len(media.columns[name])
+    ]
+    if not missing:
+        return {}
+    places = _unused_places(shape, mask_mod, tokens.device)
+    merge = packed.config.vision_config.spatial_merge_size
+    given: dict[str, Any] = {"input_ids": tokens.clone()}
+    for name in missing:
+        place = next(places, None)
+        if place is None:
+            rule = f"must have a place without a loss for a dummy of {name}"
+            remedy = f"keep trajectories {len(missing)} steps below gear.pack.tokens"
+            raise DataError("micro.model_inputs", rule, None, remedy)
+        given["input_ids"][0, place] = getattr(packed.config, _TOKENS[name])
+        pixels = media.columns[name]
+        given[name] = pixels.new_zeros(merge**2, *pixels.shape[1:])
+        grids = media.columns[_GRIDS[name]]
+        given[_GRIDS[name]] = grids.new_tensor([[1, merge, merge]])
+    return given
+
+
+def _unused_places(shape: PackShape, mask_mod: MaskMod, device: torch.device) -> Iterator[int]:
+    """Yield the places of padding, then those that end a trajectory and that no other one sees."""
+    yield from range(shape.num_tokens, shape.rows)
+    places = torch.arange(shape.rows, device=device)
+    for end in reversed(shape.ends.tolist()):
+        if int(mask_mod(0, 0, places, places[end - 1]).sum()) == 1:
+            yield end - 1
 
 
 def _place_images(

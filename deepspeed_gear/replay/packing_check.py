@@ -27,6 +27,11 @@ def check_packing(
         remedy = "check the model with one rank per sequence"
         raise ConfigError("check_packing", rule, settings.place.sequence_world, remedy)
     packed_model = PackedModel(model)
+    kinds = packed_model.layer_kinds - {"full_attention"}
+    if attention is not None and settings.pack.prefix == "share" and kinds:
+        names = ", ".join(sorted(kinds))
+        rule = f"its layers ({names}) need masks of their own, which no name of an attention has"
+        packed_model.refuse(rule, 'give the model, or leave "prefix" of gear.pack out')
     micro = _pack(packed_model.config.get_text_config().vocab_size, settings)
     inputs = micro.model_inputs(attention or model)
     modes = [(module, module.training) for module in model.modules()]

@@ -189,7 +189,16 @@ class Packs:
             None if targets is None else targets.to(device),
             shape,
             loss,
-            PackSources(columns.trajectories, index, at, number, opaque, media, to_fill),
+            PackSources(
+                columns.trajectories,
+                index,
+                at,
+                number,
+                opaque,
+                media,
+                to_fill,
+                has_peers=settings.place.data_world > 1,
+            ),
             settings.field_by_role.get("token"),
             device,
         )

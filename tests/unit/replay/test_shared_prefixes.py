@@ -413,6 +413,9 @@ def test_models_are_checked_with_shared_prefixes(monkeypatch: pytest.MonkeyPatch
         ):
             with pytest.raises(ConfigError, match=text):
                 replay.check_packing(model)
+        text = r"\(gemma3_text\) .* layers \(sliding_attention\) need masks .*; give the model, or"
+        with pytest.raises(ConfigError, match=text):
+            replay.check_packing(tiny("gemma3_text", "sdpa"), "sdpa")
         own = packed_models.mask_inputs
 
         def ignored(model: Any, micro: Any) -> dict[str, Any]:
