@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -288,19 +288,10 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def mask_mod(self) -> MaskMod:
         """Mask function for flex attention: (batch, head, query, key) -> whether it attends."""
-        whole = replace(self.pack_shape, first=0, end=self.pack_shape.rows)
-        # The places [begin, end) of each trajectory's prefix lie in its leader; empty without one.
-        begins = whole.starts
-        ends = begins
-        if whole.prefixes is not None:
-            begins = begins[whole.prefixes.leader]
-            ends = begins + whole.prefixes.steps
-        arrays = (whole.owners(), whole.spread(begins), whole.spread(ends))
-        owner, begin, end = (torch.from_numpy(array).to(self._device) for array in arrays)
+        until = torch.from_numpy(self.pack_shape.seen_until()).to(self._device)
 
         def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            is_own = (owner[query] == owner[key]) & (key <= query)
-            return is_own | ((begin[query] <= key) & (key < end[query]))
+            return (key <= query) & (query < until[key])
 
         return attends
 

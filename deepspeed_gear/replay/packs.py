@@ -53,11 +53,10 @@ class Packs:
         if planned is None:
             options = columns.context.settings.pack
             options = options.model_copy(update={"tokens": tokens or options.tokens})
-            prompts = None if columns.prompts is None else columns.prompts.of(index)
+            common = columns.common_prefixes
+            common = None if common is None else common.of(index)
             ops = columns.tables[0].table.ops
-            planned = plan_step(
-                trajectories.lengths[index], options, place.data_world, ops, prompts
-            )
+            planned = plan_step(trajectories.lengths[index], options, place.data_world, ops, common)
         self.planned = planned
         # The ranks of the plan that this rank stands for: with a plan for more ranks than there are
         # it trains several packs in each micro step. With 4 of the plan for 2 replicas, the second
@@ -66,6 +65,10 @@ class Packs:
         end = first + planned.per_rank
         of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
         chosen = [packs[step] for step in range(planned.plan.num_micro_steps) for packs in of_ranks]
+        prefixes = planned.prefixes
+        if prefixes is not None:
+            order = prefixes.order()
+            chosen = [pack[np.argsort(order[pack])] for pack in chosen]
         self._replica = planned.plan.rank // planned.per_rank  # that trains each trajectory. [n]
         #: Trajectories of each of this rank's packs, as indices into the rollout batch.
         self.indices = [index[pack] for pack in chosen]
@@ -74,7 +77,6 @@ class Packs:
             self._at = [slice(at[0], at[-1] + 1) if len(at) else slice(0) for at in self.indices]
         #: Places of the trajectories in each pack.
         self.shapes: list[PackShape] = []
-        prefixes = planned.prefixes
         every_rows = planned.rows[:, first:end].reshape(-1).tolist()
         for pack, at, rows in zip(chosen, self._at, every_rows, strict=True):
             shared = None if prefixes is None else prefixes.of(pack)

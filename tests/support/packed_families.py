@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deepspeed_gear.batching.micro_batch import MicroBatch, pack_of_tokens
 from deepspeed_gear.batching.pack_rows import PackShape
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.prefixes import Prefixes
 
 VOCABULARY = 64
 WIDTHS = "hidden_size n_embd d_model word_embed_proj_dim"
