@@ -457,21 +457,22 @@ class MediaReader:
         """
         place = np.flatnonzero(self.numbers)
         every, item = np.unique(self.numbers[place], return_inverse=True)
-        spec = next(table.media.spec for table in self.tables if table.media is not None)
+        specs = [table.media.spec for table in self.tables if table.media is not None]
+        spec = next(spec for spec in specs if spec.column is not None)
         rows: dict[int, dict[str, np.ndarray]] = {}
         for table in self.tables:
             if table.media is None:
                 continue
             missing = every[~np.isin(every, list(rows))]
             for number, content in table.media.contents(missing, table.lock).items():
-                rows[number] = spec.rows(content)
+                rows[number] = table.media.spec.rows(content)
         if len(rows) < len(every):
             rule = "must be read while its rollout batch is trained"
             remedy = "read micro.media in the loop"
             raise StoreError("micro.media", rule, None, remedy)
         columns: dict[str, torch.Tensor] = {}
         counts: dict[str, torch.Tensor] = {}
-        for column in spec.columns:
+        for column in spec.media_columns:
             parts = [rows[number][column.name] for number in every.tolist()]
             counts[column.name] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
             whole = np.concatenate([np.empty((0, *column.shape), column.numpy_dtype), *parts])

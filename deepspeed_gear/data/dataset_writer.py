@@ -108,6 +108,13 @@ class DatasetWriter:
                 None,
                 "only tables with a capacity hold media",
             )
+        for ragged in schema.ragged_columns:
+            raise SchemaError(
+                f"column {ragged.name}",
+                "must not be ragged in a data set",
+                None,
+                'give it a "shape" and pad its rows: only tables with a capacity have such columns',
+            )
         self.dest = Path(os.path.abspath(arguments.folder("dest", dest)))
         self.schema = schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))

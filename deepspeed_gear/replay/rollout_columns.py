@@ -69,6 +69,7 @@ class PackSettings:
     schema: Schema  # of the first table; all have the fields of a pack
     fields: tuple[ResolvedField, ...]
     opaque: tuple[ResolvedField, ...] = ()
+    ragged: tuple[ResolvedField, ...] = ()
     member: str | None = None  # column that names a group's members; None: each trajectory is one
     ranks: SequenceSum | None = None  # sum over the ranks of one sequence; None: there is one
 
@@ -499,8 +500,9 @@ class RolloutColumns:
         """Raise ConfigError unless every table has per-trajectory columns."""
         for name, rows in product(names, self.tables):
             schema = rows.table.schema
-            if name not in schema or schema[name].rows != "1":
-                known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
+            single = [c.name for c in schema.trajectory_columns if not c.is_ragged]
+            if name not in single:
+                known = ", ".join(single) or "none"
                 rule = (
                     f"must be a column of table {rows.table.spec.name} with one value per "
                     f"trajectory"
@@ -617,7 +619,7 @@ class FilledColumns(ForwardPass):
         self._trajectories = columns.trajectories
         self._own = {name: torch.zeros(columns.trajectories.num_tokens) for name in names}
 
-    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+    def write(self, name: str, micro: MicroBatch, values: Any) -> None:
         column = self._own[name].numpy()  # NumPy copies a slice in a tenth of torch's time
         given = micro.flat(name, values).detach().to("cpu", torch.float32).numpy()
         shape = micro.pack_shape
