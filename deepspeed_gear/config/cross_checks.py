@@ -238,7 +238,7 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     sampler.admit("anchors", ["all"], when, _WHOLE)
     if pack.prefix == "share":
         when = 'with "prefix": "share" of gear.pack'
-        sampler.admit("unit", ["group"], when, "the members of a group share its prompt")
+        sampler.admit("unit", ["group"], when, "trajectories of a group share prefixes")
         Part("gear.pack", pack).leave_out("max_trajectories", when, "bound micro batches by tokens")
     for name in config.sampled_tables:
         table = config.resolved_tables[name]

@@ -88,8 +88,13 @@ class ResolvedField:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether it is a list of opaque values, not a tensor."""
-        return self.column is not None and self.column.is_opaque
+        """Whether it is a list of opaque values or ragged ones, not a tensor."""
+        return self.column is not None and not self.column.is_tensor
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its places have different numbers of values."""
+        return self.column is not None and self.column.is_ragged
 
     @property
     def is_converted(self) -> bool:
@@ -156,7 +161,7 @@ def check_against(
 
 
 def _scalars(schema: Schema) -> list[Column]:
-    return [c for c in schema.trajectory_columns if not c.shape]
+    return [c for c in schema.trajectory_columns if not (c.shape or c.is_ragged)]
 
 
 def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
@@ -177,11 +182,12 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     """Reject options of a table that name a column which is missing or does not suit them."""
     at = dotted("gear", "tables", name)
     table = config.resolved_tables[name]
-    opaque = [column for column in schema if column.is_opaque]
+    opaque = [column for column in schema if not column.is_tensor]
     if opaque and table.placement == "device":
+        kind = "with max_values" if opaque[0].is_ragged else f"of dtype {opaque[0].dtype}"
         raise ConfigError(
             at,
-            f"must not have a column of dtype {opaque[0].dtype} on devices",
+            f"must not have a column {kind} on devices",
             opaque[0].name,
             'give the table "placement": "host"',
         )
@@ -201,6 +207,13 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
         free = [c for c in numbers if c.dtype == "int64" and not c.late and c.name not in taken]
         rule = "must name a column of one int64 per trajectory, which is not late and not a group's"
         _check_listed(f"{at}.prompts.column", rule, table.prompts.column, free)
+    if table.prompts is not None:
+        rule = "must name columns of steps that have no role token, loss_mask or media"
+        free = [
+            c for c in schema if c.rows != "1" and c.role not in ("token", "loss_mask", "media")
+        ]
+        for name in table.prompts.shared_columns:
+            _check_listed(f"{at}.prompts.shared_columns", rule, name, free)
     if table.keep_best is not None:
         _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:
@@ -280,7 +293,9 @@ def _fields(
                 ", ".join(wrong),
                 "store them as bool (gear ingest: --dtype COLUMN=bool)",
             )
-    every = [column.name for column in schema if not column.is_opaque and column != SOURCE]
+    packed = config.pack is not None  # windows have no ragged columns
+    given = [c for c in schema if c.is_tensor or (c.is_ragged and packed)]
+    every = [column.name for column in given if column != SOURCE]
     requested = config.fields or {name: FieldConfig() for name in every}
     check_field_names(list(requested), n_step=config.n_step is not None)
     resolved = [
@@ -405,6 +420,8 @@ def _resolve(
     part = Part(dotted("gear", "fields", name), field)
     if column is not None:
         _check_column(part, column, statistics)
+        if column.is_ragged:
+            return _ragged_field(config, part, name, column, schema)
         if column.is_opaque:
             return ResolvedField(name, column, dtype=column.dtype)
         own = DERIVED["timestep"] if column.role == "timestep" else column.dtype
@@ -454,6 +471,25 @@ def _resolve(
     )
 
 
+def _ragged_field(
+    config: GearOptions, part: Part, name: str, column: Column, schema: Schema
+) -> ResolvedField:
+    """Return the field of a ragged column, whose values stand where the token is predicted."""
+    if config.pack is None:
+        rule = "must not name a ragged column without gear.pack"
+        remedy = 'train on packs ("pack": {"tokens": 4096}), or read it with Replay.read'
+        raise ConfigError(part.at, rule, column.name, remedy)
+    when = "for a ragged column"
+    part.leave_out(
+        "length pad normalize scale as hindsight", when, "drop it: values stay as stored"
+    )
+    offset = part.options.model_dump()["offset"]
+    if offset is None:
+        offset = int(schema.role("token") is not None)
+    part.admit("offset", (None, 0, 1), when, "1: place i has the values of step i + 1")
+    return ResolvedField(name, column, offset=offset, dtype=column.dtype)
+
+
 def _inputs(
     options: AdvantageConfig, schema: Schema, offset: int, length: int
 ) -> tuple[ResolvedField | None, ...]:
@@ -497,7 +533,7 @@ def _inputs(
 
 
 def _check_column(part: Part, column: Column, statistics: Collection[str]) -> None:
-    if column.rows == "1":
+    if column.rows == "1" and not column.is_ragged:
         when = f"as {column.name} has one value per trajectory"
         part.admit("offset", (None, 0), when, "drop it")
         part.leave_out("length pad", when, "drop it")

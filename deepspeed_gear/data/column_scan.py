@@ -184,13 +184,14 @@ class Neighbours:
         self.found: Float64 = np.full((1 + 2 * len(levels), num_elements), np.nan)
         self.found[0] = 0
         num_groups = max(-(-num_elements // _GROUP_ELEMENTS), min(num_threads, num_elements))
-        bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
+        self._bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
         self._native = existing_native(rows.nbytes)
+
+    @property
+    def tasks(self) -> list[Callable[[], None]]:
+        """Tasks that find the values; they may run at the same time."""
         find = self._find_plainly if self._native is None else self._find
-        #: Tasks that find the values; they may run at the same time.
-        self.tasks: list[Callable[[], None]] = [
-            functools.partial(find, *bound) for bound in pairwise(bounds)
-        ]
+        return [functools.partial(find, *bound) for bound in pairwise(self._bounds)]
 
     def quantiles(self) -> Float64:
         """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""

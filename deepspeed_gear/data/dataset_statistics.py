@@ -136,6 +136,31 @@ class KeptRows:
         return np.stack([first[begins], ends[lasts] - first[begins]], axis=1)
 
 
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """The rows of a column that has kept ones, a few MiB at a time."""
+
+    values: NDArray[Any]
+    column: Column
+    rows: KeptRows
+
+    def __call__(
+        self, share: int = 0, num_shares: int = 1
+    ) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
+        """Yield blocks with which of their rows are kept; None: all are.
+
+        Args:
+            share, num_shares: Yield this share of the blocks: with 3 shares, every third one.
+        """
+        step = block_rows(self.column)
+        step *= max(1, _BLOCK_BYTES // (step * self.column.row_bytes))
+        for low in range(share * step, len(self.values), num_shares * step):
+            block = np.ascontiguousarray(self.values[low : low + step])
+            mask = self.rows.mask(self.column, low, low + len(block))
+            if mask.any():
+                yield block, None if mask.all() else np.ascontiguousarray(mask)
+
+
 class ColumnSummary:
     """The statistics of one column: a scan of its rows, then the values around its quantiles."""
 
@@ -159,6 +184,8 @@ class ColumnSummary:
         self._rows = rows
         self._scan = scan
         self._num_threads = num_threads
+        # No method of this object, which would keep the map of the column until it is collected.
+        self._blocks = _Blocks(values, column, rows)
         self._neighbours: Neighbours | CountedNeighbours | BracketedNeighbours | None = None
 
     def scan(self) -> None:
@@ -169,22 +196,6 @@ class ColumnSummary:
         for block, keep in self._blocks():
             scan.add(block, keep)
         self._scan = scan
-
-    def _blocks(
-        self, share: int = 0, num_shares: int = 1
-    ) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
-        """Yield the rows a few MiB at a time, with which of them are kept; None: all are.
-
-        Args:
-            share, num_shares: Yield this share of the blocks: with 3 shares, every third one.
-        """
-        step = block_rows(self._column)
-        step *= max(1, _BLOCK_BYTES // (step * self._column.row_bytes))
-        for low in range(share * step, len(self._values), num_shares * step):
-            block = np.ascontiguousarray(self._values[low : low + step])
-            mask = self._rows.mask(self._column, low, low + len(block))
-            if mask.any():
-                yield block, None if mask.all() else np.ascontiguousarray(mask)
 
     def order(self) -> Iterator[list[Task]]:
         """Yield rounds of tasks, which find the values around quantiles.

@@ -124,7 +124,8 @@ class RolloutLoader:
             device=device,
             schema=plan.schemas[first],
             fields=tuple(plan.needs.fields),
-            opaque=tuple(plan.needs.opaque),
+            opaque=tuple(field for field in plan.needs.opaque if not field.is_ragged),
+            ragged=tuple(field for field in plan.needs.opaque if field.is_ragged),
             member=None if group is None else group.member,
             ranks=sequence_sum(
                 plan.topology, device, config.timeout_s, plan.group, plan.control_plane

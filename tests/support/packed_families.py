@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deepspeed_gear.batching.micro_batch import MicroBatch, pack_of_tokens
 from deepspeed_gear.batching.pack_rows import PackShape
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.prefixes import Prefixes
 
 VOCABULARY = 64
 WIDTHS = "hidden_size n_embd d_model word_embed_proj_dim"
@@ -55,6 +55,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 16, "expand": 2},

@@ -126,7 +126,8 @@ OF_OTHERS = set(
     "context.ranks self._engine.global_samples deepspeed.initialize sys.excepthook "
     "accelerator.get_op_builder accelerator.create_op_builder extension.CUDA_HOME "
     "stream.thread_type stream.codec_context.options wrapped._gear_wrapped self._broken.__cause__ "
-    "sys.unraisablehook args.ignore_data_skip".split()
+    "sys.unraisablehook args.ignore_data_skip trainer.replay_buffer "
+    "trainer.dataloader_pin_memory".split()
 ) | {"weakref.finalize(memory, remove, entry).atexit"}
 
 
