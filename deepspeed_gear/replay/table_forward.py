@@ -187,7 +187,7 @@ def forward(
         tuple(field for field in every if not (field.column and field.column.late))
         for every in (settings.fields, settings.opaque)
     )
-    early = replace(settings, fields=fields, opaque=opaque, place=place)
+    early = replace(settings, fields=fields, opaque=opaque, place=place, table_losses=())
 
     def made() -> tuple[Packs, LateColumns]:
         planned().extend(longest, settings.pack)
