@@ -197,7 +197,7 @@ class RolloutLoader:
         """
         if self._current is not None:
             self._current.close()
-        begin = time.perf_counter()
+        begin = time.monotonic()
         while not self._next_items()[1]:
             self._held.append(self._select())
         columns = RolloutColumns(self._take(), self.context)
@@ -221,7 +221,8 @@ class RolloutLoader:
         made = Rollout(self._number, columns, self._consume, known.get("steps_done", 0))
         self._resumed = LoaderPosition(resumed.at)
         self._current = made
-        self.context.metrics.used(self._epoch, time.perf_counter() - begin)
+        now = time.monotonic()
+        self.context.metrics.used(self._epoch, now - begin, now)
         return made
 
     def step(self) -> TrainStep:
