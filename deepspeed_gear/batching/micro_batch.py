@@ -300,7 +300,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def sequence(self) -> torch.Tensor:
         """Trajectory of each place, -1 at padding. [1, N], int64.
 
-        A shared prefix belongs to the first trajectory that has it.
+        A place of a shared prefix belongs to the trajectory that it was gathered from.
         """
         return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 

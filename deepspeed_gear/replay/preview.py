@@ -383,6 +383,6 @@ def format_pack_preview(document: Mapping[str, int | float], replicas: int) -> S
     ]
     if not document["knows_prompts"]:
         lines.append(
-            'planned without shared prompts ("prefix": "share"), with which there are fewer places'
+            'planned without shared prefixes ("prefix": "share"), with which there are fewer places'
         )
     return [line.format(**document) for line in lines]
