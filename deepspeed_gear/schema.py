@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES},
     **dict.fromkeys(OPAQUE, np.dtype(np.uint8)),
 }
-ROLES = (
+Role = Literal[
     "observation",
     "next_observation",
     "action",
@@ -44,7 +44,8 @@ ROLES = (
     "return_to_go",
     "media",
     "other",
-)
+]
+ROLES: tuple[str, ...] = get_args(Role)
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 # Roles of one number per step, which one column may have; the dtypes that it admits (empty: any).
 _SCALAR_ROLES: dict[str, tuple[str, ...]] = {
@@ -58,6 +59,8 @@ _SCALAR_ROLES: dict[str, tuple[str, ...]] = {
     "media": ("int64",),
 }
 Rows = Literal["T", "T+1", "1"]
+# Elements of the smallest image; smaller rows, such as boards, have statistics by element.
+_LEAST_IMAGE = 1024
 MOST_LATE = 62  # late columns; a trajectory has a bit for each in one int64
 
 
@@ -305,6 +308,18 @@ class Column:
     @property
     def row_bytes(self) -> int:
         return self.num_elements * self.numpy_dtype.itemsize
+
+    @property
+    def statistics_shape(self) -> tuple[int, ...]:
+        """Shape of the column's statistics.
+
+        It is the shape of a row, but 1 for the height and width of images: uint8 rows of at least
+        three axes, [..., H, W, C] or [..., C, H, W], and more than 1,024 elements.
+        """
+        if self.dtype != "uint8" or len(self.shape) < 3 or self.num_elements <= _LEAST_IMAGE:
+            return self.shape
+        *rest, first, _, last = self.shape  # the channels are the smaller end
+        return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
 
     @property
     def is_floating(self) -> bool:

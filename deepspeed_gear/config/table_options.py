@@ -9,7 +9,7 @@ from pydantic import Field, Strict, field_validator, model_validator
 
 from deepspeed_gear.config import types as t
 from deepspeed_gear.config.sampler_options import WhereConfig
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Role, Rows, Schema
 
 Writers = Annotated[t.Int, Ge(0), Le(1024)]
 EVICTION_POLICIES = ("none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best")
@@ -158,6 +158,12 @@ class PromptsConfig(t.GearModel):
     """A per-trajectory column of int64 in which `lease.commit` fills in the place of the prompt in
     `data`, as `lease.index`. In training it names the prompt of each group. null: none.
     """
+    shared_columns: list[t.Name] = Field(default=[])
+    """Columns of steps that nothing reads before the first token of the loss mask, such as the
+    log-probabilities of a server. The store holds a prompt once for the trajectories of a group if
+    all other columns agree at its tokens; there these columns have the values of the trajectory
+    that holds the prompt.
+    """
     sampler: Literal["epoch", "prioritized", "prioritized_epoch"] = "epoch"
     """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from
     `gear.seed`. "prioritized": any, in proportion to the priorities of
@@ -244,23 +250,12 @@ class ColumnConfig(t.GearModel):
     "1" and `max_bytes`; a batch holds them as a list if a field names the column."""
     shape: list[t.Steps] = Field(default=[])
     """Shape of one row, without the time axis. Opaque columns have none."""
-    role: (
-        Literal[
-            "observation",
-            "next_observation",
-            "action",
-            "reward",
-            "terminated",
-            "truncated",
-            "return",
-        ]
-        | Literal["length", "token", "loss_mask", "timestep", "return_to_go", "media", "other"]
-    ) = "other"
+    role: Role = "other"
     """Meaning of the column for derived fields and `as`. Writers of environments fill timestep and
     return_to_go. "media", int64, holds the number of the item (`media` of the table) that a step
     names, and 0 where it names none.
     """
-    rows: Literal["T", "T+1", "1"] = "T"
+    rows: Rows = "T"
     """Rows of a trajectory of T steps: one per step, one more (observations), or a single one."""
     late: t.Flag = False
     """Whether it may be written once after the trajectory was added (`Replay.fill`). Batches that

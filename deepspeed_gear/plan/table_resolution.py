@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -138,7 +138,8 @@ def prompt_spec_of(
         num_prompts=len(admitted_prompts(dataset, conditions)),
         groups=groups,
         size=group.max_trajectories,
-        **prompts.model_dump(exclude={"data", "where"}),
+        **prompts.model_dump(exclude={"data", "where", "shared_columns"}),
+        shared_columns=tuple(prompts.shared_columns),
         seed=config.seed,
         random_key=random_key_of(name, "prompts"),
         num_stores=count,
@@ -166,17 +167,26 @@ def _prompt_conditions(
     return conditions
 
 
-def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableSpec) -> bool:
-    """Return whether the prompt of a group may be stored once.
+def sharing_obstacle(
+    schema: Schema, fields: Sequence[ResolvedField], spec: TableSpec
+) -> str | None:
+    """Return why a table with prompts stores those of a group whole; None: it may do so once.
 
     It may if no field of the steps before the responses depends on the trajectory.
     """
     late = [column.role for column in schema.late_columns]
-    if schema.role("loss_mask") is None or "loss_mask" in late or "token" in late:
-        return False
-    if spec.prompts is None or spec.return_to_go or spec.normalized:
-        return False
-    return all(field.derived is None and field.first in (0, 1) for field in fields)
+    if schema.role("loss_mask") is None:
+        return "there is no column of the role loss_mask"
+    if "loss_mask" in late or "token" in late:
+        return "the column of the role token or loss_mask is late"
+    if spec.return_to_go:
+        return "returns-to-go are derived"
+    if spec.normalized:
+        return f"column {spec.normalized[0]} is normalised by added rows"
+    for field in fields:
+        if field.derived is not None or field.first not in (0, 1):
+            return f"field {field.name} is derived, or has an offset other than 0 and 1"
+    return None
 
 
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
@@ -231,7 +241,8 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
     rate = None
     if table.rate_limiter is not None:
-        rate = _rate(config, table, table.rate_limiter, batch, at)
+        unit = config.sampler_of(name).unit
+        rate = _rate(unit, table, table.rate_limiter, batch, at)
     retention = Retention(
         table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age
     )
@@ -243,10 +254,13 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
 
 
 def _rate(
-    config: GearConfig, table: TableConfig, rate: RateLimiterConfig, batch: int, at: str
+    unit: Literal["trajectory", "step", "group"],
+    table: TableConfig,
+    rate: RateLimiterConfig,
+    batch: int,
+    at: str,
 ) -> RateLimiter:
     """Return the rate limiter of a table; ConfigError if both sides would wait for each other."""
-    unit = config.item_sampler.unit
     if rate.queue is not None:
         if rate.queue < batch:
             rule = f"must be at least a global batch ({batch})"
@@ -355,8 +369,16 @@ def store_of(
         normalized=tuple(dict.fromkeys(normalized)),
         media=media_spec_of(config, name, schema),
     )
-    shares = config.pack is not None and shares_prompts(schema, fields, store)
-    return replace(store, shares_prompts=shares)
+    if prompts is None:
+        return store
+    obstacle = sharing_obstacle(schema, fields, store)
+    if obstacle is not None and prompts.shared_columns:
+        rule = f"must not be given where prompts are stored whole: {obstacle}"
+        columns = list(prompts.shared_columns)
+        raise ConfigError(
+            f"gear.tables.{name}.prompts.shared_columns", rule, columns, "leave it out"
+        )
+    return replace(store, shares_prompts=obstacle is None)
 
 
 @dataclass(frozen=True)

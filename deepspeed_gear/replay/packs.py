@@ -12,7 +12,12 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.field_rows import read_opaque
-from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weights
+from deepspeed_gear.batching.loss_weights import (
+    PackLoss,
+    StepLoss,
+    loss_weights,
+    table_loss_weights,
+)
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
 from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
 from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
@@ -57,11 +62,10 @@ class Packs:
         if planned is None:
             options = columns.context.settings.pack
             options = options.model_copy(update={"tokens": tokens or options.tokens})
-            prompts = None if columns.prompts is None else columns.prompts.of(index)
+            common = columns.common_prefixes
+            common = None if common is None else common.of(index)
             ops = columns.tables[0].table.ops
-            planned = plan_step(
-                trajectories.lengths[index], options, place.data_world, ops, prompts
-            )
+            planned = plan_step(trajectories.lengths[index], options, place.data_world, ops, common)
         self.planned = planned
         # The ranks of the plan that this rank stands for: with a plan for more ranks than there are
         # it trains several packs in each micro step. With 4 of the plan for 2 replicas, the second
@@ -70,6 +74,10 @@ class Packs:
         end = first + planned.per_rank
         of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
         chosen = [packs[step] for step in range(planned.plan.num_micro_steps) for packs in of_ranks]
+        prefixes = planned.prefixes
+        if prefixes is not None:
+            order = prefixes.order()
+            chosen = [pack[np.argsort(order[pack])] for pack in chosen]
         self._replica = planned.plan.rank // planned.per_rank  # that trains each trajectory. [n]
         #: Trajectories of each of this rank's packs, as indices into the rollout batch.
         self.indices = [index[pack] for pack in chosen]
@@ -78,7 +86,6 @@ class Packs:
             self._at = [slice(at[0], at[-1] + 1) if len(at) else slice(0) for at in self.indices]
         #: Places of the trajectories in each pack.
         self.shapes: list[PackShape] = []
-        prefixes = planned.prefixes
         every_rows = planned.rows[:, first:end].reshape(-1).tolist()
         for pack, at, rows in zip(chosen, self._at, every_rows, strict=True):
             shared = None if prefixes is None else prefixes.of(pack)
@@ -103,9 +110,13 @@ class Packs:
         counts = columns.counts[index]
         weights = np.zeros(len(columns.trajectories))
         # A trajectory may be in the batch several times, but each of its samples is another index.
-        sequences = columns.sequence[index]
-        items = columns.trajectories.item[index]
-        weights[index] = loss_weights(self._context.settings.loss, counts, sequences, items)
+        units = (columns.sequence[index], columns.trajectories.item[index])
+        settings = self._context.settings
+        if settings.table_losses:
+            tables = columns.trajectories.source[index]
+            weights[index] = table_loss_weights(settings.table_losses, counts, *units, tables)
+        else:
+            weights[index] = loss_weights(settings.loss, counts, *units)
         return StepLoss(int(counts.sum()), weights)
 
     def fetch(self) -> None:
@@ -192,7 +203,17 @@ class Packs:
             None if targets is None else targets.to(device),
             shape,
             loss,
-            PackSources(columns.trajectories, index, at, number, opaque, media, ragged, to_fill),
+            PackSources(
+                columns.trajectories,
+                index,
+                at,
+                number,
+                opaque,
+                media,
+                ragged,
+                to_fill,
+                has_peers=settings.place.data_world > 1,
+            ),
             settings.field_by_role.get("token"),
             device,
         )

@@ -198,7 +198,8 @@ def fill_each(
         )
         shared = np.minimum(shared, 0 if column.rows == "1" else counts)
         if column.rows != "1":
-            array, offset = _without_prompts(counts, shared, array, offset), 0
+            array = _without_prompts(counts, shared, array, offset)
+            offset = 0
             counts -= shared
     native = table.ops.native
     store = table.extents.handle.address

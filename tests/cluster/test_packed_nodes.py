@@ -50,15 +50,15 @@ Case = dict[str, Any]
 
 
 def response(number: int) -> dict[str, Any]:
-    """Return the trajectory of a number; all but the first of a group have a prompt of 9 tokens, or
-    less.
+    """Return the trajectory of a number; all but the first of a group have a prompt of 15 tokens,
+    or less.
     """
     words = np.random.default_rng(number)
     length = int(words.integers(2, MOST + 1))
     tokens = words.integers(1, 500, length).astype(np.int32)
     prompt = int(words.integers(0, length))
     if number % GROUP:
-        prompt = min(9, length - 1)
+        prompt = min(15, length - 1)
         tokens[:prompt] = 1 + (number // GROUP + np.arange(prompt)) % 499
     return {
         "tokens": tokens,
