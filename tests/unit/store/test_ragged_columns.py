@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gear_support import run_command
 from media_tables import MEDIA, image
 from process_support import exit_status, in_child
 from ragged_tables import MAX, MEMORY, ragged_section, support, supported
@@ -35,6 +36,7 @@ from deepspeed_gear import (
     StoreError,
     StoreFullError,
 )
+from deepspeed_gear.cli import export
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.late_columns import fill_ragged
 from deepspeed_gear.store.media_pages import MediaPages
@@ -204,6 +206,8 @@ def test_a_save_has_the_values_of_its_trajectories(tmp_path: Path) -> None:
     small["tables"]["main"]["ragged"] = {"capacity_bytes": 2048, "page_bytes": 512}
     with Replay(small) as replay, pytest.raises(StoreFullError, match=r"raise ragged.capacity"):
         replay.load(tmp_path, state)
+    with pytest.raises(DataError, match="must name a table without media and ragged columns"):
+        run_command(export, "--format", "jsonl", str(tmp_path), str(tmp_path / "out"))
     with Replay(config) as fresh:
         fresh.load(tmp_path, state)
         assert num_items(fresh) == 2 * 15 + 1, "what trajectories name and no more"
@@ -401,6 +405,9 @@ def test_a_worker_of_another_column_gets_the_values() -> None:
         assert len(micro.ragged("ids")) == micro["tokens"].shape[1]
         with pytest.raises(FieldError, match=r"ragged field 'logs' must be in the micro batch"):
             micro.ragged("logs")
+        with pytest.raises(FieldError, match=r"its values are ragged: micro.ragged\('ids'\)"):
+            micro["ids"]
+        assert f"ids: int32 x 0 to {MAX} values per step" in repr(replay.tables["main"].schema)
 
 
 def test_many_threads_of_processes_fill_while_others_add() -> None:
