@@ -366,7 +366,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             ConfigError: `size` or `epochs` is less than 1, or `seed` less than 0.
         """
-        size, epochs = arguments.count("size", size), arguments.count("epochs", epochs)
+        size = arguments.count("size", size)
+        epochs = arguments.count("epochs", epochs)
         seed = arguments.count("seed", seed, least=0)
         numbers = self.host_resolutions[:, Resolution.SAMPLE_NUMBER]
         return (self[chosen] for chosen in minibatch_samples(numbers, size, epochs, seed))
@@ -684,7 +685,8 @@ def _flatten(batch: Batch) -> tuple[list[Any], Any]:
 
 def _unflatten(values: Any, context: Any) -> Batch:
     names, masks, known, facts = context
-    values, end = list(values), len(names) + len(masks)
+    values = list(values)
+    end = len(names) + len(masks)
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : end], strict=True))
     parts = dict(zip(known, values[end:], strict=True))

@@ -28,7 +28,9 @@ from deepspeed_gear.batching.packed_models import (
     mask_inputs,
     named_inputs,
 )
+from deepspeed_gear.batching.ragged_rows import RaggedReader
 from deepspeed_gear.batching.tensor_views import tensor_table
+from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
 from deepspeed_gear.ops.records import Resolution
@@ -46,14 +48,14 @@ class ForwardPass(ABC):
         self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
 
     @abstractmethod
-    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+    def write(self, name: str, micro: MicroBatch, values: Any) -> None:
         """Store a column's values for one micro batch.
 
         Raises:
             ShapeError: Values of another shape.
         """
 
-    def fill(self, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, micro: MicroBatch, columns: Mapping[str, Any]) -> None:
         """Store columns for one of the micro batches.
 
         Raises:
@@ -90,6 +92,7 @@ class PackSources:
     number: int = 0  # index of the pack among those of this rank
     opaque: Mapping[str, list[Any]] = field(default_factory=dict)
     media: MediaReader | None = None  # None: there is no field of the role media
+    ragged: Mapping[str, RaggedReader] = field(default_factory=dict)  # by field
     forward: ForwardPass | None = None  # the pass that fills it; None: it is trained
     has_peers: bool = False  # other ranks train the same model on other packs
 
@@ -241,6 +244,22 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             rule = "must have a field of a column of the role media"
             raise FieldError("gear.fields", rule, None, 'name the column: "fields": {"image": {}}')
         return self.sources.media.read()
+
+    def ragged(self, name: str) -> Ragged:
+        """Return the values of a ragged column at this rank's places, each with its own number.
+
+        Values stand where fields of steps do: in a table with a token column, place i has those of
+        token i + 1. Padding has none. Read it before the train step ends: its rows are free to go
+        then. Each call reads the column again.
+
+        Raises:
+            FieldError: There is no such field.
+        """
+        if name not in self.sources.ragged:
+            has = ", ".join(self.sources.ragged) or "none"
+            remedy = f"it has {has}; give the column max_values, and name it in gear.fields"
+            raise FieldError(f"ragged field {name!r}", "must be in the micro batch", None, remedy)
+        return self.sources.ragged[name].read(self.pack_shape).to(self._device)
 
     @property
     def num_trajectories(self) -> int:
@@ -424,13 +443,32 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         sums = torch.cat([sums[:-1], sums.new_zeros(1)])
         return sums[owner].view(values.shape)
 
-    def fill(self, **columns: torch.Tensor) -> None:
+    def per_place(self, values: torch.Tensor) -> torch.Tensor:
+        """Return each trajectory's value at every place of it, 0 at padding.
+
+        `micro.per_place(micro.table) == 1` are the places of the second table of a mixture.
+
+        Args:
+            values: One value per trajectory, on the device. [S, ...].
+        Returns:
+            [1, N, ...].
+        Raises:
+            ShapeError: There is not one value for each trajectory.
+        """
+        if not values.dim() or len(values) != self.num_trajectories:
+            rule = f"must have {self.num_trajectories} values, one for each trajectory"
+            remedy = "give a tensor such as micro.table"
+            raise ShapeError("values", rule, list(values.shape), remedy)
+        padding = values.new_zeros(1, *values.shape[1:])  # PADDING, which is -1, is the last index
+        return torch.cat([values, padding])[self.sequence]
+
+    def fill(self, **columns: Any) -> None:
         """Store columns for this micro batch, within `Rollout.forward` or `Replay.forward`.
 
         Args:
             **columns: Values at the places that predict a token, [1, N] or [N]; [S] for a
                 per-trajectory column of a table. A column of rows with a shape takes [1, N, ...],
-                [N, ...] or [S, ...].
+                [N, ...] or [S, ...]. A ragged column of a table takes a Ragged of the N places.
         Raises:
             ShapeError: A column has another shape.
             DataError: A value is not finite, and the table requires that.

@@ -129,7 +129,8 @@ def difference(
 
     `wanted` is what `alone` returned for the same weights; else it is called.
     """
-    wanted, most = wanted or alone(model, micro), 0.0
+    wanted = wanted or alone(model, micro)
+    most = 0.0
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         packed = model(**inputs).logits[0]
     for at, expected in zip(places(micro), wanted, strict=True):
@@ -158,7 +159,8 @@ def flash(
     """
     count = query.shape[2]
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
     scores = (
         query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     )
