@@ -126,12 +126,14 @@ def main() -> None:
         fill_on_ranks(engine.gear, "math", math)
         fill_by_worker(engine.gear.run, "code", code)
         step = engine.gear_step()
-        losses, wholes = [], []
+        losses = []
+        wholes = []
         for micro in step:
             logp = torch.log_softmax(engine(**micro.model_inputs(engine)).logits[0].float(), -1)
             loss = whole = torch.zeros(len(logp))
             for name, teacher in (("math", math), ("code", code)):
-                ids, stored = micro[f"{name}_ids"][0].long(), micro[f"{name}_logp"][0]
+                ids = micro[f"{name}_ids"][0].long()
+                stored = micro[f"{name}_logp"][0]
                 loss = loss + divergence(logp, ids, stored) / len(TEACHERS)
                 with torch.no_grad():  # a check: training needs the stored columns only
                     exact = teacher(**micro.model_inputs(teacher)).logits[0].log_softmax(-1)

@@ -26,9 +26,11 @@ def within_window(mask_mod: MaskMod, position_ids: torch.Tensor, window: int) ->
         window: Steps that a place attends to at most, its own included.
     """
     steps = position_ids[0]
+    # Compared, not subtracted from each other: a difference takes 8 bytes for each pair of places.
+    firsts = steps - window + 1
 
     def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return mask_mod(batch, head, query, key) & (steps[query] - steps[key] < window)
+        return mask_mod(batch, head, query, key) & (firsts[query] <= steps[key])
 
     return attends
 

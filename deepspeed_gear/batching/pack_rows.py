@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_gear.batching.field_rows import SOURCES, FieldRows
 from deepspeed_gear.batching.gather import FieldGroup
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.prefixes import Prefixes
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.resolved_field import fields_in
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -176,7 +176,9 @@ class PackShape:
     # The places of this rank: all, or the slice of a sequence rank.
     first: int
     end: int
-    prefixes: Prefixes | None = None  # shared prefixes; None: `gear.pack.prefix` is "own"
+    # Shared prefixes; the trajectories stand in the order of `Prefixes.order`. None:
+    # `gear.pack.prefix` is "own".
+    prefixes: Prefixes | None = None
 
     def __post_init__(self) -> None:
         places = self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
@@ -215,6 +217,39 @@ class PackShape:
         numbers: np.ndarray = np.arange(len(self.sizes))
         numbers[len(self.lengths) :] = PADDING
         return np.asarray(numbers.repeat(self.sizes))
+
+    def seen_until(self) -> np.ndarray:
+        """Return the place after the last one that attends to each place of the pack. [N], int64.
+
+        A place is seen from itself and from all places after it up to there. For trajectories of 4
+        and 5 steps that share 3, the places are [0, 4) and [4, 6), and the result is
+        [6, 6, 6, 4, 6, 6].
+        """
+        until = self.bounds[1:].astype(np.int64).repeat(np.diff(self.bounds))
+        if self.prefixes is None:
+            return np.asarray(until)
+        (steps, leader) = (values.tolist() for values in self.prefixes)
+        begins = self.starts.tolist()
+        # End of each trajectory and of all that share with it, which follow it.
+        ends = self.ends.tolist()
+        for i in reversed(range(len(ends))):
+            ends[leader[i]] = max(ends[leader[i]], ends[i])
+        # Of those that share with a trajectory, a later one shares fewer steps, and ends later.
+        for i, of in enumerate(leader):
+            if of != i:
+                until[begins[of] : begins[of] + steps[i] - steps[of]] = ends[i]
+        return np.asarray(until)
+
+    def places(self, number: int) -> np.ndarray:
+        """Return the places of a trajectory's steps, with those of its prefix, ascending."""
+        parts = [np.arange(self.starts[number], self.ends[number])]
+        if self.prefixes is not None:
+            (steps, leader) = self.prefixes
+            while leader[number] != number:
+                end = self.starts[leader[number]] + steps[number] - steps[leader[number]]
+                number = int(leader[number])
+                parts.append(np.arange(self.starts[number], end))
+        return np.concatenate(parts[::-1])
 
     def positions(self) -> np.ndarray:
         """Return each place's position in its sequence. [end - first], int64.
@@ -479,21 +514,22 @@ class MediaReader:
         """
         place = np.flatnonzero(self.numbers)
         every, item = np.unique(self.numbers[place], return_inverse=True)
-        spec = next(table.media.spec for table in self.tables if table.media is not None)
+        specs = [table.media.spec for table in self.tables if table.media is not None]
+        spec = next(spec for spec in specs if spec.column is not None)
         rows: dict[int, dict[str, np.ndarray]] = {}
         for table in self.tables:
             if table.media is None:
                 continue
             missing = every[~np.isin(every, list(rows))]
             for number, content in table.media.contents(missing, table.lock).items():
-                rows[number] = spec.rows(content)
+                rows[number] = table.media.spec.rows(content)
         if len(rows) < len(every):
             rule = "must be read while its rollout batch is trained"
             remedy = "read micro.media in the loop"
             raise StoreError("micro.media", rule, None, remedy)
         columns: dict[str, torch.Tensor] = {}
         counts: dict[str, torch.Tensor] = {}
-        for column in spec.columns:
+        for column in spec.media_columns:
             parts = [rows[number][column.name] for number in every.tolist()]
             counts[column.name] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
             whole = np.concatenate([np.empty((0, *column.shape), column.numpy_dtype), *parts])

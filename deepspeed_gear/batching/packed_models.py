@@ -241,7 +241,7 @@ class PackedModel:
         """
         self._check_family()
         self._check_positions(micro.lengths, micro.position_ids.shape[1])
-        kinds = self._layer_kinds()
+        kinds = self.layer_kinds
         are_alike = kinds == {"full_attention"} or (
             self.family in OF_ONE_WINDOW and kinds == {"sliding_attention"}
         )
@@ -260,7 +260,8 @@ class PackedModel:
         masks = {kind: self._layer_mask(kind, micro) for kind in sorted(kinds)}
         return masks.popitem()[1] if are_alike else masks
 
-    def _layer_kinds(self) -> set[str]:
+    @property
+    def layer_kinds(self) -> set[str]:
         """Return the kinds of its layers, which are alike in families outside of `BY_LAYERS`."""
         kinds = set(getattr(self._text, "layer_types", None) or ())
         if self.family not in BY_LAYERS:

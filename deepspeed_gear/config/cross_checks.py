@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepspeed_gear.config.field_names import check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
 from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler, PrioritizedSampler
@@ -15,13 +16,6 @@ from deepspeed_gear.config.table_checks import ON_HOST, WHOLE_TRAJECTORIES, chec
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
-# Names of the parts that every batch has for its samples; fields must not have them.
-SAMPLE_NAMES = tuple(
-    "is_weight trajectory_id anchor sample_number sample_index probability epoch valid "
-    "relabelled goal_step".split()
-)
-BATCH_NAMES = (*SAMPLE_NAMES, "mask", "handle", "source")
-N_STEP_NAMES = ("return_n", "discount", "steps_n")
 # Suffixes that a checkpoint adds to the name of a table's folder, and the other file beside it.
 _NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")
 _WHOLE = "a pack holds every step of its trajectories"
@@ -249,7 +243,7 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     if pack.prefix == "share":
         when = 'with "prefix": "share" of gear.pack'
         if unit != "group":
-            sampler.admit("unit", ["group"], when, "the members of a group share its prompt")
+            sampler.admit("unit", ["group"], when, "trajectories of a group share prefixes")
         Part("gear.pack", pack).leave_out("max_trajectories", when, "bound micro batches by tokens")
     for name in config.sampled_tables:
         table = config.resolved_tables[name]
@@ -346,27 +340,6 @@ def _check_names(config: GearOptions) -> None:
             known_names(sampler.table, tables),
         )
     check_field_names(list(config.fields), n_step=config.n_step is not None)
-
-
-def check_field_names(names: list[str], n_step: bool) -> None:
-    """Reject field names that have another meaning in a batch.
-
-    Also those that have no nested form: `a` beside `a.b`.
-    """
-    for name in names:
-        at = dotted("gear", "fields", name)
-        remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
-        if name in BATCH_NAMES:
-            raise ConfigError(at, "must not be named like a part of every batch", name, remedy)
-        if n_step and name in N_STEP_NAMES:
-            raise ConfigError(
-                at, "must not be named like what gear.n_step adds to the batch", name, remedy
-            )
-        inner = next((other for other in names if other.startswith(f"{name}.")), None)
-        if inner is not None:
-            raise ConfigError(
-                at, f"must not be a field and a group (of {inner})", None, "rename one"
-            )
 
 
 def _check_burn_in(config: GearOptions, part: Part) -> None:

@@ -7,12 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from deepspeed_gear.config.cross_checks import (
-    GOAL_EXAMPLE,
-    N_STEP_NAMES,
-    SAMPLE_NAMES,
-    check_field_names,
-)
+from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
+from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
 from deepspeed_gear.config.resolved_field import OF_EPISODES, ResolvedField
@@ -110,7 +106,7 @@ def _joined(
 
 
 def _scalars(schema: Schema) -> list[Column]:
-    return [c for c in schema.trajectory_columns if not c.shape]
+    return [c for c in schema.trajectory_columns if not (c.shape or c.is_ragged)]
 
 
 def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
@@ -131,11 +127,12 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     """Reject options of a table that name a column which is missing or does not suit them."""
     at = dotted("gear", "tables", name)
     table = config.resolved_tables[name]
-    opaque = [column for column in schema if column.is_opaque]
+    opaque = [column for column in schema if not column.is_tensor]
     if opaque and table.placement == "device":
+        kind = "with max_values" if opaque[0].is_ragged else f"of dtype {opaque[0].dtype}"
         raise ConfigError(
             at,
-            f"must not have a column of dtype {opaque[0].dtype} on devices",
+            f"must not have a column {kind} on devices",
             opaque[0].name,
             'give the table "placement": "host"',
         )
@@ -245,7 +242,9 @@ def _fields(
                 ", ".join(wrong),
                 "store them as bool (gear ingest: --dtype COLUMN=bool)",
             )
-    every = [column.name for column in schema if not column.is_opaque and column != SOURCE]
+    packed = config.pack is not None  # windows have no ragged columns
+    given = [c for c in schema if c.is_tensor or (c.is_ragged and packed)]
+    every = [column.name for column in given if column != SOURCE]
     requested = config.fields or {name: FieldConfig() for name in every}
     check_field_names(list(requested), n_step=config.n_step is not None)
     resolved = [
@@ -372,6 +371,8 @@ def _resolve(
     part = Part(dotted("gear", "fields", name), field)
     if column is not None:
         _check_column(part, column, statistics)
+        if column.is_ragged:
+            return _ragged_field(config, part, name, column, schema)
         if column.is_opaque:
             return ResolvedField(name, column, dtype=column.dtype)
         own = DERIVED["timestep"] if column.role == "timestep" else column.dtype
@@ -424,6 +425,25 @@ def _resolve(
     )
 
 
+def _ragged_field(
+    config: GearOptions, part: Part, name: str, column: Column, schema: Schema
+) -> ResolvedField:
+    """Return the field of a ragged column, whose values stand where the token is predicted."""
+    if config.pack is None:
+        rule = "must not name a ragged column without gear.pack"
+        remedy = 'train on packs ("pack": {"tokens": 4096}), or read it with Replay.read'
+        raise ConfigError(part.at, rule, column.name, remedy)
+    when = "for a ragged column"
+    part.leave_out(
+        "length pad normalize scale as hindsight absent", when, "drop it: values stay as stored"
+    )
+    offset = part.options.model_dump()["offset"]
+    if offset is None:
+        offset = int(schema.role("token") is not None)
+    part.admit("offset", (None, 0, 1), when, "1: place i has the values of step i + 1")
+    return ResolvedField(name, column, offset=offset, dtype=column.dtype)
+
+
 def _inputs(
     options: AdvantageConfig, schema: Schema, offset: int, length: int
 ) -> tuple[ResolvedField | None, ...]:
@@ -467,7 +487,7 @@ def _inputs(
 
 
 def _check_column(part: Part, column: Column, statistics: Collection[str]) -> None:
-    if column.rows == "1":
+    if column.rows == "1" and not column.is_ragged:
         when = f"as {column.name} has one value per trajectory"
         part.admit("offset", (None, 0), when, "drop it")
         part.leave_out("length pad", when, "drop it")

@@ -214,9 +214,10 @@ class PackConfig(t.GearModel):
     """
 
     prefix: Literal["own", "share"] = "own"
-    """Prompts of a group's trajectories in a micro batch. "own": one each. "share": prompts with
-    equal tokens are stored once, and all their responses attend to it; `micro.model_inputs` has the
-    mask.
+    """First steps that trajectories of a group have in common, in a micro batch. "own": each
+    trajectory has all of its steps. "share": equal steps before a trajectory's first loss token,
+    such as the prompt or an agent's context, are there once, and all that have them attend to them;
+    `micro.model_inputs` has the mask.
     """
 
     @field_validator("cost")

@@ -72,8 +72,13 @@ class ResolvedField:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether it is a list of opaque values, not a tensor."""
-        return self.column is not None and self.column.is_opaque
+        """Whether it is a list of opaque values or ragged ones, not a tensor."""
+        return self.column is not None and not self.column.is_tensor
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its places have different numbers of values."""
+        return self.column is not None and self.column.is_ragged
 
     @property
     def is_converted(self) -> bool:

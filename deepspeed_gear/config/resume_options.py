@@ -17,7 +17,15 @@ _OF_THE_RUN = (
     "pipeline verify_every count_draws exchange shared_memory"
 ).split()
 # Options of a table that give its room: a checkpoint can be loaded into a larger table.
-_ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows", "media")
+_ROOM = (
+    "capacity_steps",
+    "capacity_trajectories",
+    "max_length",
+    "num_envs",
+    "rows",
+    "media",
+    "ragged",
+)
 
 
 def shared_options(config: GearOptions) -> dict[str, Any]:

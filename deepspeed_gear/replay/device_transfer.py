@@ -95,7 +95,9 @@ class DeviceTransfer:
             name for each in self._tables for name in n_step_columns(each) if name is not None
         ]
         reaches_n_step = all(map(self._is_reached, n_step))
-        ops, way = self._ops or table.ops, way or self.way  # ops are unused by staged fields
+        # ops are unused by staged fields
+        ops = self._ops or table.ops
+        way = way or self.way
         transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep)
         columns = self._reached[table.spec.name]
         return DeviceGatherer(transfer, columns, self._options, table, depth)

@@ -441,7 +441,7 @@ class TrainStep(PublicNames):
         num_tokens: Number of their steps.
         loss_tokens: Number of their loss tokens.
         shared_tokens: Number of their steps that have no places of their own, as `gear.pack.prefix`
-            shares prompts.
+            shares prefixes.
         name: Name of the step in errors.
     """
 

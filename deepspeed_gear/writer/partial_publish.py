@@ -165,7 +165,8 @@ class Publisher:
             ),
             (
                 spec.media is not None,
-                "must have no media for steps of open trajectories to be published",
+                "must have no media or ragged columns for steps of open trajectories to be "
+                "published",
                 "add whole trajectories",
             ),
         )

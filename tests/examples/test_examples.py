@@ -194,7 +194,8 @@ def result_of_warm(program: str, *arguments: str) -> dict[str, Any]:
 
 def test_distillation_of_two_teachers() -> None:
     result = result_of_warm("distillation.py", "--steps", "8")
-    first, last = result["first"], result["last"]
+    first = result["first"]
+    last = result["last"]
     assert last["loss"] < 0.6 * first["loss"]
     assert last["whole"] < 0.6 * first["whole"]
     for values in (first, last):  # tokens beyond the top ones count as one, which loses divergence

@@ -238,9 +238,12 @@ def test_row_reader_serves_any_rising_ranges(
     values = np.arange(33 * 2, dtype=np.int32).reshape(33, 2)
     reads: list[tuple[int, int]] = []
 
-    def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> np.ndarray:
+    def read_rows(
+        where: str, dataset: h5py.Dataset, low: int, high: int, into: np.ndarray
+    ) -> np.ndarray:
         reads.append((low, high))
-        return np.asarray(dataset[low:high])
+        into[:] = dataset[low:high]
+        return into
 
     monkeypatch.setattr("deepspeed_gear.data.ingest.reader.read_rows", read_rows)
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
@@ -248,7 +251,7 @@ def test_row_reader_serves_any_rising_ranges(
         file["y"] = values
         for key in "xy":
             reader = RowReader(key, file[key])
-            assert reader.block_rows == (4 if key == "x" else 5)
+            assert reader.block_rows == (4 if key == "x" else 1)
             for low, high in ((0, 1), (1, 7), (7, 7), (7, 20), (12, 13), (20, 33)):
                 np.testing.assert_array_equal(reader[low:high], values[low:high])
             assert all(low % (file[key].chunks or (1,))[0] == 0 for low, _ in reads), (
