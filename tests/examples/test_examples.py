@@ -201,6 +201,8 @@ def test_distillation_of_two_teachers() -> None:
     for values in (first, last):  # tokens beyond the top ones count as one, which loses divergence
         assert 0.6 * values["whole"] < values["loss"] <= values["whole"]
     assert result["largest_error"] <= 2e-3  # of float16
+    fewest, most = result["values"]
+    assert 1 <= fewest < most < 16, "the supports differ by token"
 
 
 def test_replayed_experts_make_log_probabilities_agree() -> None:
