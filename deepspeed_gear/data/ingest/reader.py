@@ -202,6 +202,10 @@ class ColumnSelection:
         kept = self._kept
         return kept is None or _matches(name, kept) or self._is_kept_whole(self._group(name), kept)
 
+    def excludes(self, name: str) -> bool:
+        """Return whether a pattern after "!" matches a name."""
+        return _matches(name, self._without)
+
     def _group(self, name: str) -> str:
         return self._groups.get(name, name.split(".")[0])
 

@@ -30,6 +30,7 @@ from deepspeed_gear.data.ingest.reader import (
 )
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.step_blocks import BlockRows, EpisodeBounds, Int64, episode_name
+from deepspeed_gear.data.ingest.step_order import check_order
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
@@ -102,6 +103,7 @@ class Steps:
         self._find_ends(reader.options.get("episode_length"), arrays.get("episode_returns"))
         if reader.options.get("last_step") is None:
             self._check_limit(reader.options.get("episode_length"))
+        check_order(reader, self.where, self.arrays, self.ends)
         if self._has_last_row:
             self._move_flags()
         for name, array in self.arrays.items():
