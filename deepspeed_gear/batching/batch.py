@@ -12,11 +12,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.batch_parts import Samples, minibatch_samples, sample_taker
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.sample_index import Samples, minibatch_samples, sample_taker
 from deepspeed_gear.batching.tensor_views import tensor_table
-from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
 from deepspeed_gear.config.field_checks import LEARNS, MASK
+from deepspeed_gear.config.field_names import SAMPLE_NAMES
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, table_html, view_html
 from deepspeed_gear.ops.records import Resolution
@@ -366,7 +366,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             ConfigError: `size` or `epochs` is less than 1, or `seed` less than 0.
         """
-        size, epochs = arguments.count("size", size), arguments.count("epochs", epochs)
+        size = arguments.count("size", size)
+        epochs = arguments.count("epochs", epochs)
         seed = arguments.count("seed", seed, least=0)
         numbers = self.host_resolutions[:, Resolution.SAMPLE_NUMBER]
         return (self[chosen] for chosen in minibatch_samples(numbers, size, epochs, seed))
@@ -684,7 +685,8 @@ def _flatten(batch: Batch) -> tuple[list[Any], Any]:
 
 def _unflatten(values: Any, context: Any) -> Batch:
     names, masks, known, facts = context
-    values, end = list(values), len(names) + len(masks)
+    values = list(values)
+    end = len(names) + len(masks)
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : end], strict=True))
     parts = dict(zip(known, values[end:], strict=True))

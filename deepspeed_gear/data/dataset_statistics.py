@@ -17,7 +17,6 @@ from deepspeed_gear.data.column_scan import (
     block_rows,
     is_image,
     run_in_turn,
-    statistics_shape,
 )
 from deepspeed_gear.data.counted_neighbours import CountedNeighbours
 from deepspeed_gear.data.running_moments import Float64, Moment
@@ -74,7 +73,7 @@ class ColumnStatistics:
     def from_json(cls, entry: Mapping[str, Any], column: Column) -> ColumnStatistics:
         """Reverse `to_json`; KeyError or ValueError if a statistic is absent or misshapen."""
         # Data sets of earlier versions have statistics of images by element.
-        shapes = (column.shape, statistics_shape(column))
+        shapes = (column.shape, column.statistics_shape)
 
         def array(values: Any) -> Float64:
             numbers = np.array(values, dtype=np.float64)
@@ -312,7 +311,7 @@ def _image_statistics(bins: Int64, column: Column, num_rows: int) -> ColumnStati
 
     They are exact: counts of the 256 pixel values determine all of them.
     """
-    shape = statistics_shape(column)
+    shape = column.statistics_shape
     pixels = bins.reshape(*shape, 256)
     value = np.arange(256.0)
     until = pixels.cumsum(axis=-1)  # for pixels [2, 0, 3] it is [2, 2, 5]

@@ -18,9 +18,11 @@ from cluster_support import Cluster
 from gear_support import prefix
 from packed_engines import COUNT as RESPONSES
 from packed_engines import save
+from ragged_tables import MEMORY, RAGGED, support
 
 from deepspeed_gear import DatasetWriter, FillWorker, Media, MicroBatch, Replay, Schema
 from deepspeed_gear.data.media_digests import MediaItem
+from deepspeed_gear.data.ragged import item_columns
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay.rollout import TrainStep
 from deepspeed_gear.sampling.batch_info import BatchInfo
@@ -48,15 +50,15 @@ Case = dict[str, Any]
 
 
 def response(number: int) -> dict[str, Any]:
-    """Return the trajectory of a number; all but the first of a group have a prompt of 9 tokens, or
-    less.
+    """Return the trajectory of a number; all but the first of a group have a prompt of 15 tokens,
+    or less.
     """
     words = np.random.default_rng(number)
     length = int(words.integers(2, MOST + 1))
     tokens = words.integers(1, 500, length).astype(np.int32)
     prompt = int(words.integers(0, length))
     if number % GROUP:
-        prompt = min(9, length - 1)
+        prompt = min(15, length - 1)
         tokens[:prompt] = 1 + (number // GROUP + np.arange(prompt)) % 499
     return {
         "tokens": tokens,
@@ -99,7 +101,8 @@ def images(group: int, length: int) -> dict[int, Media]:
 
 
 def items(group: int, length: int) -> list[MediaItem]:
-    columns = tuple(Schema.from_json(MEDIA).columns)
+    ragged = Schema.from_json({"columns": {**COLUMNS, **RAGGED}}).ragged_columns
+    columns = (*Schema.from_json(MEDIA).columns, *item_columns(ragged))
     return [media.item("", columns) for media in images(group, length).values()]
 
 
@@ -176,9 +179,11 @@ def cases(data: str, other: str) -> dict[str, Case]:
     prompts = table(
         group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1}
     )
+    columns = {"image": {"dtype": "int64", "role": "media"}, **RAGGED}
     seen = {
         "media": MEDIA,
-        "schema": {"columns": {**COLUMNS, "image": {"dtype": "int64", "role": "media"}}},
+        "ragged": MEMORY,
+        "schema": {"columns": {**COLUMNS, **columns}},
     }
     late = {**COLUMNS, **LATE, "ref": {"dtype": "float32", "late": True}}
     staged = {"group": {**group, "needs": ["reward", "ref"]}, "writers": 2}
@@ -252,6 +257,7 @@ def fill(replay: Replay) -> None:
                     members = [with_prompt(lease.number, one) for one in members]
                 for one in members if store.media is not None else []:
                     one["image"] = images(lease.number, len(one["tokens"]))
+                    one |= support(len(one["tokens"]), int(one["number"]))
                 for one in members if late else []:
                     del one["reward"]
                 lease.commit(members)
@@ -357,6 +363,12 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
             digest.update(rows.numpy().tobytes())
         for group, step in zip(micro["prompt"].tolist(), micro.lengths.tolist(), strict=True):
             assert set(micro["image"][0].tolist()) >= {one.number for one in items(group, step)}
+    for name in micro.sources.ragged:
+        ragged = micro.ragged(name)
+        digest.update(ragged.offsets.numpy().tobytes())
+        digest.update(ragged.values.double().numpy().tobytes())
+        assert len(ragged) == micro["tokens"].shape[1]
+        assert len(ragged.values)
     opaque = micro.opaque("note") if "note" in micro.sources.opaque else None
     assert opaque is None or [one["number"] for one in opaque] == micro["number"].tolist()
     numbers = micro["number"].tolist()

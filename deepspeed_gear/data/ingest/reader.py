@@ -267,7 +267,8 @@ def make_column(
     have the shape ().
     """
     remedy = LEAVE_OUT if "." in name or role == "other" else CONVERT
-    stored, shape = stored_dtype(where, dtype, remedy), () if role in SCALARS else shape
+    stored = stored_dtype(where, dtype, remedy)
+    shape = () if role in SCALARS else shape
     if any(n < 1 for n in shape):
         raise DataError(where, "must have rows with at least one value", list(shape), remedy)
     if role in ("terminated", "truncated"):

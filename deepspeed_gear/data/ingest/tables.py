@@ -269,7 +269,8 @@ class TableReader(Reader):
         number = self.num_steps = 0
         first = ""
         for label, arrays, length in self._trajectories():
-            number, self.num_steps = number + 1, self.num_steps + length
+            number += 1
+            self.num_steps += length
             first = first or f"{self.path}: {label}"
             for name, value in arrays.items():
                 where = f"{self.path}: {label}: {name}"

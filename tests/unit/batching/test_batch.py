@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.batching.batch import BatchSamples
-from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
+from deepspeed_gear.config.field_names import SAMPLE_NAMES
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
