@@ -300,7 +300,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def sequence(self) -> torch.Tensor:
         """Trajectory of each place, -1 at padding. [1, N], int64.
 
-        A shared prefix belongs to the first trajectory that has it.
+        A place of a shared prefix belongs to the trajectory that it was gathered from.
         """
         return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 
@@ -442,6 +442,25 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             sums = sums / counts.clamp(min=1)
         sums = torch.cat([sums[:-1], sums.new_zeros(1)])
         return sums[owner].view(values.shape)
+
+    def per_place(self, values: torch.Tensor) -> torch.Tensor:
+        """Return each trajectory's value at every place of it, 0 at padding.
+
+        `micro.per_place(micro.table) == 1` are the places of the second table of a mixture.
+
+        Args:
+            values: One value per trajectory, on the device. [S, ...].
+        Returns:
+            [1, N, ...].
+        Raises:
+            ShapeError: There is not one value for each trajectory.
+        """
+        if not values.dim() or len(values) != self.num_trajectories:
+            rule = f"must have {self.num_trajectories} values, one for each trajectory"
+            remedy = "give a tensor such as micro.table"
+            raise ShapeError("values", rule, list(values.shape), remedy)
+        padding = values.new_zeros(1, *values.shape[1:])  # PADDING, which is -1, is the last index
+        return torch.cat([values, padding])[self.sequence]
 
     def fill(self, **columns: Any) -> None:
         """Store columns for this micro batch, within `Rollout.forward` or `Replay.forward`.

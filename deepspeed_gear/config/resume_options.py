@@ -59,6 +59,7 @@ def batch_options(config: GearOptions) -> dict[str, Any]:
     if section["advantage"] is None:
         del section["advantage"]
     for field in section["fields"].values():
+        del field["absent"]  # it changes values of a batch, and no sample
         if field["offset"] is None and config.pack is None:
             field["offset"] = 0
     for table in section["tables"].values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -241,7 +241,8 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
     rate = None
     if table.rate_limiter is not None:
-        rate = _rate(config, table, table.rate_limiter, batch, at)
+        unit = config.sampler_of(name).unit
+        rate = _rate(unit, table, table.rate_limiter, batch, at)
     retention = Retention(
         table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age
     )
@@ -253,10 +254,13 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
 
 
 def _rate(
-    config: GearConfig, table: TableConfig, rate: RateLimiterConfig, batch: int, at: str
+    unit: Literal["trajectory", "step", "group"],
+    table: TableConfig,
+    rate: RateLimiterConfig,
+    batch: int,
+    at: str,
 ) -> RateLimiter:
     """Return the rate limiter of a table; ConfigError if both sides would wait for each other."""
-    unit = config.item_sampler.unit
     if rate.queue is not None:
         if rate.queue < batch:
             rule = f"must be at least a global batch ({batch})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -43,7 +44,9 @@ class BatchAssembler:
         releases: DeferredRelease,
     ) -> None:
         config = plan.config
-        needs = plan.needs
+        # Fields that some tables lack are in packs only, which are not gathered here.
+        in_all = tuple(field for field in plan.needs.fields if field.absent is None)
+        needs = replace(plan.needs, fields=in_all)
         info = plan.info
         self._config = config
         self._needs = needs

@@ -26,8 +26,8 @@ from deepspeed_gear.batching.transfer.device_gather import (
     column_name,
     is_computed,
 )
-from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
+from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.errors import BuildError, ConfigError, undo_on_error
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops import Ops, load_backend

@@ -106,8 +106,8 @@ class Metrics:
             words[RankProgress.MADE] = sums["made"]
             words[RankProgress.GATHER_S] = sums["sample_s"]
 
-    def used(self, epoch: int, waited_s: float) -> None:
-        """Count a batch that was returned, of an epoch."""
+    def used(self, epoch: int, waited_s: float, now_s: float) -> None:
+        """Count a batch that was returned, of an epoch, at a time of `time.monotonic`."""
         self.epoch = epoch
         sums = self.sums
         sums["wait_s"] += waited_s
@@ -116,7 +116,7 @@ class Metrics:
         if words is not None:
             words[RankProgress.WAIT_S] = sums["wait_s"]
             words[RankProgress.BATCHES] = sums["batches"]
-            words[RankProgress.RETURNED_S] = time.monotonic()
+            words[RankProgress.RETURNED_S] = now_s
 
     def take_rates(
         self, counts: Mapping[str, float], late_s: Mapping[int, float]

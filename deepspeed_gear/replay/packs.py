@@ -12,7 +12,12 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.field_rows import read_opaque
-from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weights
+from deepspeed_gear.batching.loss_weights import (
+    PackLoss,
+    StepLoss,
+    loss_weights,
+    table_loss_weights,
+)
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
 from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
 from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
@@ -105,9 +110,13 @@ class Packs:
         counts = columns.counts[index]
         weights = np.zeros(len(columns.trajectories))
         # A trajectory may be in the batch several times, but each of its samples is another index.
-        sequences = columns.sequence[index]
-        items = columns.trajectories.item[index]
-        weights[index] = loss_weights(self._context.settings.loss, counts, sequences, items)
+        units = (columns.sequence[index], columns.trajectories.item[index])
+        settings = self._context.settings
+        if settings.table_losses:
+            tables = columns.trajectories.source[index]
+            weights[index] = table_loss_weights(settings.table_losses, counts, *units, tables)
+        else:
+            weights[index] = loss_weights(settings.loss, counts, *units)
         return StepLoss(int(counts.sum()), weights)
 
     def fetch(self) -> None:

@@ -18,8 +18,8 @@ from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.batching.packing_plan import PlannedPacks
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import check_ranks
-from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.distributed.control_plane import ControlPlane
@@ -383,6 +383,6 @@ def format_pack_preview(document: Mapping[str, int | float], replicas: int) -> S
     ]
     if not document["knows_prompts"]:
         lines.append(
-            'planned without shared prompts ("prefix": "share"), with which there are fewer places'
+            'planned without shared prefixes ("prefix": "share"), with which there are fewer places'
         )
     return [line.format(**document) for line in lines]

@@ -71,6 +71,8 @@ class PackSettings:
     opaque: tuple[ResolvedField, ...] = ()
     ragged: tuple[ResolvedField, ...] = ()
     member: str | None = None  # column that names a group's members; None: each trajectory is one
+    # Weight and mean of each table of a mixture; empty: there is one mean over all.
+    table_losses: tuple[tuple[float, LossConfig], ...] = ()
     ranks: SequenceSum | None = None  # sum over the ranks of one sequence; None: there is one
 
     @cached_property
@@ -309,7 +311,8 @@ class TableRows:
         Returns:
             By trajectory, its place in the order of its item, and how many of its first rows are
             equal to those of the one before it there: 0 for the first one. [n, 2], int64.
-        Cost: a copy of the rows, 8 bytes each; they are compared n log n times in an item.
+        Cost: two copies of the rows, of 4 bytes for int32 tokens without media; the n trajectories
+            of an item are compared n log n times.
         """
         own = self._own
         items = items[own]
@@ -318,14 +321,14 @@ class TableRows:
         resolutions[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
         shared = None if self.shared is None else self.shared.of(own)
         names = [c.name for c in self.table.schema if c.role in ("token", "media")]
+        tensors = [self.table.tensor(name) for name in names]
+        is_narrow = all(one.dtype == torch.int32 for one in tensors)
+        dtype = torch.int32 if is_narrow else torch.int64
         columns = [
-            steps_of(
-                self.table.ops, self.table.tensor(name), resolutions, 0, "T", torch.int64, shared
-            )
-            for name in names
+            steps_of(self.table.ops, one, resolutions, 0, "T", dtype, shared) for one in tensors
         ]
         # Token and media of a row side by side: sequences of bytes have the same common prefixes.
-        values = np.stack(columns, axis=1).reshape(-1)
+        values = columns[0] if len(columns) == 1 else np.stack(columns, axis=1).reshape(-1)
         ends = np.cumsum(rows) * len(columns)
         parts = np.split(values, ends)[:-1]
         keys = [(item, part.tobytes()) for item, part in zip(items.tolist(), parts, strict=True)]
@@ -493,12 +496,19 @@ class RolloutColumns:
         member = self.context.settings.member
         if self.context.settings.loss.by == "trajectory" or member is None:
             return np.arange(len(self.trajectories))
-        pairs = np.stack([self.trajectories.item, self.values(member).astype(np.int64)], axis=1)
+        members = self.values_or_zero(member).astype(np.int64)
+        pairs = np.stack([self.trajectories.item, members], axis=1)
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
-    def check_values(self, *names: str) -> None:
-        """Raise ConfigError unless every table has per-trajectory columns."""
-        for name, rows in product(names, self.tables):
+    def check_values(self, *names: str, where: str | None = None) -> None:
+        """Raise ConfigError unless every table has per-trajectory columns.
+
+        Args:
+            *names: The columns.
+            where: Only tables with this column must have them, if there is such a table.
+        """
+        tables = [rows for rows in self.tables if where is None or where in rows.table.schema]
+        for name, rows in product(names, tables or self.tables):
             schema = rows.table.schema
             single = [c.name for c in schema.trajectory_columns if not c.is_ragged]
             if name not in single:
@@ -513,6 +523,23 @@ class RolloutColumns:
         """Return a per-trajectory column's stored values. [n, *shape]. Collective over nodes."""
         self.check_values(name)
         return np.concatenate([rows.values(name) for rows in self.tables])
+
+    def values_or_zero(self, name: str) -> np.ndarray:
+        """Return as `values`, with 0 in tables without the column; one of them has it."""
+        counts = [len(rows.rows) for rows in self.tables]
+        known = [rows.values(name) if name in rows.table.schema else None for rows in self.tables]
+        like = next(values for values in known if values is not None)
+        return np.concatenate(
+            [
+                np.zeros((count, *like.shape[1:]), like.dtype) if values is None else values
+                for count, values in zip(counts, known, strict=True)
+            ]
+        )
+
+    def has_column(self, name: str) -> np.ndarray:
+        """Return which trajectories are of tables with a stored column. [n], bool."""
+        has = np.array([name in rows.table.schema for rows in self.tables])
+        return np.asarray(has[self.trajectories.source])
 
     def step_column(self, name: str) -> tuple[Column, int]:
         """Return the column of numbers per step that micro batches have by a name; its offset.
@@ -533,7 +560,7 @@ class RolloutColumns:
             return column, int(field.offset)
         return column, int(settings.predicts and column.rows == "T")
 
-    def places(self, name: str, later: int = 0) -> np.ndarray:
+    def places(self, name: str, later: int = 0, admits_absent: bool = False) -> np.ndarray:
         """Return a column's values at the places of micro batches. [num_tokens], float64.
 
         Collective over nodes.
@@ -541,11 +568,30 @@ class RolloutColumns:
         Args:
             name: A column that was filled or set, or a field or column with a number per step.
             later: Number of steps after the place.
+            admits_absent: Whether tables may lack the column of a field with the option `absent`.
+        Raises:
+            ConfigError: There is no such column, or a table lacks it.
         """
         if name in self.filled:
             return self.filled[name].double().numpy()
         column, offset = self.step_column(name)
-        return np.concatenate([rows.steps(column.name, offset + later) for rows in self.tables])
+        absent = self.absent_value(name) if admits_absent else None
+        parts = []
+        for rows in self.tables:
+            if column.name in rows.table.schema:
+                parts.append(rows.steps(column.name, offset + later))
+                continue
+            if absent is None:
+                rule = f"must be a column of table {rows.table.spec.name}, too, or be filled or set"
+                raise ConfigError(f"column {name!r}", rule, None, "set it with rollout.set")
+            num_steps = int(rows.rows[:, Resolution.NUM_STEPS].sum())
+            parts.append(np.full(num_steps, float(absent)))
+        return np.concatenate(parts)
+
+    def absent_value(self, name: str) -> int | float | None:
+        """Return a field's value in tables without its column; None: all tables must have it."""
+        fields = self.context.settings.fields
+        return next((field.absent for field in fields if field.name == name), None)
 
     def set_column(self, name: str, values: np.ndarray) -> None:
         """Set a column of this rollout batch.

@@ -238,7 +238,7 @@ def copy_items(
             raise ShapeError("priorities", rule, list(given.shape), remedy)
         with np.errstate(over="ignore"):
             check_priorities(given.astype(np.float32))
-    _check_has_columns(columns, target)
+    _check_has_columns(columns, target, wanted)
     names = target.schema.names
     ids = list[int]()
     items = list[int]()
@@ -287,13 +287,20 @@ def _items_to_copy(columns: RolloutColumns, target: Table, chosen: object) -> np
     return wanted
 
 
-def _check_has_columns(columns: RolloutColumns, target: Table) -> None:
-    """Raise unless the other tables of a rollout batch have the columns of a table, filled."""
+def _check_has_columns(columns: RolloutColumns, target: Table, wanted: np.ndarray) -> None:
+    """Raise unless the tables of wanted items have the columns of a table, filled.
+
+    Args:
+        wanted: As `_items_to_copy` returns it. [num_items], bool.
+    """
     names = target.schema.names
-    for rows in columns.tables:
+    trajectories = columns.trajectories
+    for number, rows in enumerate(columns.tables):
         if rows.table is target:
             continue
         unknown = [name for name in names if name not in rows.table.schema]
+        if unknown and not wanted[trajectories.item[trajectories.source == number]].any():
+            continue
         if unknown:
             rule = f"must be a column of table {rows.table.spec.name}, whose items are copied"
             at = f"gear.tables.{target.spec.name}.schema.columns.{unknown[0]}"

@@ -231,7 +231,9 @@ def forward(
         tuple(field for field in every if not (field.column and field.column.late))
         for every in (settings.fields, settings.opaque, settings.ragged)
     )
-    early = replace(settings, fields=fields, opaque=opaque, ragged=ragged, place=place)
+    early = replace(
+        settings, fields=fields, opaque=opaque, ragged=ragged, place=place, table_losses=()
+    )
 
     def made() -> tuple[Packs, LateColumns]:
         planned().extend(longest, settings.pack)

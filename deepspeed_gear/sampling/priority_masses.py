@@ -23,6 +23,7 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
 MOST_MASS = np.iinfo(np.int64).max
+_ONE = float(ONE_Q62)  # an exact product with an int converts it each time
 WINDOW = 256  # latest global batches whose clamped updates are counted separately
 
 
@@ -198,7 +199,7 @@ class PriorityMasses(ItemMasses):
 
     def alpha_at(self, number: int) -> int:
         """Return the exponent of the priorities of a global batch, Q62."""
-        return int(self.rule.alpha(number) * ONE_Q62)  # exact: a power of two
+        return int(self.rule.alpha(number) * _ONE)  # exact: a power of two
 
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
         """Replace ids (slot -1, id for generation) by handles; drop items of other stores. [n, 6],
@@ -386,7 +387,7 @@ class PriorityMasses(ItemMasses):
 
     def beta_at(self, number: int) -> int:
         """Return the exponent of the importance weights of a global batch, Q62."""
-        return int(self.rule.beta(number) * ONE_Q62)
+        return int(self.rule.beta(number) * _ONE)
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many updates were ever applied, and clamped to the smallest or the largest

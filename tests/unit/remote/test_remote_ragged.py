@@ -41,7 +41,7 @@ def test_a_remote_writer_adds_ragged_columns() -> None:
 def test_a_group_of_another_machine_has_ragged_columns(tmp_path: Path) -> None:
     config = ledger_section(write_prompts(tmp_path / "prompts", 7), {"max_lag": 2})
     main = config["tables"]["main"]
-    main["schema"]["columns"].update(RAGGED)
+    main["schema"] = {"columns": {**main["schema"]["columns"], **RAGGED}}
     main["ragged"] = dict(MEMORY)
     with served(config, schema=None) as (replay, gateway):
         options: dict[str, Any] = {"token": TOKEN, "timeout_s": 20.0}
