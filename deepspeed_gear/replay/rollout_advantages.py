@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from deepspeed_gear.batching.group_advantages import group_advantages
+from deepspeed_gear.batching.group_advantages import ESTIMATORS, group_advantages
 from deepspeed_gear.config.option_errors import translate
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError
@@ -60,6 +60,9 @@ def set_advantages(
 
     def compare() -> np.ndarray:
         values = {column: columns.values(column) for column in named}
+        if kind not in ESTIMATORS:
+            rule = f"must be one of {', '.join(ESTIMATORS)}, gae, vtrace"
+            raise ConfigError("rollout.advantages: kind", rule, kind, "choose one of them")
         counted = None if count_masked else columns.counts > 0
         items = columns.trajectories.item
         groups = items if group is None else values[group].astype(np.int64)
@@ -67,7 +70,8 @@ def set_advantages(
         advantages = group_advantages(kind, values[reward], groups, members, counted)
         columns.set_column(name, advantages)
         if context.rewards_warning is not None:
-            context.rewards_warning.count(advantages, groups, reward)
+            rejected = columns.num_rejected
+            context.rewards_warning.count(advantages, groups, reward, counted, rejected)
         return advantages
 
     # Reading is collective over nodes, so a wrong name must be raised on all ranks first.
