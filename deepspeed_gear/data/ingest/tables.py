@@ -26,6 +26,7 @@ from deepspeed_gear.data.ingest.reader import (
 )
 from deepspeed_gear.data.ingest.row_images import RowImages
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.step_order import check_order
 from deepspeed_gear.data.ingest.table_agents import TableAgents, divided, has_agents
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
@@ -387,6 +388,7 @@ class TableReader(Reader):
                 arrays[column] = value if array is None else array
             length = _num_steps(where, arrays)
             if not is_chat:
+                check_order(self, f"{where}: ", arrays)
                 limit = self.options.get("episode_length")
                 if limit is not None and length > limit:
                     raise DataError(
