@@ -115,12 +115,11 @@ def main() -> None:
     weights = student.parameters()
     engine, *_ = deepspeed_gear.initialize(model=student, model_parameters=weights, config=CONFIG)
     words = torch.Generator().manual_seed(args.seed)
-    mask = torch.arange(LENGTH) >= PROMPT
     curve = []
     error = 0.0
     for _ in range(args.steps):
         for tokens in generate(student, words):
-            engine.gear.add({"tokens": tokens, "loss_mask": mask})
+            engine.gear.add({"tokens": tokens, "loss_mask": torch.arange(LENGTH) >= PROMPT})
         fill_on_ranks(engine.gear, "math", math)
         fill_by_worker(engine.gear.run, "code", code)
         step = engine.gear_step()
@@ -144,8 +143,7 @@ def main() -> None:
         engine.step()
         curve.append(step.mean(loss=losses, whole=wholes))
     result = {"first": curve[0], "last": curve[-1], "largest_error": error}
-    counts = ids.counts[micro.loss_mask[0]]
-    print(json.dumps({**result, "values": [int(counts.min()), int(counts.max())]}))
+    print(json.dumps({**result, "values": ids.counts[micro.loss_mask[0]].aminmax()}, default=int))
 
 
 if __name__ == "__main__":
