@@ -41,12 +41,8 @@ LIFE = {"max_length": LENGTH, "remove": "fifo", "max_times_sampled": 1}
 GEAR = {
     "tables": {"rollouts": {**ROOM, **LIFE, "schema": {"columns": COLUMNS}}},
     "sampler": {"kind": "fifo"},
-    "fields": {
-        "tokens": {},
-        "logp": {},
-        "advantage": {},
-        "experts": {"offset": 0},
-    },  # of the token that is read
+    # The experts of a place are those that read its token.
+    "fields": {"tokens": {}, "logp": {}, "advantage": {}, "experts": {"offset": 0}},
     "pack": {"tokens": 256},
     "batch": {"trajectories": RESPONSES},
 }
