@@ -479,7 +479,12 @@ class Schema:
         return hash(self.columns)
 
     def __repr__(self) -> str:
-        columns = (f"{c.name}: {c.dtype}{list(c.shape)} x {c.rows}" for c in self.columns)
+        def form(c: Column) -> str:
+            if c.is_ragged:
+                return f"{c.dtype} x 0 to {c.max_values} values per step"
+            return f"{c.dtype}{list(c.shape)} x {c.rows}"
+
+        columns = (f"{c.name}: {form(c)}" for c in self.columns)
         return f"Schema({', '.join(columns)})"
 
     def _repr_html_(self) -> str:

@@ -148,6 +148,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             return self._tensors[name]
         except (KeyError, TypeError):
             has = f"it has {', '.join(self._tensors)}"
+            if isinstance(name, str) and name in self.sources.ragged:
+                has = f"its values are ragged: micro.ragged({name!r})"
             raise FieldError(f"field {name!r}", "must be in the micro batch", None, has) from None
 
     def __iter__(self) -> Iterator[str]:

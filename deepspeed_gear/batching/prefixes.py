@@ -103,14 +103,15 @@ class CommonPrefixes(NamedTuple):
         """Divide the trajectories into bundles, and choose what those of a bundle share.
 
         A trajectory shares with one that has a lower bound, or an equal one and a lower number:
-        with that one of its bundle with which it has most in common. It shares no step whose next
-        token differs, so that a place predicts the same token for all that share it.
+        with that one of its bundle with which it has most in common. Within a bundle no other
+        choice has fewer places. No step is shared whose next token differs, so that a place
+        predicts the same token for all that share it.
 
         Args:
             lengths: Steps of each trajectory. [n], int64.
             size: Trajectories of a bundle, at most.
             most: Places of a bundle, at most.
-        Cost: at most two passes over the trajectories in Python.
+        Cost: at most 3 n calls of Python: a bundle that is cut keeps half of what was added to it.
         """
         steps = [0] * len(lengths)
         leader = [*range(len(lengths))]

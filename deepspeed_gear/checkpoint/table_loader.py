@@ -137,7 +137,7 @@ class TableLoader:
         open_rows(saved, division if name in self._spread else None, table.spec.own_shard.index)
         if table.media is not None and slots is not None:
             parts = [np.zeros(0, np.int64)]
-            # Slots that were being written are saved as free ones; their rows name nothing.
+            # Items that an epoch skips have slots without a trajectory; these name nothing.
             used = chosen[slots[chosen, Slot.STATE] != SlotState.FREE]
             for column in table.media.spec.names:
                 files = list(chain.from_iterable(columns[column] for columns in saved.columns))

@@ -163,7 +163,8 @@ class Dataset(MapDataset[dict[str, Any]]):
             elif path.with_name(path.name + ".partial").is_dir():
                 remedy = "its ingest did not finish; run it again"
             given = "no folder" if is_there else "nothing at this path"
-            raise DataError(str(path), "must be the folder of a data set", given, remedy)
+            rule = "must be the folder of a data set"
+            raise DataError(str(path.absolute()), rule, given, remedy)
         while True:
             folder = os.stat(path)
             try:

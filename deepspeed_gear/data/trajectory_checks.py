@@ -53,7 +53,11 @@ def check_trajectory(
         if column.name in trajectory:
             arrays[column.name] = as_stored(trajectory[column.name], column, name)
         elif not column.late or late_remedy:
-            remedy = late_remedy if column.late else "every column of the schema needs rows"
+            remedy = (
+                late_remedy
+                if column.late
+                else "give it with the trajectory, or take the column out of the table's schema"
+            )
             raise DataError(
                 f"{name}: column {column.name}", "must be in every trajectory", None, remedy
             )

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.batching.batch import Batch, BatchSamples
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch_samples import BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.field_rows import read_opaque
 from deepspeed_gear.batching.gather import Gatherer, GatherOptions

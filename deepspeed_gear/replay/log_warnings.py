@@ -160,8 +160,13 @@ class LossWarning:
         self._steps = self._without = 0  # train steps, and those without loss tokens
         self._next = 0.0
 
-    def count(self, step: Any) -> None:
-        """Count a train step (TrainStep), and log a warning if one is due."""
+    def count(self, step: Any, num_rejected: int) -> None:
+        """Count a train step (TrainStep), and log a warning if one is due.
+
+        Args:
+            step: The train step.
+            num_rejected: Loss tokens of its rollout batch that were taken out of the mask.
+        """
         self._steps += 1
         if step.loss_tokens:
             return
@@ -175,13 +180,19 @@ class LossWarning:
             else f"the loss mask is column {self._column}"
         )
         first = ", and the first token of a trajectory is not predicted" if self._predicts else ""
+        remedy = "Mark the tokens that were sampled where trajectories are written"
+        if num_rejected:
+            first += (
+                f"; rollout.mask and rollout.correct took {num_rejected} loss tokens out of the "
+                "rollout batch"
+            )
+            remedy = "Check what these calls reject"
         LOG.warning(
             f"gear: {step.name}: none of the {step.num_tokens} steps of its "
             f"{step.num_trajectories} trajectories counts in the loss ({mask}{first}), as in "
             f"{self._without} of {self._steps} train steps so far. Its loss and gradients are 0, "
-            "but momentum and weight decay still move the weights. Mark the tokens that were "
-            "sampled where trajectories are written; a loop that skips a step whose "
-            "step.loss_tokens is 0 leaves the weights alone"
+            f"but momentum and weight decay still move the weights. {remedy}; a loop that skips a "
+            "step whose step.loss_tokens is 0 leaves the weights alone"
         )
 
 
@@ -198,13 +209,22 @@ class EqualRewardsWarning:
         self._equal_groups = 0
         self._next = 0.0
 
-    def count(self, advantages: np.ndarray, groups: np.ndarray, reward: str) -> None:
+    def count(
+        self,
+        advantages: np.ndarray,
+        groups: np.ndarray,
+        reward: str,
+        counted: np.ndarray | None,
+        num_rejected: int,
+    ) -> None:
         """Count a rollout batch, and log a warning if one is due.
 
         Args:
             advantages: Advantage of each trajectory. [n], float64.
             groups: Group of each trajectory. [n], int64.
             reward: Column of the rewards.
+            counted: Whether a trajectory has loss tokens, [n], bool; None: all members count.
+            num_rejected: Loss tokens that were taken out of the mask.
         """
         if not len(groups):
             return
@@ -219,13 +239,27 @@ class EqualRewardsWarning:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + PAUSE_S
+        remedy = (
+            "Check the reward, take harder or easier prompts, or keep such groups out of batches "
+            f'with group.where: {{"{reward}": {{"std": {{"min": 1e-6}}}}}}'
+        )
+        without = 0 if counted is None else int((~counted).sum())
+        if without:
+            remedy = (
+                f"Members without loss tokens do not count, and {without} of the {len(groups)} "
+                f"trajectories have none. {remedy}"
+            )
+        if without and num_rejected:
+            remedy = (
+                f"Members without loss tokens do not count: rollout.mask and rollout.correct took "
+                f"{num_rejected} loss tokens out, and {without} of the {len(groups)} trajectories "
+                "have none. Check what these calls reject, or compute the advantages before them"
+            )
         LOG.warning(
             f"gear: rollout batch: none of its {len(differs)} groups has members whose column "
             f"{reward} differs, so all advantages are 0 and the policy loss moves nothing, as in "
             f"{self._equal} of {self._batches} rollout batches and {self._equal_groups} of "
-            f"{self._groups} groups so far. Check the reward, take harder or easier prompts, or "
-            "keep such groups out of batches with group.where: "
-            f'{{"{reward}": {{"std": {{"min": 1e-6}}}}}}'
+            f"{self._groups} groups so far. {remedy}"
         )
 
 

@@ -360,7 +360,8 @@ class Rollout(PublicNames):
         filled = self.batch_columns.filled
         if name not in filled:
             has = f"there are: {', '.join(filled) or 'none'}"
-            raise FieldError(f"column {name!r}", "must be filled or set before", None, has)
+            remedy = f'fill it in rollout.forward("{name}"), or set it with rollout.set; {has}'
+            raise FieldError(f"column {name!r}", "must be filled or set before", None, remedy)
         whiten_column(self.batch_columns, name, filled[name].double().numpy(), over)
 
     def __len__(self) -> int:
@@ -411,7 +412,7 @@ class Rollout(PublicNames):
         """Raise a StoreError if the batch has ended."""
         if self._is_closed:
             rule = "must not be used after its loop has ended, or the next one was requested"
-            remedy = "use its steps inside the loop over it"
+            remedy = "use its steps inside the loop over it; read values and columns before it ends"
             raise StoreError(f"rollout batch {self.number}", rule, None, remedy)
 
     def finish(self, step: int) -> None:
@@ -517,7 +518,7 @@ class TrainStep(PublicNames):
     def _begin(self) -> None:
         self._rollout.check_open()
         if self._context.loss_warning is not None:
-            self._context.loss_warning.count(self)
+            self._context.loss_warning.count(self, self._rollout.batch_columns.num_rejected)
         for begun in self._context.observers:
             begun(self)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from deepspeed_gear.batching.group_advantages import group_advantages
+from deepspeed_gear.batching.group_advantages import ESTIMATORS, group_advantages
 from deepspeed_gear.config.option_errors import translate
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError
@@ -77,6 +77,9 @@ def set_advantages(
 
     def compare() -> np.ndarray:
         check()
+        if kind not in ESTIMATORS:
+            rule = f"must be one of {', '.join(ESTIMATORS)}, gae, vtrace"
+            raise ConfigError("rollout.advantages: kind", rule, kind, "choose one of them")
         # Trajectories of tables without rewards count in no baseline.
         own = columns.has_column(reward).nonzero()[0]
         values = {column: columns.values_or_zero(column)[own] for column in named}
@@ -88,7 +91,8 @@ def set_advantages(
         advantages[own] = group_advantages(kind, values[reward], groups, members, counted)
         columns.set_column(name, advantages)
         if context.rewards_warning is not None:
-            context.rewards_warning.count(advantages[own], groups, reward)
+            rejected = columns.num_rejected
+            context.rewards_warning.count(advantages[own], groups, reward, counted, rejected)
         return advantages
 
     # Reading is collective over nodes, so a wrong name must be raised on all ranks first.

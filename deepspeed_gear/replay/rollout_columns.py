@@ -406,6 +406,11 @@ class RolloutColumns:
         """
         return self.stored_mask if self.narrowed is None else self.narrowed
 
+    @property
+    def num_rejected(self) -> int:
+        """Number of loss tokens of the whole batch that `narrow` has taken out."""
+        return 0 if self.narrowed is None else int(self.stored_mask.sum() - self.narrowed.sum())
+
     def narrow(self, keep: np.ndarray) -> None:
         """Take places out of the loss mask; packs stay as they are planned. Collective over nodes.
 
@@ -517,7 +522,10 @@ class RolloutColumns:
                     f"must be a column of table {rows.table.spec.name} with one value per "
                     f"trajectory"
                 )
-                raise ConfigError(f"column {name!r}", rule, None, f"there are: {known}")
+                remedy = f"there are: {known}"
+                if name in schema:
+                    remedy = f"rollout.column({name!r}) has one number per step; {remedy}"
+                raise ConfigError(f"column {name!r}", rule, None, remedy)
 
     def values(self, name: str) -> np.ndarray:
         """Return a per-trajectory column's stored values. [n, *shape]. Collective over nodes."""
@@ -554,11 +562,22 @@ class RolloutColumns:
             column = settings.schema[name]
         if column is None or column.rows == "1" or column.shape:
             rule = "must be filled or set before, or be a column with one number per step"
-            filled = f"filled: {', '.join(self.filled) or 'none'}"
-            raise ConfigError(f"column {name!r}", rule, None, filled)
+            raise ConfigError(f"column {name!r}", rule, None, self._other_columns(name))
         if field is not None:
             return column, int(field.offset)
         return column, int(settings.predicts and column.rows == "T")
+
+    def _other_columns(self, name: str) -> str:
+        """Return the remedy for a name that is no column of numbers per step."""
+        schemas = [rows.table.schema for rows in self.tables]
+        if all(name in schema and schema[name].rows == "1" for schema in schemas):
+            return f"rollout.values({name!r}) has its value per trajectory"
+        fields = [one.name for one in self.context.settings.fields]
+        schema = self.context.settings.schema
+        stored = [one.name for one in schema if one.rows != "1" and not one.shape]
+        known = ", ".join(sorted({*fields, *stored, *self.filled}))
+        remedy = f'fill it in rollout.forward("{name}"), or set it with rollout.set'
+        return f"{remedy}; there are: {known}"
 
     def places(self, name: str, later: int = 0, admits_absent: bool = False) -> np.ndarray:
         """Return a column's values at the places of micro batches. [num_tokens], float64.

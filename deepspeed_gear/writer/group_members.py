@@ -47,7 +47,8 @@ def listed_trajectories(
             value = "an empty list" if isinstance(own, Sequence) else type(own).__name__
             raise DataError(at, rule, value, "leave a member out that has none")
         for one in own:
-            columns = arguments.mapping(f"{at}: trajectory", one, "column -> rows")
+            remedy = "give rows by column; trajectories_from_turns makes trajectories of turns"
+            columns = arguments.mapping(f"{at}: trajectory", one, remedy)
             if not np.array_equal(columns.get(column, place), place):
                 rule = f"must have its place in the group in {column}"
                 raise DataError(at, rule, columns[column], "leave the column out")

@@ -1,6 +1,6 @@
 """Shared prefixes: what is shared, the order of a pack, and which places see a place."""
 
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,24 @@ def test_a_trajectory_shares_the_most_that_an_earlier_bound_admits(tree: Tree) -
             if items[j] == items[i] and (bounds[j], j) < (bounds[i], i)
         ]
         assert prefixes.steps[i] == max([0, *before])
+
+
+@given(trees())
+@settings(max_examples=200)
+def test_no_other_order_of_trajectories_shares_more(tree: Tree) -> None:
+    """Of all orders of up to five trajectories, each of which shares with those before it."""
+    (made, items, bounds) = tree
+    made = made[: min(5, items.count(0))]
+    tree = (made, [0] * len(made), bounds[: len(made)])
+    most = 0
+    for order in permutations(range(len(made))):
+        shared = 0
+        for at, i in enumerate(order):
+            common = [equal_steps(made[i], made[j]) for j in order[:at]]
+            shared += max([0, *(min(steps - 1, bounds[i]) for steps in common)])
+        most = max(most, shared)
+    prefixes = common_of(tree).share(lengths_of(tree), len(made), ALL)
+    assert prefixes.steps.sum() == most
 
 
 @given(trees(), st.integers(1, 5), st.integers(0, 12))

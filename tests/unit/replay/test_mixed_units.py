@@ -16,6 +16,8 @@ from rollout_support import COLUMNS, TABLE, micros, ranks_of, responses, section
 
 from deepspeed_gear import ConfigError, DatasetWriter, Replay, Rollout, Schema, ShapeError
 from deepspeed_gear.batching.group_advantages import group_advantages
+from deepspeed_gear.config import parse
+from deepspeed_gear.replay.preview import format_rollout_preview, rollout_preview
 
 SIZE = 4
 GROUPS = 6
@@ -306,6 +308,13 @@ def test_leased_groups_beside_a_supervised_data_set(tmp_path: Path) -> None:
                         micro.per_place(micro.targets)
         assert replay.statistics()["prompts"]["rl"]["trained"] == 4 * GROUPS
     assert sorted(seen) == sorted([*range(2 * ALONE)] * 2)
+
+
+def test_a_preview_counts_groups_and_trajectories() -> None:
+    found = rollout_preview(parse(mixed()), 2, 1, 1)
+    count = GROUPS * SIZE + ALONE
+    assert (found["unit"], found["items"], found["trajectories"]) == ("items", 16, count)
+    assert format_rollout_preview(found)[0] == f"rollout batch: 16 items, {count} trajectories"
 
 
 OTHER_SCALE = {**SFT, "scale": {"dtype": "float64"}}

@@ -1,5 +1,6 @@
 """What a program takes out of the loss of a rollout batch, and how it corrects its tokens."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from rollout_support import STORED, mean_of, micros, ranks_of, rolled_out, seen_by
+
+from deepspeed_gear import ConfigError, StoreError
 
 
 @pytest.fixture
@@ -103,3 +106,36 @@ def test_corrections_are_those_of_their_formulas(
         assert 0 < found["capped"] + found["rejected"] < 1
         total = sum(float(micro.sum(micro["correction"])) for micro in micros(rollout))
         assert total == pytest.approx(wanted.sum() / left.sum(), rel=1e-6)
+
+
+def test_warnings_name_the_calls_that_rejected_all_tokens(
+    rollout: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a user looks at the rewards and the writers, where nothing is wrong."""
+    tokens = int(rollout.batch_columns.mask.sum())
+    took = f"rollout.mask and rollout.correct took {tokens} loss tokens out"
+    rollout.mask(np.zeros(rollout.num_trajectories, bool))
+    with caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        rollout.advantages("grpo", group="prompt")
+        next(iter(rollout.step(0)))
+    of_rewards, of_step = [one.getMessage() for one in caplog.records]
+    assert took in of_rewards
+    assert "compute the advantages before them" in of_rewards
+    assert "harder or easier" not in of_rewards
+    assert took in of_step
+    assert "where trajectories are written" not in of_step
+
+
+def test_errors_say_where_a_column_is(rollout: Any) -> None:
+    cases: list[tuple[Any, str]] = [
+        (lambda: rollout.column("logpp"), r'rollout\.forward\("logpp"\), .*there are: .*logp'),
+        (lambda: rollout.column("reward"), r"rollout\.values\('reward'\) has its value"),
+        (lambda: rollout.values("logp"), r"rollout\.column\('logp'\) has one number per step"),
+        (lambda: rollout.advantages("ppo"), "one of grpo, dr_grpo, rloo, gae, vtrace, got 'ppo'"),
+    ]
+    for call, text in cases:
+        with pytest.raises(ConfigError, match=text):
+            call()
+    rollout.close()
+    with pytest.raises(StoreError, match="read values and columns before it ends"):
+        rollout.values("reward")

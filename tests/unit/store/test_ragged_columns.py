@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gear_support import run_command
 from media_tables import MEDIA, image
+from process_support import exit_status, in_child
 from ragged_tables import MAX, MEMORY, ragged_section, support, supported
 from rollout_support import micros, responses
 
@@ -31,7 +36,9 @@ from deepspeed_gear import (
     StoreError,
     StoreFullError,
 )
+from deepspeed_gear.cli import export
 from deepspeed_gear.store.eviction import Evictor
+from deepspeed_gear.store.late_columns import fill_ragged
 from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.records import MediaPage, PageState, SlotRetention
 from deepspeed_gear.timeouts import Context
@@ -181,8 +188,6 @@ def test_a_save_has_the_values_of_its_trajectories(tmp_path: Path) -> None:
         evictor = Evictor(table, Context())
         with table.lock:
             evictor.free_retired()
-            slot = evictor.reserve(7)  # a process is writing
-        table.columns["ids"][slot] = 12345  # an item that the pages lack yet
         state = replay.save(tmp_path)
     with Replay(config) as resumed:
         for one in supported(10, seed=5):
@@ -201,6 +206,8 @@ def test_a_save_has_the_values_of_its_trajectories(tmp_path: Path) -> None:
     small["tables"]["main"]["ragged"] = {"capacity_bytes": 2048, "page_bytes": 512}
     with Replay(small) as replay, pytest.raises(StoreFullError, match=r"raise ragged.capacity"):
         replay.load(tmp_path, state)
+    with pytest.raises(DataError, match="must name a table without media and ragged columns"):
+        run_command(export, "--format", "jsonl", str(tmp_path), str(tmp_path / "out"))
     with Replay(config) as fresh:
         fresh.load(tmp_path, state)
         assert num_items(fresh) == 2 * 15 + 1, "what trajectories name and no more"
@@ -211,6 +218,28 @@ def test_a_save_has_the_values_of_its_trajectories(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="must be of the same seed, tables"),
     ):
         replay.load(tmp_path, state)
+
+
+def test_a_save_within_an_epoch_has_slots_that_name_nothing(tmp_path: Path) -> None:
+    config = ragged_section(rollout={"trajectories": 8})
+    config["sampler"] = {"kind": "epoch", "unit": "trajectory"}
+    with Replay(config) as replay:
+        given = supported(24)
+        ids = [replay.add(one) for one in given]
+        first = replay.rollout().trajectory_id.tolist()
+        gone = [number for number in ids if number not in first][:6]
+        replay.remove(gone)
+        table = replay.tables["main"]
+        with table.lock:
+            Evictor(table, Context()).free_retired()
+            assert table.media is not None
+            table.media._evict(1 << 20, np.zeros(0, np.int64))
+        assert num_items(replay) == 2 * 18
+        state = replay.save(tmp_path)
+    with Replay(config) as resumed:
+        resumed.load(tmp_path, state)
+        kept = [number for number in ids if number not in gone]
+        check(resumed, kept, [given[number] for number in kept])
 
 
 def test_late_values_are_written_once() -> None:
@@ -270,6 +299,50 @@ def test_a_death_between_the_pages_and_the_row_leaves_a_column_to_fill() -> None
         assert replay.statistics()["late"]["main"]["ids"]["absent"] == 1
         replay.fill(number, **{name: given[0][name] for name in NAMES})
         check(replay, [number], given)
+
+
+@pytest.mark.parametrize("code", [fill_ragged.__code__, MediaPages.add.__code__])
+def test_a_worker_that_dies_at_any_line_leaves_whole_values_or_none(code: Any) -> None:
+    config = ragged_section(late=True, table={"writers": 2, "remove": "fifo"})
+    with Replay(config) as replay:
+        given = [
+            {**one, **long(len(one["tokens"]), seed)} for seed, one in enumerate(responses(24))
+        ]
+        ids = [replay.add(one) for one in responses(24)]
+        killed = 0
+        for line in range(1, 48, 2):
+
+            def dies(line: int = line) -> None:
+                with FillWorker.attach(config, list(NAMES), wait_s=5) as worker:
+                    (lease,) = worker.lease(1, timeout_s=5)
+                    seen = 0
+
+                    def trace(frame: Any, event: str, arg: Any) -> Any:
+                        nonlocal seen
+                        if frame.f_code is code and event == "line":
+                            seen += 1
+                            if seen == line:
+                                os.kill(os.getpid(), signal.SIGKILL)
+                        return trace
+
+                    sys.settrace(trace)
+                    lease.fill(**{name: given[lease.trajectory_id][name] for name in NAMES})
+
+            killed += exit_status(in_child(dies)) == -signal.SIGKILL
+            table = replay.tables["main"]
+            for number, one in zip(ids, replay.read(ids), strict=True):
+                slot = int(table.slots_of(np.array([number]))[0])
+                for name in NAMES:
+                    if table.late_present(slot) & table.schema.late_bits([name]):
+                        assert same(one[name], given[number][name])
+                    else:
+                        assert not len(one[name].values) or same(one[name], given[number][name])
+        assert killed > 5
+        with FillWorker.attach(config, list(NAMES), wait_s=5) as worker:
+            while leases := worker.lease(8, timeout_s=0):  # those of the dead have come back
+                for lease in leases:
+                    lease.fill(**{name: given[lease.trajectory_id][name] for name in NAMES})
+        check(replay, ids, given)
 
 
 def test_workers_and_passes_fill_the_same_values() -> None:
@@ -332,6 +405,9 @@ def test_a_worker_of_another_column_gets_the_values() -> None:
         assert len(micro.ragged("ids")) == micro["tokens"].shape[1]
         with pytest.raises(FieldError, match=r"ragged field 'logs' must be in the micro batch"):
             micro.ragged("logs")
+        with pytest.raises(FieldError, match=r"its values are ragged: micro.ragged\('ids'\)"):
+            micro["ids"]
+        assert f"ids: int32 x 0 to {MAX} values per step" in repr(replay.tables["main"].schema)
 
 
 def test_many_threads_of_processes_fill_while_others_add() -> None:
