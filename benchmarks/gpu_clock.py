@@ -53,6 +53,24 @@ def ask(row: Row, name: str, at_least: float | None = None, at_most: float | Non
     return row
 
 
+def captured(function: Run) -> Run:
+    """Return the replay of a CUDA graph of a function.
+
+    It is called three times before, on a side stream.
+    """
+    stream = torch.cuda.Stream()
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            function()
+    current.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
 class Clock:
     """Times calls on a device.
 
@@ -74,23 +92,8 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def graph(self, function: Run) -> Run:
-        """Return the function as a captured graph; on the CPU as it is.
-
-        It is called three times before, on a side stream.
-        """
-        if not self.is_cuda:
-            return function
-        stream = torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                function()
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-        return graph.replay
+        """Return the function as a captured graph; on the CPU as it is."""
+        return captured(function) if self.is_cuda else function
 
     def seconds(self, run: Run, count: int) -> float:
         """Return the mean time of `count` calls, one after the other."""

@@ -130,7 +130,8 @@ def main() -> None:
     shape = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "initializer_range": 0.2}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **mixture, **shape, norm_topk_prob=True))
     generator = copy.deepcopy(model).bfloat16().eval()
-    recorded, routers = Routers(generator), Routers(model)
+    recorded = Routers(generator)
+    routers = Routers(model)
     weights = model.parameters()
     engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=weights, config=CONFIG)
     curve = []

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from gpu_clock import captured
 from peers.interface import Array, NotOfferedError, Rows
 from speed import work as contents
 
@@ -29,7 +30,6 @@ from device_peers.interface import (
     Table,
 )
 
-WARM_UP = 3
 SYNC = "called a synchronizing CUDA operation"  # torch's warning
 
 
@@ -103,25 +103,9 @@ class TorchTable(Table):
             torch._dynamo.utils.counters.clear()
             call = torch.compile(call, backend=self._compiler)
             call()
-        if form in (CAPTURED, BOTH):
-            call = self._captured(call)
+        if form in (CAPTURED, BOTH) and self._is_cuda:
+            call = captured(call)
         return call
-
-    def _captured(self, call: Call) -> Call:
-        """Return the replay of a graph of the call."""
-        if not self._is_cuda:
-            return call
-        stream = torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                call()
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return graph.replay
 
     def wait(self) -> None:
         if self._is_cuda:

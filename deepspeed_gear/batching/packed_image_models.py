@@ -9,12 +9,13 @@ in its trajectory; the model derives its masks from it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.pack_masks import MaskMod
 from deepspeed_gear.batching.pack_rows import PackMedia, PackShape
 from deepspeed_gear.batching.packed_models import PackedModel
 from deepspeed_gear.errors import ConfigError, DataError
@@ -24,6 +25,7 @@ _AXES: Final = 3
 _KINDS: Final = {"image_token_id": 1, "video_token_id": 2}
 #: The media column of the rows of each kind, and that of their grids.
 _GRIDS: Final = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_TOKENS: Final = dict(zip(_GRIDS, _KINDS, strict=True))
 _SECONDS: Final = "second_per_grid_ts"  # of videos, for positions alone
 
 
@@ -71,6 +73,62 @@ def image_inputs(
     return {"position_ids": torch.from_numpy(positions).to(tokens.device)[:, None], **given}
 
 
+def dummy_inputs(
+    packed: PackedModel,
+    tokens: torch.Tensor,
+    shape: PackShape,
+    media: PackMedia,
+    mask_mod: MaskMod,
+) -> dict[str, Any]:
+    """Return a dummy item of each kind of media that a pack has none of.
+
+    Args:
+        packed: The model.
+        tokens: The token of each place. [1, N], int64.
+        shape: The pack's.
+        media: Media of the pack.
+        mask_mod: Mask function of the pack.
+    Returns:
+        Pixels of zeros for one place and their grid, for each kind that is missing, and
+        `input_ids`, which have the token of that kind at a place of padding, or else at the last
+        place of a trajectory, which predicts nothing. Empty if no kind is missing.
+    Raises:
+        DataError: The pack has too few such places.
+    """
+    arguments = inspect.signature(packed.inner.forward).parameters
+    missing = [
+        name
+        for name, grid in _GRIDS.items()
+        if {name, grid} <= media.columns.keys() & arguments.keys() and not len(media.columns[name])
+    ]
+    if not missing:
+        return {}
+    places = _unused_places(shape, mask_mod, tokens.device)
+    merge = packed.config.vision_config.spatial_merge_size
+    given: dict[str, Any] = {"input_ids": tokens.clone()}
+    for name in missing:
+        place = next(places, None)
+        if place is None:
+            rule = f"must have a place without a loss for a dummy of {name}"
+            remedy = f"keep trajectories {len(missing)} steps below gear.pack.tokens"
+            raise DataError("micro.model_inputs", rule, None, remedy)
+        given["input_ids"][0, place] = getattr(packed.config, _TOKENS[name])
+        pixels = media.columns[name]
+        given[name] = pixels.new_zeros(merge**2, *pixels.shape[1:])
+        grids = media.columns[_GRIDS[name]]
+        given[_GRIDS[name]] = grids.new_tensor([[1, merge, merge]])
+    return given
+
+
+def _unused_places(shape: PackShape, mask_mod: MaskMod, device: torch.device) -> Iterator[int]:
+    """Yield the places of padding, then those that end a trajectory and that no other one sees."""
+    yield from range(shape.num_tokens, shape.rows)
+    places = torch.arange(shape.rows, device=device)
+    for end in reversed(shape.ends.tolist()):
+        if int(mask_mod(0, 0, places, places[end - 1]).sum()) == 1:
+            yield end - 1
+
+
 def _place_images(
     positions: np.ndarray,
     packed: PackedModel,
@@ -84,7 +142,7 @@ def _place_images(
     item_of = np.full(len(words), -1)
     item_of[media.place.cpu().numpy()] = media.item.numpy()
     for number, trajectory_id in enumerate(ids):
-        places = _places(shape, number)
+        places = shape.places(number)
         items = item_of[places]
         items = items[items >= 0]
         if not kinds[places].any() and not len(items):
@@ -95,21 +153,12 @@ def _place_images(
         rows = _positions_of(packed, name, words[places], kinds[places], grids)
         own = slice(shape.starts[number], shape.ends[number])
         shared = len(places) - (own.stop - own.start)
+        is_within = shared and kinds[places[shared]] and item_of[places[shared]] < 0
+        if is_within and kinds[places[shared]] == kinds[places[shared - 1]]:
+            rule = f"must not leave another trajectory within an image, at step {shared}"
+            remedy = 'keep the tokens that the processor puts after images, or "prefix": "own"'
+            raise DataError(name, rule, None, remedy)
         positions[1:, own] = rows[:, shared:]
-
-
-def _places(shape: PackShape, number: int) -> np.ndarray:
-    """Return the places of a trajectory, with those of the prefix that it shares before its own.
-
-    With the starts [0, 9], the leader 0 and 4 shared steps, those of the second trajectory are
-    0, 1, 2, 3, 9, 10, ...
-    """
-    own = np.arange(shape.starts[number], shape.ends[number])
-    if shape.prefixes is None:
-        return own
-    begin = int(shape.starts[shape.prefixes.leader[number]])
-    shared = np.arange(begin, begin + int(shape.prefixes.steps[number]))
-    return np.concatenate([shared, own])
 
 
 def _grids(media: PackMedia, items: np.ndarray) -> dict[str, torch.Tensor]:

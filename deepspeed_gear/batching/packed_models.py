@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final, Protocol
 
 import torch
 
+from deepspeed_gear.batching.pack_masks import (
+    MaskMod,
+    attention_mask,
+    within_chunk,
+    within_window,
+)
 from deepspeed_gear.errors import ConfigError
 
 FLASH: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -45,6 +50,21 @@ BY_POSITIONS: Final = frozenset(
 )
 #: Families whose models derive no masks from positions, and take them as an argument.
 BY_MASKS: Final = frozenset(["afmoe", "gpt_oss", "granitemoehybrid", "opt"])
+#: Families that take a mask for each of the kinds of layers that `config.layer_types` has.
+BY_LAYERS: Final = frozenset(
+    "afmoe cohere2 exaone4 gemma2 gemma3_text gpt_oss llama4_text ministral olmo3 qwen2 "
+    "qwen2_5_vl qwen2_moe qwen2_vl qwen3 smollm3".split()
+)
+#: Families whose layers all have the window `config.sliding_window`, unless it is None.
+OF_ONE_WINDOW: Final = frozenset(
+    "ministral3 mistral mixtral phi3 phimoe qwen3_moe starcoder2".split()
+)
+#: Option of a config with the steps of a window or chunk, by kind of layer.
+_SIZES: Final = {
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
 #: Families whose flash attention gets neither positions nor bounds, or is chosen when the model is
 #: built.
 _NOT_BY_FLASH: Final = frozenset(["falcon", "nemotron"])
@@ -79,9 +99,7 @@ class Pack(Protocol):
     @property
     def max_seqlen(self) -> int: ...
     @property
-    def mask_mod(self) -> Callable[..., torch.Tensor]: ...
-    @property
-    def block_mask(self) -> torch.Tensor: ...
+    def mask_mod(self) -> MaskMod: ...
 
 
 class PackedModel:
@@ -215,21 +233,56 @@ class PackedModel:
                 f'{_OWN_BALANCING}; or leave no padding: "pad": {{"multiple": 1}} of gear.pack',
             )
 
-    def check_shared(self, lengths: torch.Tensor, rows: int) -> None:
-        """Raise unless a mask of places is all that the layers need to share prefixes."""
+    def shared_masks(self, micro: Pack) -> MaskMod | dict[str, MaskMod]:
+        """Return the mask function of a pack that shares prefixes, or one for each kind of layer.
+
+        Raises:
+            ConfigError: Masks are not all that the layers need to share prefixes.
+        """
         self._check_family()
-        self._check_positions(lengths, rows)
-        is_sliding = getattr(self._text, "sliding_window", None)
-        window = "sliding_attention" if is_sliding else "full_attention"
-        kinds = set(getattr(self._text, "layer_types", None) or [window]) - {"full_attention"}
-        if kinds or self.family in BY_KERNELS:
-            rule = (
-                "a mask of shared prefixes would replace the rules of layers that are not "
-                "full_attention"
+        self._check_positions(micro.lengths, micro.position_ids.shape[1])
+        kinds = self.layer_kinds
+        are_alike = kinds == {"full_attention"} or (
+            self.family in OF_ONE_WINDOW and kinds == {"sliding_attention"}
+        )
+        takes_masks = self.family in BY_LAYERS or are_alike
+        if not takes_masks or self.family in BY_KERNELS or not kinds <= _SIZES.keys():
+            names = ", ".join(sorted(kinds))
+            rule = f"no mask is known that lets its layers ({names}) share prefixes"
+            self.refuse(rule, 'leave "prefix" of gear.pack out')
+        if getattr(self._text, "use_bidirectional_attention", False):
+            self.refuse(
+                "its attention is not causal (use_bidirectional_attention)",
+                'leave "prefix" of gear.pack out',
             )
-            self.refuse(f"{rule} ({', '.join(sorted(kinds))})", 'leave "prefix" of gear.pack out')
         if self._has_balancing_loss:
             self.refuse(_NO_MASKS, f'leave "prefix" of gear.pack out, and {_OWN_BALANCING}')
+        masks = {kind: self._layer_mask(kind, micro) for kind in sorted(kinds)}
+        return masks.popitem()[1] if are_alike else masks
+
+    @property
+    def layer_kinds(self) -> set[str]:
+        """Return the kinds of its layers, which are alike in families outside of `BY_LAYERS`."""
+        kinds = set(getattr(self._text, "layer_types", None) or ())
+        if self.family not in BY_LAYERS:
+            has_window = getattr(self._text, "sliding_window", None) is not None
+            kinds.add("sliding_attention" if has_window else "full_attention")
+        return kinds
+
+    def _layer_mask(self, kind: str, micro: Pack) -> MaskMod:
+        """Return the mask function of one kind of layer.
+
+        Raises:
+            ConfigError: The config lacks the steps of its window or chunk.
+        """
+        option = _SIZES[kind]
+        if option is None:
+            return micro.mask_mod
+        size: Any = getattr(self._text, option, None)
+        if not size:
+            self.refuse(f"its config has layers of {kind}, and no {option}", f"set config.{option}")
+        narrow = within_window if kind == "sliding_attention" else within_chunk
+        return narrow(micro.mask_mod, micro.position_ids, size)
 
     def _check_positions(self, lengths: torch.Tensor, rows: int) -> None:
         """Raise where a result depends on the place in the pack or on its longest sequence."""
@@ -327,27 +380,27 @@ def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
     """Return the arguments of a model, or of a named attention, where prefixes may be shared."""
     attention = model
     positions = micro.position_ids
-    dtype = torch.float32
+    mask_mods: MaskMod | dict[str, MaskMod] = micro.mask_mod
+    like = torch.empty(0, device=positions.device)
     if not isinstance(model, str):
         packed = PackedModel(model)
-        packed.check_shared(micro.lengths, positions.shape[1])
+        mask_mods = packed.shared_masks(micro)
         attention = packed.attention
-        dtype = next(model.parameters()).dtype
+        like = like.to(next(model.parameters()).dtype)
     if attention not in ("flex_attention", "sdpa", "eager"):
         rule = 'must be flex_attention, sdpa or eager with "prefix": "share" of gear.pack'
         raise ConfigError(
             "micro.model_inputs: attention", rule, attention, "load the model with one of them"
         )
-    mask: Any = None
-    if attention == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        rows = positions.shape[1]
-        mask = create_block_mask(micro.mask_mod, 1, None, rows, rows, positions.device)
-    else:  # eager attention adds it to the scores
-        mask = micro.block_mask
-        mask = mask if attention == "sdpa" else (~mask).to(dtype) * torch.finfo(dtype).min
-    return {"position_ids": positions, "attention_mask": mask}
+    rows = positions.shape[1]
+    if isinstance(mask_mods, dict):
+        masks: Any = {
+            kind: attention_mask(mask_mod, rows, attention, like)
+            for kind, mask_mod in mask_mods.items()
+        }
+    else:
+        masks = attention_mask(mask_mods, rows, attention, like)
+    return {"position_ids": positions, "attention_mask": masks}
 
 
 def _growing_rotations(config: Any) -> list[tuple[str, int]]:

@@ -36,6 +36,16 @@ class LoaderPosition:
     rollout: Mapping[str, Any] | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def start(cls, tables: Sequence[str]) -> LoaderPosition:
+        """Return the position before the first global batch."""
+        return cls(start(tables))
+
+    @property
+    def num_batches(self) -> int:
+        """Number of used global batches."""
+        return batches(self.at)
+
 
 def start(tables: Sequence[str]) -> Position:
     """Return the position before the first global batch."""

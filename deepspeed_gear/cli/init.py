@@ -18,7 +18,7 @@ import torch
 from deepspeed_gear.cli import Options
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
 from deepspeed_gear.config import check_against, parse
-from deepspeed_gear.config.cross_checks import BATCH_NAMES
+from deepspeed_gear.config.field_names import BATCH_NAMES
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.splits import TRAIN, split_of
 from deepspeed_gear.errors import DataError

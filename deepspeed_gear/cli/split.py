@@ -22,7 +22,7 @@ OPTIONS: Options = {
 def run(args: argparse.Namespace) -> int:
     """Write the parts, and print the ids and sizes of each."""
     from deepspeed_gear.data.dataset import Dataset
-    from deepspeed_gear.data.dataset_writer import write_parts
+    from deepspeed_gear.data.dataset_parts import write_parts
     from deepspeed_gear.distributed.shard_placement import non_empty, shards_of
 
     dataset = Dataset.open(args.dataset)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepspeed_gear.config.field_names import check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
 from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler, PrioritizedSampler
@@ -15,13 +16,6 @@ from deepspeed_gear.config.table_checks import ON_HOST, WHOLE_TRAJECTORIES, chec
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
-# Names of the parts that every batch has for its samples; fields must not have them.
-SAMPLE_NAMES = tuple(
-    "is_weight trajectory_id anchor sample_number sample_index probability epoch valid "
-    "relabelled goal_step".split()
-)
-BATCH_NAMES = (*SAMPLE_NAMES, "mask", "handle", "source")
-N_STEP_NAMES = ("return_n", "discount", "steps_n")
 # Suffixes that a checkpoint adds to the name of a table's folder, and the other file beside it.
 _NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")
 _WHOLE = "a pack holds every step of its trajectories"
@@ -125,7 +119,7 @@ def _check_sampler(config: GearOptions) -> None:
         f"must not {what} where no field has a length or an offset",
         'every step fits: use "all", or give a field a length',
     )
-    if sampler.unit == "group":
+    if config.has_group_items:
         part.admit("anchors", ["all"], 'where sampler.unit is "group"', "a group has all steps")
         Part("gear", config).need(
             "pack",
@@ -217,6 +211,10 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
             "length", "for a goal", "a sample has one goal: expand it over the steps in the model"
         )
         part.leave_out("derived", "for a goal", "drop one")
+    if config.pack is None or len(config.sampled_tables) == 1:
+        part.leave_out("absent", "unless gear.pack has batches of several tables")
+    if field.derived is not None:
+        part.leave_out("absent", "for a derived field")
     if config.pack is not None:
         part.leave_out("length align hindsight", "with gear.pack", _WHOLE)
         for option, value in (("offset", "n_step"), ("pad", "edge"), ("derived", "position")):
@@ -238,13 +236,14 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
             pack.tokens,
             "raise it, or lower the multiple",
         )
-    unit = config.item_sampler.unit
+    unit = "group" if config.has_group_items else "trajectory"
     sampler = Part("gear.sampler", config.item_sampler)
     sampler.admit("unit", ("trajectory", "group"), when, _WHOLE)
     sampler.admit("anchors", ["all"], when, _WHOLE)
     if pack.prefix == "share":
         when = 'with "prefix": "share" of gear.pack'
-        sampler.admit("unit", ["group"], when, "the members of a group share its prompt")
+        if unit != "group":
+            sampler.admit("unit", ["group"], when, "trajectories of a group share prefixes")
         Part("gear.pack", pack).leave_out("max_trajectories", when, "bound micro batches by tokens")
     for name in config.sampled_tables:
         table = config.resolved_tables[name]
@@ -282,11 +281,30 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     Part(at, size).at_most(
         "minibatches", size.size, "the items of the batch", "a minibatch has one item at least"
     )
+    if config.loss.by_table:
+        _check_loss_by_table(config)
     if unit != "group":
         rule = 'must have another value where gear.sampler.unit is not "group"'
         for option, value in (("normalize", "group"), ("by", "member")):
             is_other = getattr(config.loss, option) != value
             Part("gear.loss", config.loss).require(is_other, option, rule, "sample groups")
+
+
+def _check_loss_by_table(config: GearOptions) -> None:
+    """Reject means by table that do not name the tables of a mixture, each once."""
+    loss = config.loss
+    if set(loss.by_table) != set(config.sampled_tables) or len(loss.by_table) < 2:
+        raise ConfigError(
+            "gear.loss.by_table",
+            f"must name all tables of a mixture ({', '.join(config.sampled_tables)}), and no other",
+            ", ".join(loss.by_table),
+            "give each of them a weight; leave it out for one mean over all",
+        )
+    for name, part in loss.by_table.items():
+        if part.normalize == "group" and not config.has_group_items:
+            at = dotted("gear", "loss", "by_table", name, "normalize")
+            rule = 'must have another value where no sampler.unit is "group"'
+            raise ConfigError(at, rule, part.normalize, "sample groups")
 
 
 def _check_names(config: GearOptions) -> None:
@@ -322,27 +340,6 @@ def _check_names(config: GearOptions) -> None:
             known_names(sampler.table, tables),
         )
     check_field_names(list(config.fields), n_step=config.n_step is not None)
-
-
-def check_field_names(names: list[str], n_step: bool) -> None:
-    """Reject field names that have another meaning in a batch.
-
-    Also those that have no nested form: `a` beside `a.b`.
-    """
-    for name in names:
-        at = dotted("gear", "fields", name)
-        remedy = f'give it another name: {{"my_{name}": {{"column": "{name}"}}}}'
-        if name in BATCH_NAMES:
-            raise ConfigError(at, "must not be named like a part of every batch", name, remedy)
-        if n_step and name in N_STEP_NAMES:
-            raise ConfigError(
-                at, "must not be named like what gear.n_step adds to the batch", name, remedy
-            )
-        inner = next((other for other in names if other.startswith(f"{name}.")), None)
-        if inner is not None:
-            raise ConfigError(
-                at, f"must not be a field and a group (of {inner})", None, "rename one"
-            )
 
 
 def _check_burn_in(config: GearOptions, part: Part) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, Strict, field_validator, model_validator
 
 from deepspeed_gear.config import types as t
 from deepspeed_gear.config.sampler_options import WhereConfig
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Role, Rows, Schema
 
 Writers = Annotated[t.Int, Ge(0), Le(1024)]
 EVICTION_POLICIES = ("none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best")
@@ -158,6 +158,12 @@ class PromptsConfig(t.GearModel):
     """A per-trajectory column of int64 in which `lease.commit` fills in the place of the prompt in
     `data`, as `lease.index`. In training it names the prompt of each group. null: none.
     """
+    shared_columns: list[t.Name] = Field(default=[])
+    """Columns of steps that nothing reads before the first token of the loss mask, such as the
+    log-probabilities of a server. The store holds a prompt once for the trajectories of a group if
+    all other columns agree at its tokens; there these columns have the values of the trajectory
+    that holds the prompt.
+    """
     sampler: Literal["epoch", "prioritized", "prioritized_epoch"] = "epoch"
     """Which prompt is leased next. "epoch": each once an epoch, in an order that follows from
     `gear.seed`. "prioritized": any, in proportion to the priorities of
@@ -244,23 +250,12 @@ class ColumnConfig(t.GearModel):
     "1" and `max_bytes`; a batch holds them as a list if a field names the column."""
     shape: list[t.Steps] = Field(default=[])
     """Shape of one row, without the time axis. Opaque columns have none."""
-    role: (
-        Literal[
-            "observation",
-            "next_observation",
-            "action",
-            "reward",
-            "terminated",
-            "truncated",
-            "return",
-        ]
-        | Literal["length", "token", "loss_mask", "timestep", "return_to_go", "media", "other"]
-    ) = "other"
+    role: Role = "other"
     """Meaning of the column for derived fields and `as`. Writers of environments fill timestep and
     return_to_go. "media", int64, holds the number of the item (`media` of the table) that a step
     names, and 0 where it names none.
     """
-    rows: Literal["T", "T+1", "1"] = "T"
+    rows: Rows = "T"
     """Rows of a trajectory of T steps: one per step, one more (observations), or a single one."""
     late: t.Flag = False
     """Whether it may be written once after the trajectory was added (`Replay.fill`). Batches that
@@ -274,6 +269,10 @@ class ColumnConfig(t.GearModel):
     max_bytes: t.Steps | None = None
     """Bytes of the longest value of an opaque column (JSON as UTF-8). Each value takes this much
     room in the table, and a longer one is refused.
+    """
+    max_values: t.Steps | None = None
+    """Most values of a step in a ragged column, whose steps have different numbers of values. They
+    are in the memory of `ragged` of the table; `shape` and `rows` are left out.
     """
 
 
@@ -316,6 +315,17 @@ class MediaConfig(t.GearModel):
     """Memory for items on each node."""
     page_bytes: Annotated[t.Int, Ge(512), Le(1 << 30)] = 1 << 16
     """Bytes of a page, rounded up to a multiple of 8. An item takes whole pages."""
+
+
+class RaggedConfig(t.GearModel):
+    """Memory for the values of ragged columns: those of a trajectory take whole pages."""
+
+    capacity_bytes: t.Count
+    """Memory for values and counts on each node. In a table with `media` both share the sum of
+    their memory, in pages of `media.page_bytes`.
+    """
+    page_bytes: Annotated[t.Int, Ge(512), Le(1 << 30)] = 4096
+    """Bytes of a page, rounded up to a multiple of 8."""
 
 
 class TableConfig(t.GearModel):
@@ -372,6 +382,8 @@ class TableConfig(t.GearModel):
     """
     media: MediaConfig | None = None
     """The items that the column of the role media names. null: there is no such column."""
+    ragged: RaggedConfig | None = None
+    """Memory for the values of columns with `max_values`. null: there are no such columns."""
     rate_limiter: RateLimiterConfig | None = None
     """Limits under which writers or samplers block. null: samplers wait for the first item only."""
     placement: Literal["host", "device"] = "host"
@@ -430,4 +442,5 @@ DEFAULTS = {
     "group": t.defaults_of(GroupConfig),
     "prompts": t.defaults_of(PromptsConfig),
     "media": t.defaults_of(MediaConfig),
+    "ragged": t.defaults_of(RaggedConfig),
 }

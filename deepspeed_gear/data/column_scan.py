@@ -24,8 +24,6 @@ from deepspeed_gear.schema import DTYPES, Column
 Int64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
-# Elements of the smallest image; smaller rows, such as boards, have statistics by element.
-_LEAST_IMAGE = 1024
 _BLOCK_ELEMENTS = 1 << 15
 _BLOCK_ROWS = (16, 4096)  # fewest and most rows of a block
 CODES = {name: code for code, name in enumerate(DTYPES)}  # common/convert.h
@@ -41,21 +39,9 @@ def run_in_turn(tasks: list[Callable[[], None]]) -> None:
         task()
 
 
-def statistics_shape(column: Column) -> tuple[int, ...]:
-    """Return the shape of a column's statistics.
-
-    It is the shape of a row, but 1 for the height and width of images: uint8 rows of at least three
-    axes, [..., H, W, C] or [..., C, H, W], and more than 1,024 elements.
-    """
-    if column.dtype != "uint8" or len(column.shape) < 3 or column.num_elements <= _LEAST_IMAGE:
-        return column.shape
-    *rest, first, _, last = column.shape  # the channels are the smaller end
-    return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
-
-
 def is_image(column: Column) -> bool:
     """Return whether a column has its statistics by channel."""
-    return statistics_shape(column) != column.shape
+    return column.statistics_shape != column.shape
 
 
 def block_rows(column: Column) -> int:
@@ -92,7 +78,7 @@ class ColumnScan:
         self._block_rows = block_rows(column)
         if is_image(column):
             self.moments = np.zeros((Moment.NUM_WORDS, 0))
-            self.bins = np.zeros((math.prod(statistics_shape(column)), 256), np.int64)
+            self.bins = np.zeros((math.prod(column.statistics_shape), 256), np.int64)
 
     def add(self, rows: NDArray[np.generic], keep: Bool | None = None) -> None:
         """Add the next rows of the file.
@@ -122,7 +108,7 @@ class ColumnScan:
 
     def _add_plainly(self, rows: NDArray[np.generic], keep: Bool | None) -> None:
         if is_image(self.column):
-            shape = statistics_shape(self.column)
+            shape = self.column.statistics_shape
             channels = np.arange(math.prod(shape)).reshape(shape)
             # Channel c has the bins from 256 * c on; `base` is that number for each element.
             base = np.broadcast_to(256 * channels, self.column.shape).reshape(-1)
@@ -198,13 +184,14 @@ class Neighbours:
         self.found: Float64 = np.full((1 + 2 * len(levels), num_elements), np.nan)
         self.found[0] = 0
         num_groups = max(-(-num_elements // _GROUP_ELEMENTS), min(num_threads, num_elements))
-        bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
+        self._bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
         self._native = existing_native(rows.nbytes)
+
+    @property
+    def tasks(self) -> list[Callable[[], None]]:
+        """Tasks that find the values; they may run at the same time."""
         find = self._find_plainly if self._native is None else self._find
-        #: Tasks that find the values; they may run at the same time.
-        self.tasks: list[Callable[[], None]] = [
-            functools.partial(find, *bound) for bound in pairwise(bounds)
-        ]
+        return [functools.partial(find, *bound) for bound in pairwise(self._bounds)]
 
     def quantiles(self) -> Float64:
         """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""

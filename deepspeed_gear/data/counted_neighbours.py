@@ -69,11 +69,12 @@ class CountedNeighbours:
         self._count_bytes = _COUNT_BYTES // min(num_threads, num_tasks)
         #: Number of finite values, lower values by level, higher ones: [1 + 2 * levels, elements].
         self.found: Float64 = np.full((1 + 2 * len(levels), num_elements), np.nan)
-        bounds = [num_elements * i // num_tasks for i in range(num_tasks + 1)]
-        #: Tasks that find the values; they may run at the same time.
-        self.tasks: list[Callable[[], None]] = [
-            functools.partial(self._find, *bound) for bound in pairwise(bounds)
-        ]
+        self._bounds = [num_elements * i // num_tasks for i in range(num_tasks + 1)]
+
+    @property
+    def tasks(self) -> list[Callable[[], None]]:
+        """Tasks that find the values; they may run at the same time."""
+        return [functools.partial(self._find, *bound) for bound in pairwise(self._bounds)]
 
     def quantiles(self) -> Float64:
         """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""

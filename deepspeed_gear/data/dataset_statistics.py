@@ -17,7 +17,6 @@ from deepspeed_gear.data.column_scan import (
     block_rows,
     is_image,
     run_in_turn,
-    statistics_shape,
 )
 from deepspeed_gear.data.counted_neighbours import CountedNeighbours
 from deepspeed_gear.data.running_moments import Float64, Moment
@@ -74,7 +73,7 @@ class ColumnStatistics:
     def from_json(cls, entry: Mapping[str, Any], column: Column) -> ColumnStatistics:
         """Reverse `to_json`; KeyError or ValueError if a statistic is absent or misshapen."""
         # Data sets of earlier versions have statistics of images by element.
-        shapes = (column.shape, statistics_shape(column))
+        shapes = (column.shape, column.statistics_shape)
 
         def array(values: Any) -> Float64:
             numbers = np.array(values, dtype=np.float64)
@@ -137,6 +136,31 @@ class KeptRows:
         return np.stack([first[begins], ends[lasts] - first[begins]], axis=1)
 
 
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """The rows of a column that has kept ones, a few MiB at a time."""
+
+    values: NDArray[Any]
+    column: Column
+    rows: KeptRows
+
+    def __call__(
+        self, share: int = 0, num_shares: int = 1
+    ) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
+        """Yield blocks with which of their rows are kept; None: all are.
+
+        Args:
+            share, num_shares: Yield this share of the blocks: with 3 shares, every third one.
+        """
+        step = block_rows(self.column)
+        step *= max(1, _BLOCK_BYTES // (step * self.column.row_bytes))
+        for low in range(share * step, len(self.values), num_shares * step):
+            block = np.ascontiguousarray(self.values[low : low + step])
+            mask = self.rows.mask(self.column, low, low + len(block))
+            if mask.any():
+                yield block, None if mask.all() else np.ascontiguousarray(mask)
+
+
 class ColumnSummary:
     """The statistics of one column: a scan of its rows, then the values around its quantiles."""
 
@@ -160,6 +184,8 @@ class ColumnSummary:
         self._rows = rows
         self._scan = scan
         self._num_threads = num_threads
+        # No method of this object, which would keep the map of the column until it is collected.
+        self._blocks = _Blocks(values, column, rows)
         self._neighbours: Neighbours | CountedNeighbours | BracketedNeighbours | None = None
 
     def scan(self) -> None:
@@ -170,22 +196,6 @@ class ColumnSummary:
         for block, keep in self._blocks():
             scan.add(block, keep)
         self._scan = scan
-
-    def _blocks(
-        self, share: int = 0, num_shares: int = 1
-    ) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_] | None]]:
-        """Yield the rows a few MiB at a time, with which of them are kept; None: all are.
-
-        Args:
-            share, num_shares: Yield this share of the blocks: with 3 shares, every third one.
-        """
-        step = block_rows(self._column)
-        step *= max(1, _BLOCK_BYTES // (step * self._column.row_bytes))
-        for low in range(share * step, len(self._values), num_shares * step):
-            block = np.ascontiguousarray(self._values[low : low + step])
-            mask = self._rows.mask(self._column, low, low + len(block))
-            if mask.any():
-                yield block, None if mask.all() else np.ascontiguousarray(mask)
 
     def order(self) -> Iterator[list[Task]]:
         """Yield rounds of tasks, which find the values around quantiles.
@@ -301,7 +311,7 @@ def _image_statistics(bins: Int64, column: Column, num_rows: int) -> ColumnStati
 
     They are exact: counts of the 256 pixel values determine all of them.
     """
-    shape = statistics_shape(column)
+    shape = column.statistics_shape
     pixels = bins.reshape(*shape, 256)
     value = np.arange(256.0)
     until = pixels.cumsum(axis=-1)  # for pixels [2, 0, 3] it is [2, 2, 5]

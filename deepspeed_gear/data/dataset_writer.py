@@ -1,4 +1,4 @@
-"""Writer of an on-disk data set, by trajectories or blocks of them, and of the parts of another."""
+"""Writer of an on-disk data set, by trajectories or blocks of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 from array import array as packed
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -22,7 +20,13 @@ from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import compressed_rows, dataset_files
-from deepspeed_gear.data.array_file import BLOCK_BYTES, ArrayFile, Workers
+from deepspeed_gear.data.array_file import (
+    BLOCK_BYTES,
+    LEAST_BLOCKS,
+    MOST_BLOCKS,
+    ArrayFile,
+    Workers,
+)
 from deepspeed_gear.data.column_scan import SAMPLE_BYTES, ColumnScan
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
@@ -110,6 +114,13 @@ class DatasetWriter:
                 None,
                 "only tables with a capacity hold media",
             )
+        for ragged in schema.ragged_columns:
+            raise SchemaError(
+                f"column {ragged.name}",
+                "must not be ragged in a data set",
+                None,
+                'give it a "shape" and pad its rows: only tables with a capacity have such columns',
+            )
         self.dest = Path(os.path.abspath(arguments.folder("dest", dest)))
         self.schema = schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
@@ -146,7 +157,9 @@ class DatasetWriter:
             check_destination(self.dest, self._overwrite)
             (self._made / "columns").mkdir(parents=True)
             self._workers = Workers(threads)
-            block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, _MEMORY // (len(schema) * 3)))
+            memory = _MEMORY // len(schema)
+            block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, memory // LEAST_BLOCKS))
+            most_blocks = max(LEAST_BLOCKS, min(MOST_BLOCKS, memory // block_bytes))
             for column in schema:
                 self._files[column.name] = ArrayFile(
                     self._made / dataset_files.column_file(column),
@@ -156,6 +169,7 @@ class DatasetWriter:
                     self._scans.get(column.name),
                     block_bytes,
                     column.is_opaque,
+                    most_blocks,
                 )
             known = Dataset.open(self.dest) if append else None
             if compress is None:
@@ -574,65 +588,3 @@ def writing(dest: Path) -> Iterator[None]:
         remedy = "free some space" if is_full else "check the path and its permissions"
         cause = os.strerror(errno.ENOSPC) if is_full else getattr(error, "strerror", None) or text
         raise DataError(str(dest), "must be writable", cause, remedy) from error
-
-
-def write_parts(
-    dataset: Dataset, folder: str | Path, bounds: NDArray[np.int64], overwrite: bool = False
-) -> list[Dataset]:
-    """Write a data set as parts FOLDER/part-0, FOLDER/part-1, ...
-
-    FOLDER appears when all parts are complete and all bytes that were read match the digests of the
-    data set; after a failure everything is as before.
-
-    Args:
-        bounds: First trajectory of each part, then the number of all. [parts + 1], int64, strictly
-            increasing.
-        overwrite: Replace a FOLDER that holds parts, and nothing else.
-    Cost: all bytes read and written once, a few MiB at a time.
-    """
-    folder = Path(os.path.abspath(folder))
-    if dataset.part is not None:
-        raise DataError(
-            str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole"
-        )
-    are_ends = len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(dataset)
-    if not are_ends or (np.diff(bounds) < 1).any():
-        raise DataError(
-            str(dataset.path),
-            f"must divide its {len(dataset)} trajectories into parts of at least one",
-            np.asarray(bounds).tolist(),
-            "ask for fewer parts",
-        )
-    instead = "or overwrite it (--overwrite)"
-    check_destination(folder, overwrite, _holds_parts, "must hold parts only", instead)
-    digests = {column.name: hashlib.sha256() for column in dataset.schema}
-    of_whole: dict[str, Any] = {
-        "trajectories": len(dataset),
-        "rows": dataset.num_rows,
-        "steps": dataset.num_steps,
-        "longest": dataset.longest,
-        "whole": dataset.fingerprint,
-    }
-    partial = PartialFolder(folder)
-    with contextlib.ExitStack() as stack, writing(folder):
-        stack.callback(partial.discard)
-        partial.made.mkdir()
-        for index, (first, end) in enumerate(pairwise(np.asarray(bounds).tolist())):
-            part = DatasetPart(index=index, count=len(bounds) - 1, first=first, end=end, **of_whole)
-            with DatasetWriter(
-                partial.made / f"part-{index}",
-                dataset.schema,
-                split=dataset.split,
-                source=dataset.source,
-            ) as writer:
-                writer.copy_part(dataset, part, digests)
-        check_copied(dataset, digests)
-        sync(partial.made)
-        partial.publish()
-    return [Dataset.open(folder / f"part-{index}") for index in range(len(bounds) - 1)]
-
-
-def _holds_parts(folder: Path) -> bool:
-    entries = [*folder.iterdir()] if folder.is_dir() else [folder]
-    is_part = re.compile(r"part-\d+").fullmatch
-    return all(is_part(one.name) and is_dataset(one) and not one.is_symlink() for one in entries)

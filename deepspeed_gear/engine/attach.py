@@ -256,7 +256,7 @@ def _replay_for(
     }
     if section.on_device:
         return partial(DeviceReplay, section, **of_engine)
-    return partial(Replay, section, turns=deepspeed_compat.turns_of(engine), **of_engine)
+    return partial(Replay, section, turns=engine_place.turns_of(engine), **of_engine)
 
 
 def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:

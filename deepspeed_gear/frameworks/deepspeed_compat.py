@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,18 +54,6 @@ def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *arguments, **options)
 
     setattr(engine, name, method)
-
-
-def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
-    """Return which batches collectives follow.
-
-    Each micro batch, the last one of a global batch, or those of a pipeline's schedule.
-    """
-    if is_pipeline(engine):
-        return "schedule"
-    place = place_of(engine)
-    alone = place.worlds == (1, place.data_world, 1, 1)
-    return "global" if alone and engine.zero_optimization_stage() <= 1 else "micro"
 
 
 def accumulation_of(engine: Any) -> int:

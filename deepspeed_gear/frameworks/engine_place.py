@@ -1,4 +1,7 @@
-"""Place of a rank in an engine: its replica, tensor, sequence and pipeline rank; second engines."""
+"""Place of a rank in an engine: its replica, tensor, sequence and pipeline rank; second engines.
+
+Also when the ranks of the engine wait for each other, which follows from their places.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from deepspeed.utils.bwc import (
 
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.sampling.batch_info import Turns
 
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
 
@@ -57,6 +61,18 @@ def place_of(engine: Any) -> RankCoordinates:
         remedy = "give initialize the mpu or mesh_param that the model was built for"
         raise ConfigError("engine", rule, engine.dp_world_size, remedy)
     return place
+
+
+def turns_of(engine: Any) -> Turns:
+    """Return when the ranks of an engine wait for each other.
+
+    After each micro batch, after the last one of a global batch, or before a pipeline's schedule.
+    """
+    if is_pipeline(engine):
+        return "schedule"
+    place = place_of(engine)
+    alone = place.worlds == (1, place.data_world, 1, 1)
+    return "global" if alone and engine.zero_optimization_stage() <= 1 else "micro"
 
 
 def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:

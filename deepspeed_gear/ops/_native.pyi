@@ -243,7 +243,8 @@ class TrajectoryReader:
 
     Args:
         store: Address of the `Store`, which its user keeps.
-        columns: Name, bit if it is late, and whether it is an end flag, of each column.
+        columns: Name, bit if it is late, whether it is an end flag, and `PromptPart`, of each
+            column.
         most: Steps of the longest trajectory; 0: any number.
         group: Index of the column of the groups' numbers; -1: there is none.
         mask: Index of the loss mask; -1: there is none.
@@ -254,7 +255,7 @@ class TrajectoryReader:
         self,
         *,
         store: int,
-        columns: Sequence[tuple[str, int, bool]],
+        columns: Sequence[tuple[str, int, bool, int]],
         most: int,
         group: int,
         mask: int,
@@ -376,7 +377,7 @@ def store_add(reader: int, trajectory: Any, timeout_s: float, /) -> tuple[int, i
     """
 
 def group_write(
-    reader: int, trajectories: Any, number: int, slots: Any, timeout_s: float, /
+    reader: int, trajectories: Any, number: int, slots: Any, apart: Any, timeout_s: float, /
 ) -> int | None:
     """Make room for the trajectories of a lease's group and copy them; takes the lock.
 
@@ -384,6 +385,8 @@ def group_write(
         trajectories: A list of what `store_add` takes; the group's column may be left out.
         number: The group's number.
         slots: Takes their slots, and the bits of their late columns. [2, n], int64.
+        apart: Takes the steps of equal prompts that are stored again, and how many trajectories
+            differ there by column; these are added. [1 + columns], int64.
     Returns:
         0; a refusal, with nothing reserved; or None as `store_add`, also for values that are not
         finite and must be.

@@ -16,9 +16,13 @@ from deepspeed_gear.config import (
     ResolvedField,
     batch_sizes,
     check_against,
+    gear_config,
+    parse,
     refuse_batch_sizes,
 )
 from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
+from deepspeed_gear.config.resolved_field import fields_in
+from deepspeed_gear.config.resume_options import difference, shared_options
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
@@ -27,9 +31,8 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError, known_names
+from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.plan.compare_ranks import compare_node, open_data, read_config
 from deepspeed_gear.plan.stream_resolution import (
     check_compressed,
     mixture_of,
@@ -144,7 +147,7 @@ def resolve_plan(
     attempt = control_plane.attempt
 
     # The config and the ranks.
-    options, ds_sizes = read_config(control_plane, config)
+    options, ds_sizes = _read_config(control_plane, config)
     control_plane.allow(options.rollout_timeout_s)
     attempt("the gear section", lambda: _check_placement(options, on_device))
     ops = attempt("loading the ops", lambda: load_backend(options.backend))
@@ -155,7 +158,7 @@ def resolve_plan(
             "the process group", lambda: check_process_group(topology, control_plane.process_group)
         )
     sizes = attempt("the batch sizes", lambda: batch_info(options, topology, info, ds_sizes))
-    compare_node(control_plane, topology, options)
+    _compare_node(control_plane, topology, options)
 
     # The data, and what batches read of them.
     datasets = open_data(control_plane, options)
@@ -189,6 +192,31 @@ def resolve_plan(
     return replace(plan, mixture=mixture_of(options, sizes), tables=tables)
 
 
+def _read_config(control_plane: ControlPlane, given: Any) -> tuple[GearConfig, dict[str, Any]]:
+    """Parse the config on every rank and compare.
+
+    Returns:
+        The config, and the batch sizes of the ds_config around it.
+    """
+    section, sizes = control_plane.attempt("reading the config", lambda: gear_config.read(given))
+    config = control_plane.attempt("the gear section", lambda: parse(section))
+    others = control_plane.all_gather((shared_options(config), sizes))
+    first, first_sizes = others[0]
+    for rank, (other, other_sizes) in enumerate(others):
+        differences = difference(first, other) if other != first else []
+        if other_sizes != first_sizes:
+            differences.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
+        if differences:
+            given = f"rank 0 and rank {rank}: {'; '.join(differences)}"
+            raise ConfigError(
+                "the gear section",
+                "must be the same on all ranks",
+                given,
+                "give all ranks one config file",
+            )
+    return config, sizes
+
+
 def _check_placement(config: GearConfig, on_device: bool) -> None:
     """Raise a ConfigError unless the sampled tables lie where the replay's class needs them."""
     if config.on_device != on_device:
@@ -198,6 +226,55 @@ def _check_placement(config: GearConfig, on_device: bool) -> None:
         raise ConfigError(
             at, 'must be "host" for a Replay', "device", "use DeviceReplay, or an engine"
         )
+
+
+def _compare_node(control_plane: ControlPlane, topology: Topology, config: GearConfig) -> None:
+    """Check that the ranks of a node have the same backend and `load`. Collective.
+
+    They share a store.
+    """
+    tables = config.resolved_tables.items()
+    mine: dict[str, str] = {"gear.backend": "cpu" if config.backend == "auto" else config.backend}
+    mine |= {
+        f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None
+    }
+    for rank, other in enumerate(control_plane.all_gather(mine)):
+        for option, value in mine.items():
+            if topology.nodes[rank] == topology.node and other.get(option) != value:
+                given = f"rank {control_plane.rank}: {value}, rank {rank}: {other.get(option)}"
+                raise ConfigError(
+                    option,
+                    "must be the same on all ranks of a node",
+                    given,
+                    "give the ranks of a node one config",
+                )
+
+
+def open_data(control_plane: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
+    """Open and compare the data sets on every rank. Collective.
+
+    Nodes may have parts of one whole.
+
+    Raises:
+        DataError: A data set is missing or broken, or not of the same whole on all ranks.
+    """
+    tables = config.resolved_tables.items()
+    data = control_plane.attempt(
+        "opening the data sets",
+        lambda: {name: Dataset.open(t.data.path) for name, t in tables if t.data is not None},
+    )
+    prints = {name: dataset.whole_fingerprint for name, dataset in data.items()}
+    for rank, other in enumerate(control_plane.all_gather(prints)):
+        for name, fingerprint in prints.items():
+            if other[name] != fingerprint:
+                rule = "must be the same data set on all ranks"
+                given = (
+                    f"rank {control_plane.rank}: {fingerprint[:12]}, "
+                    f"rank {rank}: {other[name][:12]}"
+                )
+                remedy = "copy it again; nodes may have parts of one whole, of one `gear split`"
+                raise DataError(f"table {name}: {data[name].path}", rule, given, remedy)
+    return data
 
 
 def _sum_weights(plan: Resolved) -> dict[str, float]:
@@ -232,7 +309,7 @@ def _streams(plan: Resolved, weights: Mapping[str, float]) -> dict[str, dict[str
             name,
             plan.schemas[name],
             plan.datasets.get(name),
-            plan.fields,
+            fields_in(plan.fields, plan.schemas[name]),
             plan.info,
             placement,
             weights.get(name, 0.0),
@@ -261,14 +338,15 @@ def _with_store(plan: Resolved, name: str, table: ResolvedTable) -> ResolvedTabl
     shard = placement.shards.get(name)
     most = max((spec.batch for spec in streams), default=0)
     num_peers = plan.topology.num_peers
-    store = store_of(config, name, table.schema, table.dataset, plan.fields, num_peers, shard, most)
+    fields = fields_in(plan.fields, table.schema) if streams else plan.fields
+    store = store_of(config, name, table.schema, table.dataset, fields, num_peers, shard, most)
     if table.dataset is None and streams:
         count = 1 if shard is None else shard.count
         check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
     routes = None
     rooms = dict[str, ArrivalRoom]()
     if streams and name in placement.spread and plan.holds_shard:
-        routes = routes_of(plan.topology, placement.order, config, plan.fields, table.schema)
+        routes = routes_of(plan.topology, placement.order, config, fields, table.schema)
         store, rooms = with_arrivals(config, store, routes, streams)
     writing = writing_of(config, store)
     return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)

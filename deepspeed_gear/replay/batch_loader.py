@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch, BatchLifetime
 from deepspeed_gear.batching.prefetcher import Prefetcher
-from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
+from deepspeed_gear.checkpoint.position import LoaderPosition, after
 from deepspeed_gear.config.table_checks import SPLITS
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST
 from deepspeed_gear.errors import (
@@ -94,7 +94,7 @@ class BatchLoader:
         self._transfer = parts.assembler.transfer
         self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
         self._lent = LentTensors(max(2, plan.info.accumulation))
-        self.seek(LoaderPosition(start(self._tables)))
+        self.seek(LoaderPosition.start(self._tables))
 
     def seek(self, position: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
@@ -105,7 +105,7 @@ class BatchLoader:
         # Gathered and not returned yet: after a failure, or taken early.
         self._held: PreparedBatch | None = None
         self._is_early = False
-        self._start = batches(position.at)  # global batch at which `_used` begins
+        self._start = position.num_batches  # global batch at which `_used` begins
         self._used = 0  # micro batches returned since then
         # Heads of the last global batch that was used; None: the position is `_position`.
         self._heads: list[list[int]] | None = None

@@ -15,8 +15,8 @@ from deepspeed_gear.batching.field_rows import affine
 from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.config import GearConfig, ResolvedField, gear_config, parse
-from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import DERIVED
+from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.data.nested_columns import flatten

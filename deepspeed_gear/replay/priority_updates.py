@@ -103,7 +103,8 @@ class PriorityReports:
             )
         given = arguments.tensor("priorities", priorities)
         if isinstance(batch, MicroBatch):
-            _check_packed(sampler.unit, batch, given, counts)
+            unit = "group" if self._config.has_group_items else sampler.unit
+            _check_packed(unit, batch, given, counts)
         if given.dim() == 2 and self._place.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError(

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -33,24 +33,16 @@ from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.normalizer import OnlineStatistics
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
-from deepspeed_gear.replay.prompt_priorities import PromptPriorities
-from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
+from deepspeed_gear.replay.replay_tables import ReplayTables
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_info import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.store.records import PROGRESS
-from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.rollout_worker import RolloutWorker
-from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
-from deepspeed_gear.writer.vector_writer import VectorWriter
 
 
-class Replay(ReplayBase):
+class Replay(ReplayTables):
     """The replay system of a config, on the ranks of a process group.
 
     Construction, `iterator` of a split, `state_dict`, `load_state_dict`, `save`, `load` and `close`
@@ -92,22 +84,14 @@ class Replay(ReplayBase):
                 "turns", f"must be one of {', '.join(get_args(Turns))}", turns, "choose one of them"
             )
         plan = resolve_plan(config, process_group, schemas, info, place)
-        super().__init__(plan, to, engine_dtype)
-        self.schemas = plan.schemas
-        self.fields = plan.fields
-        parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
-        self.tables = parts.tables
+        parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
+        super().__init__(plan, parts, engine_dtype, to)
         self._place = plan.topology.place
-        # By the table's name as calls give it; None: the only sampled one, as in `store`.
-        self._inserters: dict[str | None, Inserter] = {}
         # An exception that is being handled now is not the reason why this replay is closed.
         self._around = id(sys.exc_info()[1])
-        self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         words = self.tables[plan.config.sampled_tables[0]].views[PROGRESS][plan.topology.peer]
         self.metrics = Metrics(words, plan.topology.rank)
         self._priorities = PriorityReports(plan, parts.train, parts.late_updates)
-        self._of_prompts: dict[str, PromptPriorities] = {}
         self._passes = Evaluation(parts)
         self._divisor = GradientDivisor(float(plan.topology.place.data_world))
         self._loader: BatchLoader | RolloutLoader
@@ -122,16 +106,6 @@ class Replay(ReplayBase):
         self._online_statistics = OnlineStatistics(parts.train[0])
         self._finalizer = weakref.finalize(self, parts.release)
 
-    def _inserter(self, table: str | None) -> Inserter:
-        self._check_open()
-        known = self._inserters.get(table) if table is None or isinstance(table, str) else None
-        if known is None:
-            name = self.store(table).spec.name
-            known = self._inserters.get(name) or table_access.new_inserter(self._parts, name)
-            self._inserters[name] = known
-            self._inserters[table] = known
-        return known
-
     def _statistics_of_fields(self) -> Mapping[str, ColumnStatistics]:
         if not (self.config.normalizes_online and any(field.normalize for field in self.fields)):
             return super()._statistics_of_fields()
@@ -141,92 +115,6 @@ class Replay(ReplayBase):
     def _set_transform(self, transform: Transform | None) -> None:
         super()._set_transform(transform)
         self._parts.assembler.use(transform)
-
-    @overload
-    def add(
-        self,
-        trajectory: Mapping[str, Any],
-        table: str | None = None,
-        *,
-        split_by_flags: Literal[False] = False,
-    ) -> int: ...
-    @overload
-    def add(
-        self,
-        trajectory: Mapping[str, Any],
-        table: str | None = None,
-        *,
-        split_by_flags: Literal[True],
-        final: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
-    def add(
-        self,
-        trajectory: Mapping[str, Any],
-        table: str | None = None,
-        *,
-        split_by_flags: bool = False,
-        final: Mapping[str, Any] | None = None,
-    ) -> int | list[int]:
-        """Add a trajectory, which the next selection may sample.
-
-        Args:
-            trajectory: Column -> array: [T, *shape], [T+1, *shape] or [*shape], as the schema
-                defines. Columns with dots in their names may come nested, here, in writers and in
-                `fill`: {"observation": {"a": x, "b": (y, z)}} is `observation.a`, `observation.b.0`
-                and `observation.b.1`.
-            table: Name of the table, here and in the other calls; None: the only one that is
-                sampled.
-            split_by_flags: Whether it holds several episodes, such as a rollout with resets inside.
-                It is divided after each step with an end flag, and every part is a trajectory.
-                Columns of one value per trajectory are copied to every part, except those of the
-                roles return and length, which are computed for each.
-            final: With `split_by_flags`, the state after each step, for columns of T+1 rows:
-                [T, *shape], or T objects as gymnasium's `final_obs`. Only rows where a part ends
-                inside are read. Required where an episode is truncated inside, as the next row is
-                the next episode's. After a terminated step the state before it takes the place,
-                from which no target bootstraps.
-        Returns:
-            Its id; with `split_by_flags` the ids of all parts.
-        Raises:
-            DataError: It does not fit the schema, or has an end flag before its last step; nothing
-                has changed.
-            StoreFullError: Too few rows are free; with `split_by_flags` earlier parts stay.
-        """
-        inserter = self._inserter(table)
-        releases = self._parts.releases
-        if not split_by_flags:
-            return table_access.add(inserter, releases, trajectory)
-        parts = inserter.split(trajectory, final)
-        return [table_access.add(inserter, releases, part) for part in parts]
-
-    def set_policy_version(self, version: int, table: str | None = None) -> None:
-        """Set the version of the learner's policy; the next selection evicts stale trajectories.
-
-        With `on_stale = "wait"` this waits until no actor's open trajectory would exceed the lag.
-        Any rank may call it; the version applies to the store of its node.
-
-        Raises:
-            ConfigError: The table has no column of policy versions.
-            NotReadyError: This process has such a trajectory open, or an actor has not ended its
-                own in time.
-        """
-        self._check_open()
-        version = arguments.count("version", version, least=0)
-        table_access.set_policy_version(self.store(table), version, self._parts.context)
-
-    def fill(self, trajectory_id: int, table: str | None = None, **columns: Any) -> None:
-        """Write late columns of a stored trajectory, once: advantages, returns, log-probabilities.
-
-        Args:
-            trajectory_id: Id of the trajectory.
-            table: As `add`.
-            **columns: [T, *shape], [T+1, *shape] or [*shape], as the schema defines.
-        Raises:
-            DataError: A column is not late, is already written, or does not fit; nothing has
-                changed.
-            StoreError: The trajectory is not stored on this node.
-        """
-        fill(self.store(table), trajectory_id, columns, self.config.timeout_s)
 
     def copy_items(
         self,
@@ -295,113 +183,6 @@ class Replay(ReplayBase):
         sampled = self.config.sampled_tables
         target = self.tables[self._table_name(table, sampled, sampled)]
         return table_forward.forward(target, names, tokens, packed)
-
-    def writer(self, table: str | None = None) -> TrajectoryWriter:
-        """Return a writer of trajectories for simulators in this process.
-
-        If a rank writes, `sample` never waits for items but raises NotReadyError, which
-        `can_sample` predicts.
-
-        Raises:
-            StoreError: The table holds a data set.
-        """
-        target = self.store(table)
-        for stream in self._parts.streams[target.spec.name].values():
-            stream.note_writer()  # a selection must not wait for items that this process would add
-        writer = TrajectoryWriter(target, self._inserter(table))
-        self._writers.add(writer)
-        return writer
-
-    def rollout_worker(self, table: str | None = None) -> RolloutWorker:
-        """Return a rollout worker in this process; as with `writer`, `rollout` then never waits.
-
-        Args:
-            table: Name of the table; None: the one with prompts.
-        Raises:
-            ConfigError: The table has no prompts.
-        """
-        return RolloutWorker(self.writer(self._prompt_table(table)))
-
-    def vector_writer(
-        self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None
-    ) -> VectorWriter:
-        """Return a writer of the steps of many environments at once; as `writer().vector_writer`.
-
-        Args:
-            num_envs: Number of environments, or the environment itself.
-            autoreset: As `TrajectoryWriter.vector_writer`; required with a number.
-            table: As `add`.
-        Raises:
-            DataError: No autoreset mode is given, or it is not the environment's.
-            StoreError: The table holds a data set.
-        """
-        self.store(table)
-        resolve(num_envs, autoreset)  # raises before this process counts as a writer
-        return self.writer(table).vector_writer(num_envs, autoreset)
-
-    def store(self, table: str | None = None) -> Table:
-        """Return this node's store of a table; None: the only one that is sampled.
-
-        Raises:
-            ConfigError: There is no such table, or the name must be given.
-        """
-        self._check_open()
-        return self.tables[self._table_name(table, self.tables, self.config.sampled_tables)]
-
-    def close_with(self, part: Any) -> None:
-        """Close an object that uses this replay's stores together with this replay."""
-        self._dependents.add(part)
-
-    def read(self, ids: Ids, table: str | None = None) -> list[dict[str, Any]]:
-        """Copy whole trajectories.
-
-        An evicted trajectory, such as a sampled one of a queue, can be read until its rows are
-        freed. Once all ranks have their batch, any process that adds and needs rows may free them.
-
-        Returns:
-            For each id, column -> [T, *shape], [T+1, *shape] or [*shape]. The value of an opaque
-            column is bytes or a JSON value; None for a late one that is not filled.
-        Raises:
-            StoreError: An id is not stored, or its rows were freed.
-        """
-        return table_access.read(self.store(table), ids)
-
-    def remove(self, ids: Ids, table: str | None = None) -> int:
-        """Evict trajectories before the next selection; ids that are not stored are ignored.
-
-        In a table with groups, the whole groups of these trajectories are evicted.
-
-        Returns:
-            Number of evicted trajectories.
-        Raises:
-            StoreError: The table holds a data set.
-        """
-        return table_access.remove(self.store(table), ids)
-
-    def clear(self, table: str | None = None) -> None:
-        """Evict all trajectories of a table; the current epoch ends.
-
-        Raises:
-            StoreError: The table holds a data set.
-        """
-        target = self.store(table)
-        table_access.clear(target, self._parts.streams[target.spec.name].values())
-
-    @property
-    def run(self) -> str:
-        """Id of the run, equal on all ranks: pass it to actors as `run` or GEAR_RUN."""
-        return self.store(self.config.sampled_tables[0]).run.id
-
-    def __len__(self) -> int:
-        """Return the number of trajectories in this node's stores of the sampled tables."""
-        self._check_open()
-        return sum(stream.table.num_trajectories for stream in self._parts.train)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps in this node's stores of sampled tables; a shared prompt counts once."""
-        self._check_open()
-        return sum(stream.table.num_steps for stream in self._parts.train)
 
     def sample(self) -> Batch:
         """Return this rank's next micro batch of the training stream.
@@ -624,50 +405,6 @@ class Replay(ReplayBase):
         self._check_open()
         return self._priorities.values_of(self.store(table).spec.name, ids, steps)
 
-    def set_prompt_priorities(
-        self,
-        prompts: torch.Tensor | np.ndarray | Sequence[int],
-        priorities: torch.Tensor | np.ndarray | Sequence[float],
-        table: str | None = None,
-    ) -> None:
-        """Set the priorities by which prompts are drawn from the next lease on. Collective.
-
-        Each rank gives those of its own prompts, perhaps none. Of a prompt that several ranks give,
-        the last rank's counts; prompts that no rank gives keep theirs. On several nodes, all draw
-        by the same priorities.
-
-        Args:
-            prompts: Places in the data set of prompts, as `lease.index`. [n], int.
-            priorities: [n], finite, at least 0; rounded to multiples of 2^-24, to at least one of
-                them above 0. A prompt of priority 0 is never drawn.
-            table: Name of the table; None: the one with prompts.
-        Raises:
-            ConfigError: `prompts.sampler` has no priorities.
-            DataError, ShapeError: A prompt is not in the data set or fails `prompts.where`, or a
-                priority is not admitted; nothing has changed.
-        """
-        self._prompt_priorities(table).set(prompts, priorities)
-
-    def prompt_priorities(self, table: str | None = None) -> torch.Tensor:
-        """Return the priorities of the prompts of the data set, in order. [prompts], float32.
-
-        Those that `prompts.where` leaves out have 0.
-        """
-        return self._prompt_priorities(table).values()
-
-    def _prompt_priorities(self, table: str | None) -> PromptPriorities:
-        target = self.store(self._prompt_table(table))
-        name = target.spec.name
-        if name not in self._of_prompts:
-            plan = self._plan
-            self._of_prompts[name] = PromptPriorities(target, plan.control_plane, plan.leads_shard)
-        return self._of_prompts[name]
-
-    def _prompt_table(self, table: str | None) -> str | None:
-        """Return the name of a table; of None, that of the first table with prompts, if any."""
-        with_prompts = (name for name, one in self.tables.items() if one.ledger is not None)
-        return next(with_prompts, None) if table is None else table
-
     @property
     def fingerprint(self) -> dict[str, str]:
         """Fingerprint of each table's data set."""
@@ -753,5 +490,6 @@ class Replay(ReplayBase):
         self.tables = {}
         self._warnings = []
         self._inserters = {}
+        self._of_prompts = {}
         del self._parts, self._passes, self._loader, self._readiness, self._checkpoint
         del self._priorities, self._online_statistics

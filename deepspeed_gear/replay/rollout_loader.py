@@ -114,7 +114,8 @@ class RolloutLoader:
         self._tables = config.sampled_tables
         self._streams = parts.train
         first = self._tables[0]
-        group = config.resolved_tables[first].group
+        groups = [config.resolved_tables[name].group for name in self._tables]
+        member = next((group.member for group in groups if group is not None), None)
         settings = PackSettings(
             pack=config.pack,
             loss=config.loss,
@@ -124,8 +125,10 @@ class RolloutLoader:
             device=device,
             schema=plan.schemas[first],
             fields=tuple(plan.needs.fields),
-            opaque=tuple(plan.needs.opaque),
-            member=None if group is None else group.member,
+            opaque=tuple(field for field in plan.needs.opaque if not field.is_ragged),
+            ragged=tuple(field for field in plan.needs.opaque if field.is_ragged),
+            member=member,
+            table_losses=tuple(config.loss.of_tables(self._tables)),
             ranks=sequence_sum(
                 plan.topology, device, config.timeout_s, plan.group, plan.control_plane
             ),
@@ -153,7 +156,7 @@ class RolloutLoader:
         self._of_forward: dict[str, PackGatherer] = {}  # by table
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
-        self.seek(LoaderPosition(position.start(self._tables)))
+        self.seek(LoaderPosition.start(self._tables))
 
     def seek(self, to: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
@@ -162,7 +165,7 @@ class RolloutLoader:
         # Heads of the last selection whose items are all consumed; None: `_start` is the position.
         self._ended: list[list[int]] | None = None
         #: The number of the next selection.
-        self.next_number = position.batches(to.at)
+        self.next_number = to.num_batches
         known = to.rollout or {"number": self.next_number, "first_item": 0}
         # The number of the next rollout batch, and its first item in the first one of `_held`.
         self._number: int = known["number"]

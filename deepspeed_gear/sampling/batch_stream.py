@@ -23,6 +23,7 @@ from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import Selection, SelectionReaders
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
@@ -74,7 +75,7 @@ class BatchStream:
         self.spec = state.spec
         self.table = state.table
         self.masses = state.masses
-        self.selector = Selector(state) if selector is None else selector
+        self.selector = selector or Selector(state, SelectionRounds(state))
         self.follows = follows
         self.position = state.position  # the words of `Position`, in the store. [16], int64.
         self._check = check

@@ -242,7 +242,8 @@ class PriorityMasses(ItemMasses):
                 self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)
             )
             self._bases[slots[~there]] = 0
-            slots, masses = slots[there], masses[there]
+            slots = slots[there]
+            masses = masses[there]
         known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
         differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
         if self._born is not None:

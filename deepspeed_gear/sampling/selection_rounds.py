@@ -69,6 +69,7 @@ class SelectionRounds:
         self._state = state
         self._masses = state.masses
         self._others = channel
+        self.is_alone = channel is None  # whether this store selects alone
         self.channel: NodeChannel | LoneChannel = LoneChannel() if channel is None else channel
         #: Whether each node holds a part of the items, rather than all of them.
         self.is_spread = state.spec.num_shards > 1

@@ -61,23 +61,23 @@ class Selector:
     waits for other nodes.
 
     Args:
-        rounds: The rounds with the other nodes; None: this store selects alone.
+        rounds: The rounds with the other nodes, if there are any.
         exchange: Sends the draws, where the items are spread over the nodes.
     """
 
     def __init__(
         self,
         state: StreamState,
-        rounds: SelectionRounds | None = None,
+        rounds: SelectionRounds,
         exchange: DrawExchange | None = None,
     ) -> None:
         self.state = state
         self.spec = state.spec
         self.masses = state.masses
-        self.rounds = SelectionRounds(state) if rounds is None else rounds
-        self._channel = self.rounds.channel
+        self.rounds = rounds
+        self._channel = rounds.channel
         self._lock: contextlib.AbstractContextManager[Any] = (
-            contextlib.nullcontext() if rounds is None else state.table.lock
+            contextlib.nullcontext() if rounds.is_alone else state.table.lock
         )
         self._exchange = exchange
         self.is_spread = exchange is not None  # whether each node holds a part of the items

@@ -11,6 +11,7 @@ import numpy as np
 from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import ROWS_CODES, address, form_of
+from deepspeed_gear.store.prompt_spec import PromptPart
 from deepspeed_gear.store.records import EvictionCode, RateUnitCode
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import TableSpec
@@ -114,7 +115,15 @@ def trajectory_reader(
     mask = schema.role("loss_mask")
     return native.TrajectoryReader(
         store=store.address,
-        columns=[(name, schema.late_bits([name]), name in ends) for name in names],
+        columns=[
+            (
+                column.name,
+                schema.late_bits([column.name]),
+                column.name in ends,
+                PromptPart.STORED if spec.prompts is None else spec.prompts.part(column),
+            )
+            for column in schema
+        ],
         most=most_steps or 0,
         group=-1 if spec.group is None else names.index(spec.group.column),
         mask=-1 if mask is None else names.index(mask.name),

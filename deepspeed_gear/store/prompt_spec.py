@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from deepspeed_gear.ops.constants import tree_size
+from deepspeed_gear.schema import Column
 from deepspeed_gear.store.memory_layout import Region
 
 #: Counters of numbers that have left the ledger, the drawn ones first. The last one counts reasons
@@ -92,6 +93,14 @@ FIXED_REASONS = (
 OTHER_REASON: Final = MOST_REASONS - 1
 
 
+class PromptPart:
+    """What a column of steps decides where two trajectories of a group begin alike."""
+
+    IDENTITY: Final = 0  # whether their prompt is the same
+    STORED: Final = 1  # whether an equal prompt is stored once
+    UNREAD: Final = 2  # nothing: at a prompt that is stored once, the values of the first one stay
+
+
 #: A column, its least and its largest value, and the values that it may have.
 Condition = tuple[str, int | float | None, int | float | None, tuple[int | float, ...] | None]
 
@@ -118,6 +127,7 @@ class PromptSpec:
     where: tuple[Condition, ...] = ()  # on columns of the data set; `num_prompts` pass them
     column: str | None = None  # of the table, which has the place of the prompt in the data set
     sampler: str = "epoch"  # or "prioritized", or "prioritized_epoch"
+    shared_columns: tuple[str, ...] = ()  # whose values at the prompt nothing reads
     num_stores: int = 1
     store: int = 0  # index of this one
 
@@ -133,6 +143,12 @@ class PromptSpec:
         ]
         sampler = {"sampler": self.sampler} if self.draws else {}
         return {**({"where": where} if where else {}), **sampler}
+
+    def part(self, column: Column) -> int:
+        """Return what a column of steps decides about sharing, a `PromptPart`."""
+        if column.role in ("token", "media"):
+            return PromptPart.IDENTITY
+        return PromptPart.UNREAD if column.name in self.shared_columns else PromptPart.STORED
 
     @property
     def draws(self) -> bool:

@@ -14,9 +14,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
+from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.native_store import trajectory_reader
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
@@ -25,6 +24,7 @@ from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import Context
 from deepspeed_gear.writer.group_members import check_group_size, listed_trajectories
+from deepspeed_gear.writer.prompt_sharing import PromptSharing
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
@@ -84,6 +84,7 @@ class Inserter:
         self._reader = trajectory_reader(self._native, spec, self._store, max_length)
         self._reader_address = self._reader.address
         # Whole trajectories are stored by the native store where it stores them as Python does.
+        self._sharing = PromptSharing(spec)
         # Before rows are reserved, a rate limiter brings groups up to date.
         is_plain = committed is None and not spec.return_to_go and spec.media is None
         limits_groups = table.groups is not None and spec.retention.rate_limiter is not None
@@ -180,13 +181,17 @@ class Inserter:
         trajectories = self._with_place(lease, trajectories)
         made = np.full((2, len(trajectories)), -1, np.int64)
         slots, present = made
+        apart = self._sharing.no_differences()
         # All rows are written before one call commits the group: a process that dies in between
         # leaves reserved slots only, which other processes free.
         with undo_on_error(partial(self.free, slots)):
-            if not self._write_natively(lease, trajectories, made):
-                self._write_group(lease, trajectories, slots, present)
+            if not self._write_natively(lease, trajectories, made, apart):
+                apart = self._write_group(lease, trajectories, slots, present)
+            num_rows = int(self.table.slots[slots, Slot.NUM_ROWS].sum()) if apart[0] else 0
             with self.table.lock:
-                return self.table.commit_group(lease, slots, present)
+                ids = self.table.commit_group(lease, slots, present)
+        self._sharing.warn(apart, len(trajectories), num_rows)
+        return ids
 
     def _with_place(
         self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]
@@ -209,7 +214,11 @@ class Inserter:
         return members
 
     def _write_natively(
-        self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]], made: np.ndarray
+        self,
+        lease: LeaseRecord,
+        trajectories: Sequence[Mapping[str, Any]],
+        made: np.ndarray,
+        apart: np.ndarray,
     ) -> bool:
         """Write the group of a lease by one native call; False, without effect, if it cannot.
 
@@ -217,11 +226,14 @@ class Inserter:
             lease: The lease.
             trajectories: Those of the group, as `add`; the group's column may be left out.
             made: Takes their slots, and the bits of their late columns. [2, n], int64.
+            apart: As `PromptSharing.shared_steps`.
         """
         if not (self._adds_natively and self._reads_natively):
             return False
         address = self._reader_address
-        refusal: int = self._native.group_write(address, trajectories, lease.number, made, TURN_S)
+        refusal: int = self._native.group_write(
+            address, trajectories, lease.number, made, apart, TURN_S
+        )
         return refusal == 0
 
     def _write_group(
@@ -230,15 +242,17 @@ class Inserter:
         trajectories: Sequence[Mapping[str, Any]],
         slots: np.ndarray,
         present: np.ndarray,
-    ) -> None:
-        """Write the group of a lease in Python, to `slots`, with the bits of its late columns."""
+    ) -> np.ndarray:
+        """Write the group of a lease in Python, to `slots`, with the bits of its late columns.
+
+        Returns what `PromptSharing.shared_steps` has counted.
+        """
         table = self.table
         items = dict[int, MediaItem]()
         checked = self._checked_group(lease, trajectories, items)
         rows = [columns for columns, _, _ in checked]
-        shared: np.ndarray = np.zeros(len(rows), np.int64)
-        if table.spec.shares_prompts:
-            shared = _shared_steps(table.spec.schema, rows)
+        apart = self._sharing.no_differences()
+        shared = self._sharing.shared_steps(rows, apart)
         for index, (columns, num_steps, late) in enumerate(checked):
             before = int(shared[index])
             slots[index] = self.reserve(num_steps - before, leased=True)
@@ -247,6 +261,7 @@ class Inserter:
             table.write(int(slots[index]), named, before=before)
         table.share_prompt(slots, shared)
         self.add_media(rows, items)
+        return apart
 
     def _checked_group(
         self,
@@ -341,20 +356,11 @@ class Inserter:
         media = self.table.media
         if media is None:
             return
-        at = self._names.index(media.spec.column)
-        named = np.concatenate([columns[at][columns[at] != 0] for columns in groups])
-        until = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                media.add(items, named, self.table.lock, self.evictor.release, self.evictor.pinned)
-                return
-            except StoreFullError:
-                # Pages that selections read become free once these end; else none will.
-                with self.table.lock:
-                    is_read = self.evictor.pinned().any()
-                if self._samples or not is_read:
-                    raise
-            self.evictor.wait(Refusal.PINNED, 0, until, "pages of media")
+        of_items = [self._names.index(name) for name in media.spec.names]
+        every = [columns[at].reshape(-1) for columns in groups for at in of_items]
+        named = np.concatenate(every)
+        named = named[named != 0]
+        self.evictor.add_items(items, named)
 
     def _add_plainly(
         self,
@@ -448,35 +454,3 @@ def refuse_read_only(table: Table) -> None:
         rule = "must have a capacity to be added to or changed"
         remedy = "it holds a read-only data set"
         raise StoreError(f"table {table.spec.name}", rule, None, remedy)
-
-
-def _shared_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> np.ndarray:
-    """Return how many steps of the prompt each trajectory of a group shares with the first one.
-
-    A prompt of 5 tokens has 4 steps to share: its last one stays with each trajectory, as its
-    logits predict the first token of the loss.
-
-    Args:
-        schema: Columns of the table.
-        trajectories: Columns in the stored form of each trajectory.
-    Returns:
-        Number of steps, 0 for a trajectory that begins in another way. [n], int64.
-    """
-    mask = schema.role("loss_mask")
-    assert mask is not None
-    at_mask = schema.names.index(mask.name)
-    at_steps = [index for index, column in enumerate(schema) if column.rows != "1"]
-    # The prompt ends at the first step with a loss; without one the whole trajectory is prompt.
-    lengths = []
-    for columns in trajectories:
-        has_loss = columns[at_mask].astype(bool, copy=False)
-        end = int(has_loss.argmax())
-        lengths.append(end if has_loss[end] else len(has_loss))
-    shared: np.ndarray = np.zeros(len(trajectories), np.int64)
-    first = trajectories[0]
-    for number, columns in enumerate(trajectories):
-        length = min(lengths[0], lengths[number])
-        pairs = ((first[index][:length], columns[index][:length]) for index in at_steps)
-        if number and length > 1 and all(a.tobytes() == b.tobytes() for a, b in pairs):
-            shared[number] = length - 1
-    return shared

@@ -279,7 +279,9 @@ def test_the_group_of_a_lease_is_whole_or_absent(call: str) -> None:
         if call == "write":
             with table.lock:
                 (lease,) = table.ledger.lease(1)
-            return lambda: native.group_write(reader.address, rows, lease.number, made, 5.0)
+            apart = np.zeros(1 + len(table.schema.names), np.int64)
+            group = (rows, lease.number, made, apart)
+            return lambda: native.group_write(reader.address, *group, 5.0)
         (lease,) = table.ledger.lease(1)
         for member, one in enumerate(rows):
             made[0, member] = table.extents.reserve(5, 4)

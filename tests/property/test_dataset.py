@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_writer import DatasetWriter, write_parts
+from deepspeed_gear.data.dataset_parts import write_parts
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.distributed.shard_placement import non_empty, shard_of_node, shards_of
 from deepspeed_gear.ops import load_backend

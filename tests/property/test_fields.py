@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear import Batch, Column, DatasetWriter, DeviceReplay, Replay, Schema
-from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import DERIVED, ESTIMATED
+from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, FLOATING
 
@@ -223,7 +223,8 @@ class Oracle:
                 mask = batch.mask[name][i]
                 wanted, real = self.window(number, anchor, field)
                 if field.get("length") is None:
-                    found, mask = found[None], mask[None]
+                    found = found[None]
+                    mask = mask[None]
                 assert mask.tolist() == real
                 pad = field.get("pad", "zero")
                 constant = torch.zeros_like(found[0]) + (0 if isinstance(pad, str) else pad)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.row_buffers import RowBuffers
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_names import SourceNames
 from deepspeed_gear.data.sources.opened_files import hdf5_file, is_hdf5
@@ -201,6 +202,10 @@ class ColumnSelection:
         kept = self._kept
         return kept is None or _matches(name, kept) or self._is_kept_whole(self._group(name), kept)
 
+    def excludes(self, name: str) -> bool:
+        """Return whether a pattern after "!" matches a name."""
+        return _matches(name, self._without)
+
     def _group(self, name: str) -> str:
         return self._groups.get(name, name.split(".")[0])
 
@@ -262,7 +267,8 @@ def make_column(
     have the shape ().
     """
     remedy = LEAVE_OUT if "." in name or role == "other" else CONVERT
-    stored, shape = stored_dtype(where, dtype, remedy), () if role in SCALARS else shape
+    stored = stored_dtype(where, dtype, remedy)
+    shape = () if role in SCALARS else shape
     if any(n < 1 for n in shape):
         raise DataError(where, "must have rows with at least one value", list(shape), remedy)
     if role in ("terminated", "truncated"):
@@ -358,12 +364,26 @@ def single_attributes(node: Any) -> dict[str, Any]:
     return {name: node.attrs[name] for name, shape in shapes.items() if shape == ()}
 
 
-def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
-    """Read rows [low, high) of an HDF5 array; DataError if they are damaged."""
+def read_rows(
+    where: str,
+    dataset: h5py.Dataset,
+    low: int,
+    high: int,
+    into: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Read rows [low, high) of an HDF5 array; DataError if they are damaged.
+
+    Args:
+        into: Takes the rows, in the dtype of the array; None: a new array.
+    """
     with DataError.on(
         where, f"must be readable in rows {low} to {high - 1}", OSError, remedy=DAMAGED
     ):
-        return np.asarray(dataset[low:high])
+        if into is None:
+            return np.asarray(dataset[low:high])
+        if low < high:
+            dataset.read_direct(into, np.s_[low:high])
+        return into
 
 
 def block_rows(array: Any) -> int:
@@ -376,8 +396,8 @@ class RowReader:
     """Reads increasing ranges of rows of an HDF5 array, in blocks of whole chunks.
 
     So a compressed chunk is decompressed once per pass, not once per episode, but for one or two
-    per block. Memory: one block, about 8 MiB (`block_rows`), or the requested range where it is
-    larger.
+    per block. Memory: one block, about 8 MiB (`block_rows`), or 1 MiB of an array without chunks,
+    or the requested range where it is larger.
     """
 
     def __init__(self, where: str, dataset: h5py.Dataset) -> None:
@@ -386,8 +406,12 @@ class RowReader:
         self.shape = dataset.shape
         self.ndim = dataset.ndim
         self.dtype = dataset.dtype
+        self._buffers = RowBuffers.shared()
         self._chunk = dataset.chunks[0] if dataset.chunks else 1
         self.block_rows = max(1, block_rows(dataset) // self._chunk) * self._chunk
+        if not dataset.chunks:  # nothing is read twice, so rows are in a cache when they are used
+            self.block_rows = max(1, self.block_rows // 8)
+        self._takes_buffers = isinstance(dataset, h5py.Dataset)
         self._first = 0
         self._block = np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
 
@@ -408,10 +432,21 @@ class RowReader:
             # up to the end of the block if that is later. Rows that were read already are kept.
             first = low // self._chunk * self._chunk
             end = max(first + self.block_rows, -(-high // self._chunk) * self._chunk)
+            end = min(end, len(self))
             begin = until if self._first <= first < until else first
-            block = read_rows(self._where, self._dataset, begin, min(end, len(self)))
-            if begin > first:
-                block = np.concatenate([self._block[first - self._first :], block])
+            block = self._read(first, begin, end)
             self._first = first
             self._block = block
         return self._block[low - self._first : high - self._first]
+
+    def _read(self, first: int, begin: int, end: int) -> NDArray[Any]:
+        """Return rows [first, end), of which those before `begin` are in the block."""
+        known = self._block[first - self._first :] if begin > first else self._block[:0]
+        shape = (end - first, *self.shape[1:])
+        if not (self._takes_buffers and self._buffers.lends(shape, self.dtype)):
+            rows = read_rows(self._where, self._dataset, begin, end)  # faster for a few rows
+            return np.concatenate([known, rows]) if len(known) else rows
+        block = self._buffers.empty(shape, self.dtype)
+        block[: len(known)] = known
+        read_rows(self._where, self._dataset, begin, end, block[len(known) :])
+        return block

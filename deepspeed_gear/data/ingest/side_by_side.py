@@ -18,7 +18,11 @@ from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 
 _MOST_THREADS = 8
 _HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
-_AHEAD_BYTES = 256 << 20  # of episodes that are read and not written yet, of all sources together
+# Of episodes that are read and not written yet, of all sources together: as many as are still in a
+# cache when they are written, or many where the writer has waited for sources.
+_CACHED_BYTES = 16 << 20
+_AHEAD_BYTES = 256 << 20
+_MOST_WAITS = 8
 
 
 class ReadBlock(NamedTuple):
@@ -58,6 +62,9 @@ class SourceThread:
     """Reads the episodes of one source in a thread, up to a number of bytes ahead of their user.
 
     An error of the source is raised by the iterator, in the place of the episodes.
+
+    Attributes:
+        num_waits: How often the user has waited for a block.
     """
 
     def __init__(self, output: OutputColumns, most_bytes: int) -> None:
@@ -66,6 +73,7 @@ class SourceThread:
         self._change = threading.Condition()
         self._blocks: deque[ReadBlock] = deque()
         self._num_bytes = 0
+        self.num_waits = 0
         self._is_done = False
         self._is_stopped = False
         self._error: BaseException | None = None
@@ -103,6 +111,7 @@ class SourceThread:
     def __iter__(self) -> Iterator[ReadBlock]:
         while True:
             with self._change:
+                self.num_waits += not self._blocks
                 self._change.wait_for(lambda: self._blocks or self._is_done)
                 if not self._blocks:
                     break
@@ -112,6 +121,12 @@ class SourceThread:
             yield block
         if self._error is not None:
             raise self._error
+
+    def read_further(self, most_bytes: int) -> None:
+        """Read up to another number of bytes ahead from now on."""
+        with self._change:
+            self._most_bytes = most_bytes
+            self._change.notify_all()
 
     def close(self) -> None:
         """End the thread, after the block that it reads; safe to call twice."""
@@ -125,9 +140,10 @@ class SideBySide:
     """The episodes of all sources in their order, read ahead by a thread for each of some sources.
 
     The source whose episodes are asked for and those after it are read at the same time, as many as
-    threads may work, up to 256 MiB ahead together (or one block of each). So the data set, and
-    the error of a wrong source, are those of reading one source after the other. With one thread
-    the caller reads, as it does for sources that are not read ahead.
+    threads may work, up to 16 MiB ahead together (or one block of each), and up to 256 MiB once the
+    caller has waited for sources eight times, which are decompressed more slowly than they are
+    written. So the data set, and the error of a wrong source, are those of reading one source after
+    the other. With one thread the caller reads, as it does for sources that are not read ahead.
 
     A context manager: its threads end with it, before readers are closed.
     """
@@ -151,6 +167,8 @@ class SideBySide:
         self._at_once = max(1, min(self._num_threads, len(outputs)))
         self._may_read_ahead = may_read_ahead
         self._threads: dict[int, SourceThread] = {}  # by index of the source
+        self._ahead_bytes = _CACHED_BYTES
+        self._num_waits = 0  # for sources that are read
 
     def blocks(self, index: int) -> Iterator[ReadBlock]:
         """Yield the episodes of a source in blocks; sources are asked for in their order."""
@@ -161,14 +179,25 @@ class SideBySide:
             yield from read(self._outputs[index])
             return
         thread = self._threads[index]
-        yield from thread
+        for block in thread:
+            yield block
+            if self._num_waits + thread.num_waits > _MOST_WAITS:
+                self._read_further()
+        self._num_waits += thread.num_waits
         thread.close()
         del self._threads[index]
+
+    def _read_further(self) -> None:
+        if self._ahead_bytes == _AHEAD_BYTES:
+            return
+        self._ahead_bytes = _AHEAD_BYTES
+        for thread in self._threads.values():
+            thread.read_further(_AHEAD_BYTES // self._at_once)
 
     def _start(self, index: int) -> None:
         output = self._outputs[index]
         if index not in self._threads and self._may_read_ahead(output.reader):
-            self._threads[index] = SourceThread(output, _AHEAD_BYTES // self._at_once)
+            self._threads[index] = SourceThread(output, self._ahead_bytes // self._at_once)
 
     def __enter__(self) -> SideBySide:
         return self

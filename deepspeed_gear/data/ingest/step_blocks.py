@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.ingest.row_buffers import RowBuffers
+
 Int64 = NDArray[np.int64]
 _BLOCK_BYTES = 2 * 1024 * 1024
 
@@ -96,7 +98,7 @@ class BlockRows:
         """Return the rows of the steps of an array, with a row of zeros after each episode."""
         rows = np.asarray(array[self.first : self.end])
         if not self._is_same:
-            rows = rows.take(self._index, axis=0)
+            rows = self._taken(rows)
         elif self._has_final_row:
             rows = rows.copy()
         if self._has_final_row:
@@ -109,7 +111,13 @@ class BlockRows:
         Where there is no such row in the episode, it is that of the last step.
         """
         rows = np.asarray(array[self.first : self.end])
-        return rows if self._is_same else rows.take(self._index, axis=0)
+        return rows if self._is_same else self._taken(rows)
+
+    def _taken(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Return the rows at the places of `_index`."""
+        taken = RowBuffers.shared().empty((self._num_rows, *rows.shape[1:]), rows.dtype)
+        # With "raise", NumPy would write into an array of its own first. No index is out of bounds.
+        return rows.take(self._index, axis=0, out=taken, mode="clip")
 
 
 def episode_name(first: int, place: int = 0) -> str:

@@ -38,7 +38,7 @@ PyMethodDef kMethods[] = {
         "store_add", "store_add(reader, trajectory, timeout_s) -> (id, slot, late) or None"),
     Function<gear::python::WriteGroup>(
         "group_write",
-        "group_write(reader, trajectories, number, slots, timeout_s) -> 0, refusal or "
+        "group_write(reader, trajectories, number, slots, apart, timeout_s) -> 0, refusal or "
         "None"),
     Function<gear::python::CommitGroup>(
         "group_commit", "group_commit(store, slots, present, version, born) -> ids"),

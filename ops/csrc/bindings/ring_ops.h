@@ -20,7 +20,8 @@ inline cpu::Ring RingOf(at::IntArrayRef shape, at::IntArrayRef rule, int64_t uni
                   (shape[2] == 0 || shape[2] == 1) && shape[3] > 0 && shape[3] <= kMostSteps,
               "gear: shape must be rows, slots, final row (0 or 1) and most steps, got ", shape);
   TORCH_CHECK(shape[0] <= kMostIndices && shape[1] <= kMostIndices,
-              "gear: rows and slots must be fewer than 2^31 - 1, got ", shape[0], " and ", shape[1]);
+              "gear: rows and slots must be fewer than 2^31 - 1, got ", shape[0], " and ",
+              shape[1]);
   TORCH_CHECK(unit == kTrajectory || unit == kStep || unit == kByLength,
               "gear: unit must be 0, 1 or 2, got ", unit);
   cpu::Ring ring{};

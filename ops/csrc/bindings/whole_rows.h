@@ -9,6 +9,7 @@
 #include <cstring>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/given_rows.h"
@@ -27,12 +28,17 @@ struct ReadTrajectory {
   cpu::Whole whole() const { return {sources.data(), num_steps, present}; }
 };
 
+// What a column of steps decides where two trajectories begin alike: whether their prompt is the
+// same; whether an equal prompt may be stored once; or nothing.
+enum class PromptPart : int64_t { kIdentity, kStored, kUnread };
+
 // Reads the trajectories of a table. Its calls share no memory but the store.
 struct TrajectoryReader {
   struct Source {
     py::object name;   // interned
     int64_t late_bit;  // 0: it is not late
     bool is_end;       // a flag of it ends its trajectory
+    PromptPart part;
   };
   Store* store = nullptr;
   std::vector<Source> given;  // by column
@@ -91,13 +97,17 @@ struct TrajectoryReader {
   // prompt, less the last one, whose logits predict the first token of the loss; 0 if it begins in
   // another way. A prompt ends at the first step with a loss, of either trajectory.
   // [4, 4, 4 | 1, 2], [4, 4, 4 | 3] and [5, 4 | 3] share 0, 2 and 0 steps.
-  std::vector<int64_t> SharedSteps(const std::vector<ReadTrajectory>& all) const {
+  // `apart`: takes the steps that are stored again although the prompt is the same, and how many
+  // trajectories differ there by column, [1 + columns].
+  std::vector<int64_t> SharedSteps(const std::vector<ReadTrajectory>& all, int64_t* apart) const {
     std::vector<int64_t> shared(all.size());
     if (!shares_prompts) return shared;
     const int64_t first = PromptSteps(all[0]);
     for (size_t i = 1; i < all.size(); ++i) {
       const int64_t length = std::min(first, PromptSteps(all[i]));
-      if (length > 1 && HaveEqualSteps(all[0], all[i], length)) shared[i] = length - 1;
+      if (length <= 1 || !HaveEqualSteps(PromptPart::kIdentity, all[0], all[i], length)) continue;
+      const bool is_equal = HaveEqualSteps(PromptPart::kStored, all[0], all[i], length, apart + 1);
+      (is_equal ? shared[i] : apart[0]) += length - 1;
     }
     return shared;
   }
@@ -124,15 +134,20 @@ struct TrajectoryReader {
     return std::find_if(flags, flags + one.num_steps, IsSet) - flags;
   }
 
-  // Whether the first steps of two trajectories are equal in all columns.
-  bool HaveEqualSteps(const ReadTrajectory& one, const ReadTrajectory& other,
-                      int64_t num_steps) const {
+  // Whether the first steps of two trajectories are equal in all columns of a part. `differ`:
+  // counts the columns that are not; null: the first one is enough.
+  bool HaveEqualSteps(PromptPart part, const ReadTrajectory& one, const ReadTrajectory& other,
+                      int64_t num_steps, int64_t* differ = nullptr) const {
+    bool is_equal = true;
     for (size_t c = 0; c < given.size(); ++c) {
-      if (is_single(c)) continue;
+      if (is_single(c) || given[c].part != part) continue;
       const auto bytes = static_cast<size_t>(num_steps * form(c).row_bytes);
-      if (!AreEqual(one.sources[c], other.sources[c], bytes)) return false;
+      if (AreEqual(one.sources[c], other.sources[c], bytes)) continue;
+      if (differ == nullptr) return false;
+      ++differ[c];
+      is_equal = false;
     }
-    return true;
+    return is_equal;
   }
 
   // Whether a column has the steps of those before it, and an end flag at its last step only.
@@ -161,13 +176,15 @@ inline PyObject* AddTrajectory(const TrajectoryReader& reader, PyObject* traject
 }
 
 // Reserves and writes the trajectories of a group, whose number they have or leave out; takes the
-// lock. `slots`: takes their slots, and then the bits of their late columns, [2, count]. 0 or a
-// refusal; None: they are left to Python, and nothing has changed.
+// lock. `slots`: takes their slots, and then the bits of their late columns, [2, count]. `apart`:
+// as SharedSteps, which adds to it. 0 or a refusal; None: they are left to Python, and nothing has
+// changed.
 inline PyObject* WriteGroup(const TrajectoryReader& reader, PyObject* members, int64_t number,
-                            const Buffer& slots, double timeout_s) {
+                            const Buffer& slots, const Buffer& apart, double timeout_s) {
   if (!PyList_CheckExact(members) && !PyTuple_CheckExact(members)) Py_RETURN_NONE;
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(members);
   int64_t* made = WordsOf(slots, -1);
+  int64_t* differences = WordsOf(apart, static_cast<Py_ssize_t>(1 + reader.given.size()));
   if (count == 0 || slots.view().len != count * 16) Py_RETURN_NONE;
   const RowForm& numbers = reader.form(static_cast<size_t>(reader.group));
   std::vector<char> stored;
@@ -180,7 +197,7 @@ inline PyObject* WriteGroup(const TrajectoryReader& reader, PyObject* members, i
     if (!reader.Read(given, &stored, &one) || !reader.IsFinite(one)) Py_RETURN_NONE;
     wholes.push_back(one.whole());
   }
-  const std::vector<int64_t> shared = reader.SharedSteps(all);
+  const std::vector<int64_t> shared = reader.SharedSteps(all, differences);
   int64_t refusal = 0;
   {
     const WithoutLock unlocked;
@@ -203,14 +220,15 @@ inline PyObject* CommitGroup(Store& store, const Buffer& slots, const Buffer& pr
 
 inline void BindTrajectories(py::module_& module) {
   const auto make = [](uintptr_t store,
-                       const std::vector<std::tuple<std::string, int64_t, bool>>& columns,
+                       const std::vector<std::tuple<std::string, int64_t, bool, int64_t>>& columns,
                        int64_t most, int64_t group, int64_t mask, bool shares_prompts) {
     TrajectoryReader reader;
     reader.store = At<Store>(store);
-    for (const auto& [name, late_bit, is_end] : columns) {
+    for (const auto& [name, late_bit, is_end, part] : columns) {
       PyObject* interned = PyUnicode_InternFromString(name.c_str());
       if (interned == nullptr) throw py::error_already_set();
-      reader.given.push_back({py::reinterpret_steal<py::object>(interned), late_bit, is_end});
+      auto column = py::reinterpret_steal<py::object>(interned);
+      reader.given.push_back({std::move(column), late_bit, is_end, static_cast<PromptPart>(part)});
     }
     reader.most_steps = most;
     reader.group = group;

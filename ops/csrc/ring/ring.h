@@ -53,8 +53,8 @@ struct ScatterColumn {
   int64_t source;     // a Source of gather/gather.h
 };
 
-// The record of a draw of an item of `mass`, in the slot `at`. False, and nothing written, if its item
-// is no step of the slot.
+// The record of a draw of an item of `mass`, in the slot `at`. False, and nothing written, if its
+// item is no step of the slot.
 GEAR_HOST_DEVICE bool ResolveItem(const Ring& ring, const RingDraw& draw, Hit hit, int64_t at,
                                   const Slot& slot, uint64_t mass, int64_t number,
                                   Resolution* resolution) {

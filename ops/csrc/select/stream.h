@@ -111,6 +111,6 @@ bool HasRoom(const Stream& stream, int64_t count);
 // and publishes them; takes the lock. False: Python must do it, as the lock was refused; nothing is
 // published.
 bool Publish(Stream& stream, const Resolution* samples, const float* priorities, int64_t count,
-            int64_t batch);
+             int64_t batch);
 
 }  // namespace gear::cpu

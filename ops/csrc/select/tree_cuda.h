@@ -30,8 +30,8 @@ __device__ inline uint64_t TotalOf(const NodesOfWarp& top) {
 // The child that a coordinate hits, which becomes what remains of it.
 __device__ inline int ChildOf(const NodesOfWarp& nodes, uint64_t* coordinate) {
   // The last child takes what no other holds, as in Descend.
-  const unsigned holds = __ballot_sync(kAllLanes, *coordinate < nodes.before + nodes.own) |
-                         (1u << (kFanOut - 1));
+  const unsigned holds =
+      __ballot_sync(kAllLanes, *coordinate < nodes.before + nodes.own) | (1u << (kFanOut - 1));
   const int child = __ffs(static_cast<int>(holds)) - 1;
   *coordinate -= __shfl_sync(kAllLanes, nodes.before, child);
   return child;

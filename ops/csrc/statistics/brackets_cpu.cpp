@@ -73,8 +73,8 @@ class BracketCount {
     if (collects) Collect(e, count);
   }
 
-  // Appends the keys that are inside of a bracket. Every key is written, and counts if it is inside:
-  // a branch for each would be mispredicted too often.
+  // Appends the keys that are inside of a bracket. Every key is written, and counts if it is
+  // inside: a branch for each would be mispredicted too often.
   void Collect(int64_t e, int64_t count) {
     int64_t& size = counts_.num_keys[e];
     if (size + count > counts_.capacity) size = counts_.capacity + 1;
@@ -115,8 +115,8 @@ void CountBracketsOf(const ColumnRows& rows, const uint8_t* keep, const Brackets
   }
 }
 
-// Keys are counted in bins of equal width of each bracket; those that share a bin with a wanted rank
-// are compared.
+// Keys are counted in bins of equal width of each bracket; those that share a bin with a wanted
+// rank are compared.
 template <typename Key>
 void SelectKeysOf(const Key* keys, int64_t num_keys, const uint64_t* bounds, int64_t num_brackets,
                   const int64_t* ranks, int64_t num_ranks, uint64_t* found) {
@@ -181,9 +181,8 @@ void SelectKeys(const void* keys, bool are_long, int64_t num_keys, const uint64_
 
 void CountBrackets(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
                    const BracketCounts& counts) {
-  WithType(rows.dtype, [&](auto element) {
-    CountBracketsOf<decltype(element)>(rows, keep, brackets, counts);
-  });
+  WithType(rows.dtype,
+           [&](auto element) { CountBracketsOf<decltype(element)>(rows, keep, brackets, counts); });
 }
 
 }  // namespace gear::cpu

@@ -5,157 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
 from packed_families import kernels, places  # noqa: E402
-from rollout_support import section  # noqa: E402
+from packed_images import (  # noqa: E402
+    BEGIN,
+    END,
+    FAMILIES,
+    IMAGE,
+    MERGED,
+    PATCH,
+    VIDEO,
+    add_group,
+    gear_section,
+    media,
+    prompt,
+    tiny,
+)
+from rollout_support import micros as micros_of  # noqa: E402
+from rollout_support import ranks_of, seen_by  # noqa: E402
 
 from deepspeed_gear import Media, Replay  # noqa: E402
 from deepspeed_gear.batching.micro_batch import MicroBatch  # noqa: E402
 from deepspeed_gear.errors import ConfigError, DataError  # noqa: E402
 
-IMAGE = 60
-VIDEO = 61
-BEGIN = 62
-END = 63
-PATCH = 3 * 2 * 4 * 4  # channels, frames, height and width of a patch
-MERGED = 4  # patches of a place
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0},
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-VISION = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 2}
-SIZES = {
-    "qwen2_vl": {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
-    "qwen2_5_vl": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    },
-    "qwen3_vl": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    },
-}
-SIZES["qwen3_vl_moe"] = SIZES["qwen3_vl"]
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-def tiny(family: str, attention: str = "sdpa") -> Any:
-    """Return a model with random weights, in evaluation mode."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES,
-    )
-
-    is_flash = attention.startswith("flash")
-    config = CONFIG_MAPPING[family](
-        text_config={**TEXT, **(EXPERTS if family.endswith("moe") else {})},
-        vision_config={**VISION, **SIZES[family]},
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=BEGIN,
-        vision_end_token_id=END,
-        attn_implementation="sdpa" if is_flash else attention,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, NAMES[family])(config).eval()
-    if is_flash:  # which cannot be loaded here; the layers of images keep the other
-        model.config._attn_implementation = attention
-        model.config.text_config._attn_implementation = attention
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(4)
-    return model
-
-
-def media(number: int, height: int, width: int, name: str = "image") -> Media:
-    """Return an image, or a video of two frames, of so many patches."""
-    frames = 1 if name == "image" else 2
-    count = frames * height * width
-    rows = np.random.default_rng(number).normal(size=(count, PATCH)).astype(np.float32)
-    pixels = "pixel_values" if name == "image" else "pixel_values_videos"
-    return Media(**{pixels: rows, f"{name}_grid_thw": [[frames, height, width]]})
-
-
-def prompt(images: list[tuple[int, int]], number: int) -> tuple[list[int], dict[int, Media]]:
-    """Return the tokens of a prompt with images, and its images by step."""
-    tokens = [5, 6 + number]
-    named = {}
-    for each, (height, width) in enumerate(images):
-        tokens.append(BEGIN)
-        named[len(tokens)] = media(10 * number + each, height, width)
-        tokens += [IMAGE] * (height * width // MERGED)
-        tokens += [END, 7]
-    return tokens, named
-
-
 PROMPTS = ([(4, 6)], [], [(2, 2), (8, 4)], [(4, 6), (4, 6), (2, 6)])
-
-
-def gear_section(prefix: str = "own", groups: int = len(PROMPTS)) -> dict[str, Any]:
-    columns = {
-        "tokens": {"dtype": "int32", "role": "token"},
-        "loss_mask": {"dtype": "bool", "role": "loss_mask"},
-        "image": {"dtype": "int64", "role": "media"},
-        "prompt": {"dtype": "int64", "rows": "1"},
-    }
-    kept = {
-        "pixel_values": {"dtype": "float32", "shape": [PATCH]},
-        "image_grid_thw": {"dtype": "int64", "shape": [3]},
-        "pixel_values_videos": {"dtype": "float32", "shape": [PATCH]},
-        "video_grid_thw": {"dtype": "int64", "shape": [3]},
-        "second_per_grid_ts": {"dtype": "float32"},
-    }
-    table = {
-        "capacity_steps": 4000,
-        "max_length": 100,
-        "remove": "fifo",
-        "group": {"column": "prompt", "size": 2},
-        "media": {"capacity_bytes": 1 << 20, "columns": kept},
-        "schema": {"columns": columns},
-    }
-    return section(
-        tables={"main": table},
-        fields={"tokens": {}, "image": {}},
-        sampler={"kind": "fifo", "unit": "group"},
-        pack={"tokens": 256, "pad": {"multiple": 16}, "prefix": prefix},
-        rollout={"groups": groups},
-    )
-
-
-def add_group(replay: Replay, number: int, tokens: list[int], named: dict[int, Media]) -> None:
-    """Add two responses to a prompt."""
-    for member in range(2):
-        answer = list(range(10 + member, 13 + 3 * member))
-        mask = [False] * len(tokens) + [True] * len(answer)
-        replay.add(
-            {"tokens": [*tokens, *answer], "loss_mask": mask, "prompt": number, "image": named}
-        )
 
 
 def add_groups(replay: Replay) -> None:
@@ -200,7 +78,7 @@ def test_packs_of_images_give_what_each_trajectory_gives_alone(
         model = tiny(family, attention)
     except ValueError:
         pytest.skip("the model does not offer this attention")
-    config = gear_section(prefix if prefix == "share" else "own")
+    config = gear_section(prefix if prefix == "share" else "own", len(PROMPTS))
     if prefix == "one trajectory":
         config["pack"]["max_trajectories"] = 1
     with Replay(config) as replay:
@@ -234,7 +112,7 @@ def test_gradients_are_those_of_each_trajectory_alone(prefix: str) -> None:
     model = tiny("qwen2_vl").double()
     names, parameters = zip(*model.named_parameters(), strict=True)
     found = [[torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)]
-    with Replay(gear_section(prefix)) as replay:
+    with Replay(gear_section(prefix, len(PROMPTS))) as replay:
         add_groups(replay)
         for micro in micros(replay):
             logits = model(**micro.model_inputs(model)).logits[0]
@@ -253,6 +131,90 @@ def test_gradients_are_those_of_each_trajectory_alone(prefix: str) -> None:
     assert all(grad.abs().max() > 0 for grad in of_images)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_layers_with_windows_share_images(family: str, attention: str) -> None:
+    """A window counts the steps of the trajectory, not the positions of an image's places."""
+    layers = ["full_attention", "sliding_attention"]
+    windows = {"use_sliding_window": True, "sliding_window": 7, "layer_types": layers}
+    model = tiny(family, attention, **windows)
+    with Replay(gear_section("share", len(PROMPTS))) as replay, torch.no_grad():
+        add_groups(replay)
+        for micro in micros(replay):
+            inputs = micro.model_inputs(model)
+            packed = model(**inputs).logits[0]
+            full = inputs["attention_mask"]["full_attention"]
+            other = model(**{**inputs, "attention_mask": full}).logits[0]
+            assert (other - packed).abs().max() > 1e-2
+            for at, expected in zip(places(micro), alone(model, micro), strict=True):
+                assert (packed[at] - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+def gradients(model: Any, micro: MicroBatch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the gradient of each parameter by a pack's loss, None where there is none."""
+    logits = model(**inputs).logits[0]
+    loss = loss_of(micro, logits, torch.arange(len(logits)))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+
+
+@pytest.mark.parametrize(("prefix", "multiple"), [("own", 16), ("own", 1), ("share", 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packs_of_text_have_dummies_of_images_on_several_ranks(
+    family: str, prefix: str, multiple: int
+) -> None:
+    """At padding, or at a last place: what the loss depends on does not change, to the bit.
+
+    Experts sum the gradients of all their places, a dummy's 0 included, in another order.
+    """
+    model = tiny(family)
+    config = gear_section(prefix, 2)
+    config["pack"]["pad"]["multiple"] = multiple
+    with Replay(config) as replay:
+        for number in range(2):
+            add_group(replay, number, [5, 6 + number, 9], {})
+        rollout = replay.rollout()
+        for place in ranks_of(2):
+            (micro,) = micros_of(seen_by(rollout, place))
+            assert micro.num_trajectories == 2
+            assert (micro["tokens"].shape[1] > micro.num_tokens) == (multiple == 16)
+            inputs = micro.model_inputs(model)
+            assert inputs["pixel_values"].shape == inputs["pixel_values_videos"].shape == (4, PATCH)
+            assert inputs["image_grid_thw"].tolist() == inputs["video_grid_thw"].tolist()
+            is_dummy = inputs["input_ids"] != micro["tokens"]
+            assert inputs["input_ids"][is_dummy].sort().values.tolist() == [IMAGE, VIDEO]
+            assert not (is_dummy & micro.loss_mask).any()
+            plain = {
+                name: value
+                for name, value in inputs.items()
+                if "pixel" not in name and "grid" not in name
+            }
+            wanted = gradients(model, micro, {**plain, "input_ids": micro["tokens"]})
+            for name, found in gradients(model, micro, inputs).items():
+                if "visual" in name:
+                    assert wanted[name] is None
+                    assert found is not None
+                    assert not found.any()
+                elif family == "qwen3_vl_moe":
+                    assert (found - wanted[name]).abs().max() < 2e-6 * wanted[name].abs().max()
+                else:
+                    assert torch.equal(found, wanted[name]), name
+        for step in rollout:  # one rank
+            for micro in step:
+                assert "pixel_values" not in micro.model_inputs(model)
+
+
+def test_a_pack_without_a_place_for_dummies_is_refused() -> None:
+    config = gear_section()
+    config["pack"]["pad"]["multiple"] = 1
+    with Replay(config) as replay:
+        add_group(replay, 0, [5, 6, 9], {})
+        (micro,) = micros_of(seen_by(replay.rollout(), ranks_of(2)[0]))
+        text = "a place without a loss for a dummy of pixel_values_videos; keep .* 2 steps below"
+        with pytest.raises(DataError, match=text):
+            micro.model_inputs(tiny("qwen2_vl"))
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_videos(family: str) -> None:
     """A video of two frames, whose places are one run, or one run for each frame (Qwen3-VL)."""
@@ -265,7 +227,7 @@ def test_videos(family: str) -> None:
     if family == "qwen3_vl":
         frames = [*of_frame, END, 9, BEGIN, *of_frame]
     tokens = [5, BEGIN, *frames, END, 8]
-    with Replay(gear_section(groups=1)) as replay:
+    with Replay(gear_section()) as replay:
         add_group(replay, 0, tokens, {2: clip})
         micro = next(each := micros(replay))
         packed = model(**micro.model_inputs(model)).logits[0]
@@ -301,15 +263,58 @@ def test_places_that_are_not_those_of_the_images_are_refused(
     tokens: list[int], named: dict[int, tuple[int, int]], error: type[Exception], text: str
 ) -> None:
     model = tiny("qwen2_vl")
-    with Replay(gear_section(groups=1)) as replay:
+    with Replay(gear_section()) as replay:
         items = {step: media(step, *size) for step, size in named.items()}
         add_group(replay, 0, [*tokens, 9], items)
         with pytest.raises(error, match=f"micro.model_inputs: trajectory 0.*{text}"):
             next(micros(replay)).model_inputs(model)
 
 
+CONTEXT = [5, BEGIN, *[IMAGE] * 6, END, 7]
+
+
+def add_branches(replay: Replay, *each: tuple[list[int], list[int]]) -> None:
+    """Add a group of trajectories of a context, with an image at step 2, and an output."""
+    for context, output in each:
+        mask = [False] * len(context) + [True] * len(output)
+        row = {"tokens": [*context, *output], "loss_mask": mask, "prompt": 0}
+        replay.add({**row, "image": {2: media(0, 4, 6)}})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_branches_share_an_image_and_a_part_of_an_output(family: str) -> None:
+    model = tiny(family)
+    with Replay(gear_section("share", groups=1)) as replay:
+        add_branches(replay, (CONTEXT, [10, 11, 12]), ([*CONTEXT, 10, 11, 8, 9], [13, 14]))
+        micro = next(each := micros(replay))
+        assert micro.pack_shape.prefixes is not None
+        assert micro.pack_shape.prefixes.steps.tolist() == [0, len(CONTEXT) + 1]
+        with torch.no_grad():
+            packed = model(**micro.model_inputs(model)).logits[0]
+            for at in places(micro):
+                ids = micro["tokens"][:, at]
+                image = {n: torch.as_tensor(v) for n, v in media(0, 4, 6).columns.items()}
+                kinds = (ids == IMAGE).int()
+                wanted = model(
+                    input_ids=ids, use_cache=False, mm_token_type_ids=kinds, **image
+                ).logits[0]
+                assert (packed[at] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+        each.close()
+
+
+def test_a_branch_within_an_image_is_refused() -> None:
+    """The image has no token after it, and a step is not shared whose next token differs."""
+    with Replay(gear_section("share", groups=1)) as replay:
+        add_branches(replay, (CONTEXT[:8], [10]), ([*CONTEXT[:8], 9], [11, 12]))
+        micro = next(each := micros(replay))
+        text = "trajectory 1 must not leave another trajectory within an image, at step 7; keep"
+        with pytest.raises(DataError, match=text):
+            micro.model_inputs(tiny("qwen2_vl"))
+        each.close()
+
+
 def test_images_without_a_column_of_media_are_refused() -> None:
-    config = gear_section(groups=1)
+    config = gear_section()
     table = config["tables"]["main"]
     del table["media"], table["schema"]["columns"]["image"], config["fields"]["image"]
     with Replay(config) as replay:

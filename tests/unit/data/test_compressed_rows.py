@@ -21,7 +21,7 @@ from deepspeed_gear.cli import export as export_command
 from deepspeed_gear.cli import ingest as ingest_command
 from deepspeed_gear.cli import inspect as inspect_command
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_writer import write_parts
+from deepspeed_gear.data.dataset_parts import write_parts
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.errors import ConfigError, DataError, GearError, SchemaError
 from deepspeed_gear.plan.resolved_plan import resolve_plan

@@ -1,6 +1,7 @@
 """The on-disk data set: what the writer takes and leaves behind, and that NumPy alone reads it."""
 
 import ast
+import gc
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_gear.data import dataset_statistics
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import npy_header
 from deepspeed_gear.data.dataset_writer import DatasetWriter
@@ -65,6 +67,25 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
     for i in (-1, 3):
         with pytest.raises(DataError, match=rf"trajectory id must be in \[0, 3\), got {i}"):
             dataset.trajectory(i)
+
+
+@pytest.mark.parametrize("ordered_bytes", [0, 1 << 28], ids=["counted", "compared"])
+@pytest.mark.parametrize("width", [3, 600])
+def test_no_file_stays_mapped_after_it_was_written(
+    tmp_path: Path, width: int, ordered_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not until a garbage collection either: one that is removed then would keep its disk space."""
+    monkeypatch.setattr(dataset_statistics, "MOST_ORDERED_BYTES", ordered_bytes)
+    gc.collect()
+    gc.disable()
+    try:
+        schema = Schema([Column("a", "float32", (width,))])
+        with DatasetWriter(tmp_path / "set", schema, threads=2) as writer:
+            writer.add(trajectory(9, schema))
+        del writer
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 def test_it_is_a_data_set_of_pytorch(tmp_path: Path) -> None:

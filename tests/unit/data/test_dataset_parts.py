@@ -14,7 +14,7 @@ from deepspeed_gear.cli import inspect, split
 from deepspeed_gear.data import dataset_writer
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
-from deepspeed_gear.data.dataset_writer import write_parts
+from deepspeed_gear.data.dataset_parts import write_parts
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 
 LENGTHS = [3, 1, 7, 2, 5, 4]

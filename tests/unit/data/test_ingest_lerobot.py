@@ -18,20 +18,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gear_support import run_command
-from hypothesis import given
-from hypothesis import strategies as st
+from lerobot_sets import FIRST, FRONT, LENGTHS, change_metadata, some_columns, write_set
 
 from deepspeed_gear import Dataset
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.cli.main import main
-from deepspeed_gear.data.ingest import ingest, open_source
+from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.ingest.lerobot import read_ahead
 from deepspeed_gear.data.ingest.reader import decode_images
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "data" / "lerobot_v3"
-FRONT = "observation.images.front"
 # of the values that LeRobot's own reader (0.6.1) returns for the example, frame by frame
 DIGESTS = {
     "observation.state": "24cb3ceb1fc40ff6",
@@ -43,8 +41,6 @@ DIGESTS = {
     "timestamp": "09934e32ebd01892",
     "task_index": "942306482f6de352",
 }
-LENGTHS = (1, 7, 33, 4, 12)
-TASKS = ["lift", "place it", "wait"]
 
 
 def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> None:
@@ -71,85 +67,6 @@ def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> No
         np.testing.assert_allclose(frames[:, 0, :, 1].mean(1), 40 * number, atol=12)
 
 
-def write(
-    root: Path,
-    version: str,
-    lengths: Sequence[int],
-    per_file: int = 1,
-    tasks: Sequence[str] = TASKS,
-    **columns: Any,
-) -> None:
-    """Write a set with the columns of all frames; tasks change in the middle of episodes."""
-    total = sum(lengths)
-    ends = np.cumsum(lengths)
-    many = version == "v3.0"
-    frame = np.arange(total) - np.repeat(ends - lengths, lengths)
-    arrays = {**columns, "timestamp": (frame / 10).astype(np.float32), "frame_index": frame}
-    arrays["episode_index"] = np.repeat(np.arange(len(lengths)), lengths)
-    arrays["task_index"] = np.arange(total) // 3 % len(tasks)
-    features: dict[str, Any] = {"note": {"dtype": "string", "shape": [1]}}
-    features |= {
-        key: {"dtype": str(a.dtype), "shape": a.shape[1:] or (1,)} for key, a in arrays.items()
-    }
-    path = (
-        "data/{chunk_index:03d}/{file_index:03d}"
-        if many
-        else "data/{episode_chunk:03d}/{episode_index:03d}"
-    )
-    info = {
-        "codebase_version": version,
-        "features": features,
-        "chunks_size": 2,
-        "total_episodes": len(lengths),
-    }
-    table = pa.table({key: pa.array(a.tolist(), _type(a)) for key, a in arrays.items()})
-    rows = []
-    for number, steps in enumerate(lengths):
-        place = {"chunk_index": 0, "file_index": number // per_file}
-        rows.append({"episode_index": number, "length": steps, "tasks": [*tasks]})
-        rows[-1] |= {f"data/{key}": value for key, value in place.items()} if many else {}
-        if number % per_file == 0:
-            place |= {"episode_chunk": number // 2, "episode_index": number}
-            low = int(ends[number]) - steps
-            high = int(ends[min(number + per_file, len(lengths)) - 1])
-            file = root / f"{path}.parquet".format(**place)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table.slice(low, high - low), file, row_group_size=5)
-    (root / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
-    (root / "meta" / "info.json").write_text(json.dumps({**info, "data_path": f"{path}.parquet"}))
-    texts = [{"task_index": i, "task": text} for i, text in enumerate(tasks)]
-    for name, entries in (
-        ("episodes/chunk-000/file-000" if many else "episodes", rows),
-        ("tasks", texts),
-    ):
-        if many:
-            pq.write_table(pa.Table.from_pylist(entries), root / "meta" / f"{name}.parquet")
-        else:
-            lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-            (root / "meta" / f"{name}.jsonl").write_text(lines)
-
-
-def _type(array: np.ndarray) -> Any:
-    kind = pa.from_numpy_dtype(array.dtype)
-    for size in reversed(array.shape[1:]):
-        kind = pa.list_(kind, size) if size % 2 else pa.list_(kind)
-    return kind
-
-
-def some_columns() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(3)
-    ends = np.zeros(sum(LENGTHS), bool)
-    ends[np.cumsum(LENGTHS) - 1] = True
-    return {
-        "observation.state": rng.standard_normal((len(ends), 3)).astype(np.float32),
-        "observation.map": rng.integers(0, 9, (len(ends), 2, 3)),
-        "action": rng.standard_normal((len(ends), 4)),
-        "next.reward": rng.standard_normal(len(ends)).astype(np.float32),
-        "next.done": ends,
-        "next.truncated": ends & (np.arange(len(ends)) % 2 == 0),
-    }
-
-
 def test_all_layouts_give_the_rows_that_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +80,7 @@ def test_all_layouts_give_the_rows_that_were_written(
         ("c", "v3.0", 5),
         ("d", "v2.0", 1),
     ):
-        write(tmp_path / name, version, LENGTHS, per_file, **given)
+        write_set(tmp_path / name, version, LENGTHS, per_file, **given)
         made.append(ingest([tmp_path / name], tmp_path / f"out_{name}"))
     assert len({dataset.fingerprint for dataset in made}) == 1
     done = given.pop("next.done")
@@ -191,7 +108,7 @@ def test_tasks_of_several_sets_have_a_number_for_each_text(
     for (name, texts), lengths in zip(tasks.items(), ([2, 4], [5], [8]), strict=True):
         total = sum(lengths)
         columns = {"observation.state": np.ones((total, 2)), "action": np.ones((total, 1))}
-        write(tmp_path / name, "v3.0", lengths, tasks=texts, **columns)
+        write_set(tmp_path / name, "v3.0", lengths, tasks=texts, **columns)
     sources = [str(tmp_path / name) for name in tasks]
     dest = str(tmp_path / "out")
     for columns in ([], ["--columns", "task_index"]):
@@ -217,7 +134,7 @@ def test_tasks_that_a_dtype_has_no_free_number_for_are_refused(tmp_path: Path) -
     columns = {"observation.state": np.ones((300, 2)), "action": np.ones((300, 1))}
     for name in "ab":
         texts = [f"{name} {number}" for number in range(100)]
-        write(tmp_path / name, "v3.0", [300], tasks=texts, **columns)
+        write_set(tmp_path / name, "v3.0", [300], tasks=texts, **columns)
     given = [str(tmp_path / name) for name in "ab"] + [str(tmp_path / "out"), "--reward", "none"]
     refused = r"b: episode 0: task_index must have a free number.*128 in place of 28.*--dtype"
     with pytest.raises(DataError, match=refused):
@@ -245,7 +162,7 @@ def test_observations_and_actions_of_other_names_are_kept(
     word.
     """
     given = {"state": np.ones((3, 2)), "actions": np.ones((3, 1)), "image": np.ones((3, 4))}
-    write(tmp_path / "set", "v2.1", [3], **given)
+    write_set(tmp_path / "set", "v2.1", [3], **given)
     image = pytest.importorskip("PIL.Image")
     features = json.loads((tmp_path / "set" / "meta" / "info.json").read_text())["features"]
     picture = io.BytesIO()
@@ -283,7 +200,6 @@ def _rows(
     return edit
 
 
-FIRST = "data/000/000.parquet"
 SECOND = "data/000/001.parquet"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 PATH = "data_path must be a path below the folder, with episode_chunk, episode_index in braces, got"
@@ -332,7 +248,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
 
 @pytest.mark.parametrize(("edit", "text"), BROKEN, ids=range(len(BROKEN)))
 def test_broken_sets_are_refused(tmp_path: Path, edit: Callable[[Path], Any], text: str) -> None:
-    write(tmp_path / "set", "v2.1", LENGTHS, **some_columns())
+    write_set(tmp_path / "set", "v2.1", LENGTHS, **some_columns())
     edit(tmp_path / "set")
     with pytest.raises(DataError) as caught:
         ingest([tmp_path / "set"], tmp_path / "out")
@@ -340,251 +256,10 @@ def test_broken_sets_are_refused(tmp_path: Path, edit: Callable[[Path], Any], te
     assert os.listdir(tmp_path) == ["set"]
 
 
-def _metadata(key: str, value: Any, place: str = "") -> Callable[[Path], None]:
-    """Change a value of info.json; `place` is the key of the object that it is in."""
-
-    def edit(root: Path) -> None:
-        path = root / "meta" / "info.json"
-        info = json.loads(path.read_text())
-        holder = info
-        for part in place.split("/") if place else ():
-            holder = holder[part]
-        holder[key] = value
-        path.write_text(json.dumps(info))
-
-    return edit
-
-
-WRONG_PATH = (
-    "info.json: data_path must be a path below the folder, with episode_chunk, episode_index in "
-    "braces"
-)
-ACTION = "features/action"
-MISTYPED: list[tuple[Callable[[Path], Any], str]] = [
-    *(
-        (_metadata("data_path", value), WRONG_PATH)
-        for value in (None, 3, "", "\0", "\ud800", "d" * 5000, "d" * 300)
-    ),
-    *(
-        (_metadata("data_path", value), WRONG_PATH)
-        for value in ("{}", "{0}", "{video_key}", "/etc/passwd", ["x"])
-    ),
-    *(
-        (
-            _metadata("chunks_size", value),
-            "info.json: chunks_size must be a whole number of at least 1",
-        )
-        for value in ("abc", [1], {}, float("nan"), 1e-300, 0, -1, True, 10**400)
-    ),
-    *(
-        (
-            _metadata("total_episodes", value),
-            "info.json: total_episodes must be a whole number of at least 0",
-        )
-        for value in (None, True, "5", 5.0, float("inf"), -5)
-    ),
-    *(
-        (_metadata("fps", value), "info.json: fps must be a number above 0, or null")
-        for value in (float("nan"), float("inf"), 10**400, "10", 0, -1, [])
-    ),
-    *(
-        (_metadata("robot_type", value), "info.json: robot_type must be a text, or null")
-        for value in (3, [], "\0")
-    ),
-    *(
-        (_metadata("codebase_version", value), "info.json: codebase_version must be one of")
-        for value in (None, 2, ["v2.1"], {}, "v2.1\0")
-    ),
-    (
-        _metadata("features", None),
-        "info.json: features must be an object of values by key, got 'NoneType'",
-    ),
-    (_metadata("features", [1]), "info.json: features must be an object"),
-    (_metadata("action", 3, "features"), "info.json: features: action must be an object"),
-    (
-        _metadata("", {"dtype": "int64", "shape": [1]}, "features"),
-        "info.json: features must be names of",
-    ),
-    (
-        _metadata("..", {"dtype": "int64", "shape": [1]}, "features"),
-        "info.json: features: .. must be a feature that",
-    ),
-    (
-        _metadata("a\0", {"dtype": "int64", "shape": [1]}, "features"),
-        "info.json: features must be names of",
-    ),
-    (_metadata("terminated", {"dtype": "bool", "shape": [1]}, "features"), "terminated, 2 times"),
-    *(
-        (
-            _metadata("shape", value, ACTION),
-            "info.json: features: action: shape must be a list of whole numbers",
-        )
-        for value in (None, "12", 4, [10**30], [float("inf")], [-1], [1.5], [[4]], {})
-    ),
-    *(
-        (_metadata("dtype", value, ACTION), "info.json: features: action")
-        for value in (None, 3, "S1000000000", "f4,f4", "object", "floaty", ["f4"], "(2,)f4")
-    ),
-    (
-        _metadata("names", 3, ACTION),
-        "info.json: features: action: names must be a list or an object",
-    ),
-    (
-        lambda root: (
-            _metadata("v", {"dtype": "video", "shape": [8, 8, 3]}, "features")(root),
-            _metadata("video_path", "v/{video_key:03d}.mp4")(root),
-        ),
-        "info.json: video_path must be a path below the folder, with video_key, episode_chunk",
-    ),
-]
-EPISODE = {"episode_index": 0, "length": 1, "tasks": TASKS}
-
-
-def _first_line(name: str, row: Any) -> Callable[[Path], None]:
-    def edit(root: Path) -> None:
-        path = root / "meta" / name
-        path.write_text("\n".join([json.dumps(row), *path.read_text().splitlines()[1:]]))
-
-    return edit
-
-
-MISTYPED += [
-    (
-        _first_line("episodes.jsonl", row),
-        f"episodes.jsonl: line 1{text}",
-    )
-    for row, text in [
-        ([], " must be an object of values by key, got 'list'"),
-        ({**EPISODE, "episode_index": "0"}, ": episode_index must be a whole number"),
-        ({**EPISODE, "episode_index": None}, ": episode_index must be a whole number"),
-        ({**EPISODE, "length": float("inf")}, ": length must be a whole number"),
-        ({**EPISODE, "length": -1}, ": length must be a whole number"),
-        ({**EPISODE, "tasks": 5}, ": tasks must be a list of texts"),
-        ({**EPISODE, "tasks": [5]}, ": tasks must be a list of texts"),
-        ({**EPISODE, "tasks": ["\ud800"]}, ": tasks must be a list of texts"),
-    ]
-]
-MISTYPED += [
-    (
-        _first_line("tasks.jsonl", row),
-        f"tasks.jsonl: line 1{text}",
-    )
-    for row, text in [
-        ({"task_index": "0", "task": 3}, ": task_index must be a whole number"),
-        ({"task_index": 0}, " must have a task_index and a text"),
-        ({"task_index": 0, "task": "\ud800"}, " must have a task_index and a text"),
-        (3, " must be an object"),
-    ]
-]
-
-
-def test_mistyped_metadata_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each names its file and key, also from the command line."""
-    write(tmp_path / "good", "v2.1", LENGTHS, **some_columns())
-    shutil.copytree(tmp_path / "good", tmp_path / "set")
-    for number, (edit, text) in enumerate(MISTYPED):
-        shutil.copytree(tmp_path / "good" / "meta", tmp_path / "set" / "meta", dirs_exist_ok=True)
-        edit(tmp_path / "set")
-        with pytest.raises(DataError) as caught:
-            open_source(tmp_path / "set")
-        assert text in str(caught.value), number
-        assert len(str(caught.value)) < 1000
-        if number % 8 == 0:
-            assert main(["ingest", str(tmp_path / "set"), str(tmp_path / "out"), "--quiet"]) == 2
-            assert text in capsys.readouterr().err
-
-
-JUNK = [
-    None,
-    True,
-    -1,
-    0,
-    3,
-    2**63,
-    10**400,
-    0.5,
-    1e300,
-    float("nan"),
-    float("inf"),
-    "",
-    "abc",
-    "\0",
-    "\ud800",
-]
-JUNK += [
-    "x" * 5000,
-    "{video_key:03d}",
-    "{episode_index}",
-    "../x",
-    [],
-    [1],
-    [[[]]],
-    [None],
-    {},
-    {"a": 1},
-    {"": [1]},
-]
-
-
-def _places(value: Any, *path: Any) -> list[tuple[Any, ...]]:
-    """Return the paths of all values in a JSON value."""
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    return [path, *(place for key, one in items for place in _places(one, *path, key))]
-
-
-def _replaced(value: Any, path: Sequence[Any], junk: Any) -> Any:
-    if not path:
-        return junk
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    changed = {key: _replaced(one, path[1:], junk) if key == path[0] else one for key, one in items}
-    return changed if isinstance(value, dict) else list(changed.values())
-
-
-@pytest.fixture(scope="module")
-def whole_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("lerobot") / "set"
-    write(root, "v2.1", LENGTHS[:2], **{key: rows[:8] for key, rows in some_columns().items()})
-    _metadata(
-        FRONT,
-        {"dtype": "video", "shape": [8, 8, 3], "names": ["height", "width", "channels"]},
-        "features",
-    )(root)
-    _metadata("video_path", "videos/{video_key}/{episode_index:06d}.mp4")(root)
-    _metadata("fps", 10)(root)
-    return root
-
-
-@given(data=st.data())
-def test_any_junk_in_the_metadata_is_a_data_error(whole_set: Path, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["info.json", "episodes.jsonl", "tasks.jsonl"]))
-    columns = data.draw(
-        st.sampled_from([["observation.state", "task"], None])
-    )  # None: with the video
-    path = whole_set / "meta" / name
-    text = path.read_text()
-    first, *others = [text] if name == "info.json" else text.splitlines()
-    value = json.loads(first)
-    for _ in range(data.draw(st.integers(1, 2))):
-        place = data.draw(st.sampled_from(_places(value)))
-        value = _replaced(value, place, data.draw(st.sampled_from(JUNK)))
-    try:
-        path.write_text("\n".join([json.dumps(value), *others]) + "\n")
-        with contextlib.suppress(DataError), open_source(whole_set, columns=columns) as found:
-            assert len(list(found.episodes())) == 2
-    finally:
-        path.write_text(text)
-
-
 def _of_images(root: Path, frames: list[Any]) -> Path:
     """Write a set of an episode of images, whose files are given."""
-    write(root, "v2.1", [len(frames)], action=np.zeros((len(frames), 1)))
-    _metadata(
+    write_set(root, "v2.1", [len(frames)], action=np.zeros((len(frames), 1)))
+    change_metadata(
         FRONT,
         {"dtype": "image", "shape": [8, 8, 3], "names": ["height", "width", "channel"]},
         "features",
@@ -643,13 +318,13 @@ def test_damaged_images_are_data_errors() -> None:
 
 
 def _of_video(root: Path) -> Path:
-    write(root, "v2.1", [2], action=np.zeros((2, 1)))
-    _metadata(
+    write_set(root, "v2.1", [2], action=np.zeros((2, 1)))
+    change_metadata(
         FRONT,
         {"dtype": "video", "shape": [16, 32, 3], "names": ["height", "width", "channel"]},
         "features",
     )(root)
-    _metadata("video_path", "{video_key}")(root)
+    change_metadata("video_path", "{video_key}")(root)
     return root
 
 
@@ -658,7 +333,7 @@ def test_video_codecs_are_named(tmp_path: Path, codec: str) -> None:
     av = pytest.importorskip("av")
     source = _of_video(tmp_path / "set")
     size = (64, 128)
-    _metadata("shape", [*size, 3], f"features/{FRONT}")(source)
+    change_metadata("shape", [*size, 3], f"features/{FRONT}")(source)
     with av.open(str(source / FRONT), "w", format="mp4") as file:
         try:
             form = {"mjpeg": "yuvj420p", "png": "rgb24"}.get(codec, "yuv420p")
@@ -708,7 +383,7 @@ def test_a_video_names_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
             )
         file.mux(stream.encode(None))
     (source / f"concat:{FRONT}").write_text("no video")
-    _metadata("video_path", "concat:{video_key}")(source)
+    change_metadata("video_path", "concat:{video_key}")(source)
     monkeypatch.chdir(source)
     with pytest.raises(DataError, match=rf"concat:{FRONT}: episode 0 must be a readable video"):
         ingest(["."], tmp_path / "out", reward="none")
@@ -728,7 +403,7 @@ def test_a_video_has_a_frame_for_each_row(tmp_path: Path, times: Sequence[int], 
     av = pytest.importorskip("av")
     source = tmp_path / "set"
     shape = {"shape": [3, 16, 32], "names": ["channels", "height", "width"]}
-    write(source, "v2.1", [7], action=np.zeros((7, 1)))
+    write_set(source, "v2.1", [7], action=np.zeros((7, 1)))
     _info(features={FRONT: {"dtype": "video", **shape}}, video_path="{video_key}.mp4")(source)
     with av.open(str(source / f"{FRONT}.mp4"), "w") as file:
         stream = file.add_stream("mpeg4", 10, width=32, height=16, pix_fmt="yuv420p")

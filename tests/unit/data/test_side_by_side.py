@@ -3,16 +3,19 @@
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from gear_support import wait_until
 
 from deepspeed_gear import Column, Dataset
 from deepspeed_gear.cli.main import main as command
 from deepspeed_gear.data.ingest import ingest, open_source, side_by_side, step_blocks
+from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import DataError
 
@@ -125,7 +128,7 @@ SOURCES: dict[str, Callable[[Path], list[Path]]] = {
 def test_the_data_set_does_not_depend_on_threads(
     tmp_path: Path, kind: str, ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "_AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(side_by_side, "_CACHED_BYTES", ahead_bytes)
     monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", ahead_bytes)
     paths = SOURCES[kind](tmp_path)
     options: dict[str, Any] = {"group_scope": "file"} if kind == "rollouts" else {}
@@ -196,7 +199,7 @@ def test_an_interrupt_of_the_writer_ends_all_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also threads that wait for room."""
-    monkeypatch.setattr(side_by_side, "_AHEAD_BYTES", 1)
+    monkeypatch.setattr(side_by_side, "_CACHED_BYTES", 1)
     monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", 1)
     paths = hdf5(tmp_path)
 
@@ -209,6 +212,25 @@ def test_an_interrupt_of_the_writer_ends_all_threads(
         ingest(paths, tmp_path / "out", threads=4)
     assert not list(tmp_path.glob("out*"))
     assert own_threads() == []
+
+
+def test_sources_that_are_waited_for_are_read_further_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block ahead at first, then all of each."""
+    monkeypatch.setattr(side_by_side, "_CACHED_BYTES", 1)
+    monkeypatch.setattr(side_by_side, "_MOST_WAITS", 0)
+    monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", 1)
+    paths = hdf5(tmp_path)[:4]
+    with ExitStack() as stack:
+        readers = [stack.enter_context(open_source(path)) for path in paths]
+        outputs = [OutputColumns(reader, {}) for reader in readers]
+        with side_by_side.SideBySide(outputs, 4) as sources:
+            blocks = [len(list(sources.blocks(0)))]
+            # Sources of more than one block, of which no one takes any.
+            wait_until(lambda: own_threads() == [], "all sources to be read")
+            blocks += [len(list(sources.blocks(index))) for index in (1, 2, 3)]
+    assert blocks == [3, 3, 3, 3]
 
 
 class OneThread(Reader):

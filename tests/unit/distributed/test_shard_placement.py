@@ -14,7 +14,7 @@ from gear_support import SCHEMA, config_of, write_dataset
 from deepspeed_gear.config import GearConfig, parse
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
-from deepspeed_gear.data.dataset_writer import write_parts
+from deepspeed_gear.data.dataset_parts import write_parts
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.shard_placement import (
     NOTHING,
@@ -26,7 +26,7 @@ from deepspeed_gear.distributed.shard_placement import (
 )
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.plan.compare_ranks import open_data
+from deepspeed_gear.plan.resolved_plan import open_data
 from deepspeed_gear.plan.table_resolution import store_of
 from deepspeed_gear.row_exchange.exchange_plan import grid
 from deepspeed_gear.schema import Schema

@@ -1,4 +1,4 @@
-"""Indices of samples in a batch: slices, masks and indices of a user, and random minibatches."""
+"""Parts of a batch: by a slice, a mask or indices of a program, and random minibatches."""
 
 from __future__ import annotations
 
