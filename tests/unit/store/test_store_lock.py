@@ -129,6 +129,7 @@ def test_timeout_names_the_holder(scene: Scene) -> None:
     with scene.lock:  # the native part keeps this process's id, and a fork has one of its own
         pass
     child = scene.in_child_holding()
+    assert scene.native.mutex_owner(scene.lock._address) == child
     rule = r"must be free within 0.2 s \(gear.timeout_s\)"
     text = rf"the lock of {SHM / scene.name} {rule}, got 'held by process {child}'"
     with pytest.raises(StoreError, match=text), scene.make(scene.memory, 0.2):
