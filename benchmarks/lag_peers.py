@@ -200,7 +200,8 @@ class Areal(_Numbered):
         while len(self._ready) < GROUPS:
             advance()
         self._ready.sort()
-        taken, self._ready = self._ready[:GROUPS], self._ready[GROUPS:]
+        taken = self._ready[:GROUPS]
+        self._ready = self._ready[GROUPS:]
         return taken
 
 
@@ -228,7 +229,8 @@ class Run:
             self.lags += [version - self.versions[number] for number in numbers]
             self.trained += numbers
             took = sum(int(lengths(number).sum()) for number in numbers) * PACE.train_s
-            training_s, end = training_s + took, self._now + took
+            training_s += took
+            end = self._now + took
             while self._ends and self._ends[0][0] <= end:
                 self._advance()
             self._move(end)

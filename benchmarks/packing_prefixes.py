@@ -89,7 +89,8 @@ def measure_prefixes(quick: bool) -> list[Row]:
                 logits = model(**micro.model_inputs(model)).logits[0]
                 value = micro.sum(F.cross_entropy(logits, micro.targets[0], reduction="none"))
                 value.backward()
-                places, loss = places + micro["tokens"].numel(), loss + value.item()
+                places += micro["tokens"].numel()
+                loss += value.item()
             seconds = perf_counter() - begin
             row = rows.setdefault(prefix, {"what": "prefix", "prefix": prefix, "seconds": seconds})
             row["seconds"] = min(row["seconds"], seconds)

@@ -9,6 +9,7 @@ from deepspeed_gear.batching.micro_batch import MicroBatch as MicroBatch
 from deepspeed_gear.data.dataset import Dataset as Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter as DatasetWriter
 from deepspeed_gear.data.media import Media as Media
+from deepspeed_gear.data.ragged import Ragged as Ragged
 from deepspeed_gear.engine.attach import attach as attach
 from deepspeed_gear.engine.attach import disable as disable
 from deepspeed_gear.engine.attach import enable as enable

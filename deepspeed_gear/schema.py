@@ -24,6 +24,7 @@ OPAQUE = ("bytes", "json")
 # An opaque row begins with the length of its value, a little-endian integer of 4 bytes.
 LENGTH_BYTES = 4
 MOST_OPAQUE_BYTES = (1 << 31) - 1
+MOST_RAGGED_VALUES = (1 << 31) - 1
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES},
     **dict.fromkeys(OPAQUE, np.dtype(np.uint8)),
@@ -87,6 +88,9 @@ class Column:
         late: Whether it may be written once after the trajectory was added.
         allow_nan: Whether a floating column may hold NaN and infinities.
         max_bytes: Bytes of the longest value of an opaque column; 0 for the others.
+        max_values: Most values of a step in a ragged column, whose steps have different numbers of
+            values (see `data/ragged.py`); 0 for the others. The table has one number of an item
+            for each trajectory, so `rows` becomes "1".
     """
 
     name: str
@@ -97,6 +101,7 @@ class Column:
     late: bool = False
     allow_nan: bool = False
     max_bytes: int = 0
+    max_values: int = 0
 
     def __post_init__(self) -> None:
         for what in ("name", "dtype", "role", "rows"):
@@ -172,6 +177,8 @@ class Column:
             "[] is a scalar",
         )
         most = self.max_bytes
+        if self.max_values:
+            self._check_ragged(name)
         if not self.is_opaque:
             _check(
                 f"{name}: max_bytes",
@@ -214,20 +221,85 @@ class Column:
         )
         object.__setattr__(self, "shape", stored)
 
+    def _check_ragged(self, name: str) -> None:
+        """Raise SchemaError unless the options suit a ragged column; set its `rows`."""
+        most = self.max_values
+        _check(
+            f"{name}: max_values",
+            type(most) is int and 1 <= most <= MOST_RAGGED_VALUES,
+            f"must be an integer in [1, {MOST_RAGGED_VALUES}]",
+            most,
+            "give the most values of a step",
+        )
+        _check(
+            f"{name}: dtype",
+            not self.is_opaque,
+            f"must be one of {', '.join(DTYPES)} for a ragged column",
+            self.dtype,
+            "leave out max_values for an opaque column",
+        )
+        of = "for a ragged column"
+        _check(
+            f"{name}: shape", not self.shape, f"must be left out {of}", self.shape, "leave it out"
+        )
+        _check(
+            f"{name}: rows",
+            self.rows in ("T", "1"),
+            f"must be left out {of}: each step has values",
+            self.rows,
+            "leave it out",
+        )
+        _check(
+            f"{name}: role",
+            self.role == "other",
+            f"must be 'other' {of}",
+            self.role,
+            "leave it out",
+        )
+        object.__setattr__(self, "rows", "1")
+
     @property
     def is_opaque(self) -> bool:
         """Whether its values are byte strings or JSON, which a batch holds as a list."""
         return self.dtype in OPAQUE
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether its steps have different numbers of values, which a pack holds with offsets."""
+        return self.max_values > 0
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a batch holds it as a tensor."""
+        return not (self.is_opaque or self.is_ragged)
+
+    @property
+    def values(self) -> Column:
+        """Column of a ragged column's values, one after the other."""
+        return Column(self.name, self.dtype, allow_nan=self.allow_nan)
+
+    @property
+    def item_number(self) -> Column:
+        """What the table has in place of a ragged column: the number of an item, 0 for none."""
+        return Column(self.name, "int64", rows="1", late=self.late)
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of its rows in the table: of a ragged column that of item numbers."""
+        return "int64" if self.is_ragged else self.dtype
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """Torch dtype of a stored element."""
-        return torch.uint8 if self.is_opaque else DTYPES[self.dtype]
+        return torch.uint8 if self.is_opaque else DTYPES[self.stored_dtype]
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """NumPy dtype of the stored bytes; bfloat16 is uint16, and opaque values are uint8."""
-        return _NUMPY_DTYPES[self.dtype]
+        """NumPy dtype of the stored bytes.
+
+        bfloat16 is uint16, opaque values are uint8, and item numbers of a ragged column int64.
+        """
+        return _NUMPY_DTYPES[self.stored_dtype]
 
     @property
     def num_elements(self) -> int:
@@ -280,8 +352,8 @@ class Column:
 
     @property
     def must_be_finite(self) -> bool:
-        """Whether NaN and infinities are refused."""
-        return self.is_floating and not self.allow_nan
+        """Whether NaN and infinities are refused in the rows of the table."""
+        return self.is_floating and not (self.allow_nan or self.is_ragged)
 
 
 # The ordinal of a trajectory's source, in a data set of several sources. `gear ingest` adds it.
@@ -308,6 +380,7 @@ class Schema:
         self.step_columns = tuple(c for c in self.columns if c.rows != "1")
         self.trajectory_columns = tuple(c for c in self.columns if c.rows == "1")
         self.late_columns = tuple(c for c in self.columns if c.late)
+        self.ragged_columns = tuple(c for c in self.columns if c.is_ragged)
         self._late_bits = {c.name: 1 << index for index, c in enumerate(self.late_columns)}
         #: Whether an extent of T steps holds T+1 rows.
         self.has_final_row = any(c.rows == "T+1" for c in self.columns)
@@ -365,6 +438,11 @@ class Schema:
                 "it is written when the episode has ended",
             )
 
+    @property
+    def has_items(self) -> bool:
+        """Whether rows have numbers of items in the store's pages: media, and ragged columns."""
+        return bool(self.ragged_columns) or self.role("media") is not None
+
     def late_bits(self, names: Iterable[str]) -> int:
         """Return the bits that mark late columns as written; other columns have none."""
         return sum({self._late_bits.get(name, 0) for name in names})
@@ -401,7 +479,12 @@ class Schema:
         return hash(self.columns)
 
     def __repr__(self) -> str:
-        columns = (f"{c.name}: {c.dtype}{list(c.shape)} x {c.rows}" for c in self.columns)
+        def form(c: Column) -> str:
+            if c.is_ragged:
+                return f"{c.dtype} x 0 to {c.max_values} values per step"
+            return f"{c.dtype}{list(c.shape)} x {c.rows}"
+
+        columns = (f"{c.name}: {form(c)}" for c in self.columns)
         return f"Schema({', '.join(columns)})"
 
     def _repr_html_(self) -> str:
@@ -418,6 +501,7 @@ class Schema:
         for c in self.columns:
             options = [name for name in ("late", "allow_nan") if getattr(c, name)]
             shape = f"max_bytes {c.max_bytes}" if c.is_opaque else str(list(c.shape))
+            shape = f"max_values {c.max_values}" if c.is_ragged else shape
             row = [c.name, c.dtype, shape, c.rows, c.role, ", ".join(options), f"{c.row_bytes:,}"]
             rows.append(row)
         heads = ["column", "dtype", "shape", "rows", "role", "options", "bytes of a row"]
@@ -434,7 +518,7 @@ class Schema:
             if entry["max_bytes"]:
                 del entry["shape"]  # it follows from max_bytes
             # These options came later; without their defaults, old fingerprints stay equal.
-            for name in ("late", "allow_nan", "max_bytes"):
+            for name in ("late", "allow_nan", "max_bytes", "max_values"):
                 if not entry[name]:
                     del entry[name]
         return {"columns": entries}

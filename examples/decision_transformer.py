@@ -31,7 +31,9 @@ class Attention(nn.Module):
         """Return the mixed values, of all steps without a mask. [B, T, heads, size], as
         the three.
         """
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
+        value = value.transpose(1, 2)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed).transpose(1, 2)
 
 

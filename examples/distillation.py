@@ -1,9 +1,9 @@
-"""Distil two teachers into a student, by the top-k log-probabilities of each token.
+"""Distil two teachers into a student, by the top-p log-probabilities of each token.
 
     python examples/distillation.py --steps 60
 
-The student generates responses. Each teacher has two late columns: its K most likely next tokens
-and their log-probabilities. Forward passes of the ranks fill one teacher's, a worker the other's.
+The student generates responses. Each teacher has two late, ragged columns: its likely next tokens
+up to the mass P, and their log-probabilities. Ranks fill one teacher's, a worker the other's.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import deepspeed_gear
-from deepspeed_gear import FillWorker, Replay
+from deepspeed_gear import FillWorker, Ragged, Replay
 
 TEACHERS = ("math", "code")
 VOCABULARY = 16
-K = 6
+P = 0.8
 RESPONSES = 64
 PROMPT = 4  # tokens, of all LENGTH
 LENGTH = 16
+VALUES: dict[str, Any] = {"max_values": VOCABULARY, "late": True}
 COLUMNS: dict[str, Any] = {
     "tokens": {"dtype": "int32", "role": "token"},
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},
-    **{f"{name}_ids": {"dtype": "int32", "shape": [K], "late": True} for name in TEACHERS},
-    **{f"{name}_logp": {"dtype": "float16", "shape": [K], "late": True} for name in TEACHERS},
+    **{f"{name}_ids": {"dtype": "int32", **VALUES} for name in TEACHERS},
+    **{f"{name}_logp": {"dtype": "float16", **VALUES} for name in TEACHERS},
 }
-ROOM = {"capacity_trajectories": 4 * RESPONSES, "capacity_steps": 4 * RESPONSES * LENGTH}
+ROOM = {"capacity_steps": 4 * RESPONSES * LENGTH, "ragged": {"capacity_bytes": 8 << 20}}
 LIFE = {"max_length": LENGTH, "remove": "fifo", "max_times_sampled": 1, "writers": 2}
 GEAR = {
     "tables": {"rollouts": {**ROOM, **LIFE, "schema": {"columns": COLUMNS}}},
@@ -64,44 +65,41 @@ def generate(student: Any, words: torch.Generator) -> Tensor:
     return tokens
 
 
-def top_k(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the K most likely tokens and their log-probabilities. [..., V] to [..., K] both."""
-    logp, ids = torch.log_softmax(logits.float(), dim=-1).topk(K)
-    return ids, logp
+def top_p(logits: Tensor, empty: int = 0) -> tuple[Ragged, Ragged]:
+    """Return ids and log-probabilities up to the mass P, after so many `empty` steps. [N, V]."""
+    logp, ids = torch.log_softmax(logits.float(), dim=-1).sort(descending=True)
+    kept = logp.exp().cumsum(-1) - logp.exp() < P  # the tokens before it have less
+    offsets = F.pad(kept.sum(-1).cumsum(0), (1 + empty, 0))
+    return Ragged(ids[kept], offsets), Ragged(logp[kept], offsets)
 
 
 @torch.no_grad()
 def fill_on_ranks(replay: Replay, name: str, teacher: Any) -> None:
     """Fill the columns of a teacher in packs. Collective."""
     for micro in replay.forward(f"{name}_ids", f"{name}_logp"):
-        ids, logp = top_k(teacher(**micro.model_inputs(teacher)).logits)  # [1, N, K]
+        ids, logp = top_p(teacher(**micro.model_inputs(teacher)).logits[0])
         micro.fill(**{f"{name}_ids": ids, f"{name}_logp": logp})
 
 
 @torch.no_grad()
 def fill_by_worker(run: str, name: str, teacher: Any) -> None:
-    """Fill the absent columns of a teacher: in your run, the loop of another process."""
+    """Fill the columns of a teacher: in your run, the loop of another process."""
     with FillWorker.attach(CONFIG, (f"{name}_ids", f"{name}_logp"), run=run) as worker:
         while leases := worker.lease(16, timeout_s=0):
             tokens = torch.stack([torch.as_tensor(one.columns["tokens"]) for one in leases]).long()
-            found = top_k(teacher(input_ids=tokens, use_cache=False).logits[:, :-1])
-            # A row describes the token of its step, so the first one stays empty.
-            ids, logp = (F.pad(part, (0, 0, 1, 0)) for part in found)
-            for lease, own_ids, own_logp in zip(leases, ids, logp, strict=True):
-                lease.fill(**{f"{name}_ids": own_ids, f"{name}_logp": own_logp})
+            logits = teacher(input_ids=tokens, use_cache=False).logits[:, :-1]
+            for lease, own in zip(leases, logits, strict=True):
+                ids, logp = top_p(own, empty=1)  # values of step t describe token t
+                lease.fill(**{f"{name}_ids": ids, f"{name}_logp": logp})
 
 
-def divergence(student: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
-    """Return KL(teacher || student) of each place, [N], with the tokens beyond the K as one.
-
-    It is at most that of the whole distributions. `student` are log-probabilities, [N, V]; `ids`
-    and `logp` are the teacher's columns, [N, K].
-    """
-    teacher = logp.float()
-    own = student.gather(-1, ids.long())
-    rest = (1 - teacher.exp().sum(-1)).clamp(min=1e-6)
-    own_rest = (1 - own.exp().sum(-1)).clamp(min=1e-6)
-    return (teacher.exp() * (teacher - own)).sum(-1) + rest * (rest.log() - own_rest.log())
+def divergence(student: Tensor, ids: Ragged, logp: Ragged) -> Tensor:
+    """Return KL(teacher || student) of each place, with all other tokens as one. [N, V] to [N]."""
+    teacher = logp.values.float()
+    own = student[ids.steps, ids.values.long()]
+    rest = (1 - ids.sum(teacher.exp())).clamp(min=1e-6)
+    own_rest = (1 - ids.sum(own.exp())).clamp(min=1e-6)
+    return ids.sum(teacher.exp() * (teacher - own)) + rest * (rest.log() - own_rest.log())
 
 
 def main() -> None:
@@ -117,33 +115,35 @@ def main() -> None:
     weights = student.parameters()
     engine, *_ = deepspeed_gear.initialize(model=student, model_parameters=weights, config=CONFIG)
     words = torch.Generator().manual_seed(args.seed)
-    mask = torch.arange(LENGTH) >= PROMPT
     curve = []
     error = 0.0
     for _ in range(args.steps):
         for tokens in generate(student, words):
-            engine.gear.add({"tokens": tokens, "loss_mask": mask})
+            engine.gear.add({"tokens": tokens, "loss_mask": torch.arange(LENGTH) >= PROMPT})
         fill_on_ranks(engine.gear, "math", math)
         fill_by_worker(engine.gear.run, "code", code)
         step = engine.gear_step()
-        losses, wholes = [], []
+        losses = []
+        wholes = []
         for micro in step:
             logp = torch.log_softmax(engine(**micro.model_inputs(engine)).logits[0].float(), -1)
             loss = whole = torch.zeros(len(logp))
             for name, teacher in (("math", math), ("code", code)):
-                ids, stored = micro[f"{name}_ids"][0].long(), micro[f"{name}_logp"][0]
+                ids = micro.ragged(f"{name}_ids")
+                stored = micro.ragged(f"{name}_logp")
                 loss = loss + divergence(logp, ids, stored) / len(TEACHERS)
                 with torch.no_grad():  # a check: training needs the stored columns only
                     exact = teacher(**micro.model_inputs(teacher)).logits[0].log_softmax(-1)
                     whole = whole + (exact.exp() * (exact - logp)).sum(-1) / len(TEACHERS)
-                    wrong = (exact.gather(-1, ids) - stored)[micro.loss_mask[0]].abs()
-                    error = max(error, float(wrong.max()))
+                    wrong = exact[ids.steps, ids.values.long()] - stored.values
+                    error = max(error, float(wrong.abs().max()))
             losses.append(micro.sum(loss))
             wholes.append(micro.sum(whole))
             engine.backward(losses[-1])
         engine.step()
         curve.append(step.mean(loss=losses, whole=wholes))
-    print(json.dumps({"first": curve[0], "last": curve[-1], "largest_error": error}))
+    result = {"first": curve[0], "last": curve[-1], "largest_error": error}
+    print(json.dumps({**result, "values": ids.counts[micro.loss_mask[0]].aminmax()}, default=int))
 
 
 if __name__ == "__main__":

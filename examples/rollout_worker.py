@@ -192,15 +192,18 @@ class Generation:
             [[0] * pad + prompt for pad, (prompt, _) in zip(pads, self._new, strict=True)]
         )
         mask = torch.arange(longest) >= torch.tensor(pads)[:, None]
-        ids, mask = ids.to(self._device), mask.long().to(self._device)
+        ids = ids.to(self._device)
+        mask = mask.long().to(self._device)
         places = (mask.cumsum(1) - 1).clamp(min=0)
         logits, cache = self._forward(ids, mask, places, DynamicCache())
 
         copies = torch.tensor([len(rows) for _, rows in self._new], device=self._device)
         spread = torch.repeat_interleave(copies)  # of [2, 1]: [0, 0, 1]
-        mask, cache = mask[spread], [(keys[spread], values[spread]) for keys, values in cache]
+        mask = mask[spread]
+        cache = [(keys[spread], values[spread]) for keys, values in cache]
         if self._rows:
-            mask, pairs = _joined(self._mask, mask, dim=1), zip(self._cache, cache, strict=True)
+            mask = _joined(self._mask, mask, dim=1)
+            pairs = zip(self._cache, cache, strict=True)
             cache = [
                 (_joined(k, key, dim=2), _joined(v, value, dim=2)) for (k, v), (key, value) in pairs
             ]

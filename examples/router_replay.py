@@ -41,12 +41,8 @@ LIFE = {"max_length": LENGTH, "remove": "fifo", "max_times_sampled": 1}
 GEAR = {
     "tables": {"rollouts": {**ROOM, **LIFE, "schema": {"columns": COLUMNS}}},
     "sampler": {"kind": "fifo"},
-    "fields": {
-        "tokens": {},
-        "logp": {},
-        "advantage": {},
-        "experts": {"offset": 0},
-    },  # of the token that is read
+    # The experts of a place are those that read its token.
+    "fields": {"tokens": {}, "logp": {}, "advantage": {}, "experts": {"offset": 0}},
     "pack": {"tokens": 256},
     "batch": {"trajectories": RESPONSES},
 }
@@ -130,7 +126,8 @@ def main() -> None:
     shape = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "initializer_range": 0.2}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **mixture, **shape, norm_topk_prob=True))
     generator = copy.deepcopy(model).bfloat16().eval()
-    recorded, routers = Routers(generator), Routers(model)
+    recorded = Routers(generator)
+    routers = Routers(model)
     weights = model.parameters()
     engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=weights, config=CONFIG)
     curve = []

@@ -129,9 +129,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 action = agent.draw(torch.from_numpy(observation))[0].numpy()
         following, reward, terminated, truncated, _ = env.step(action)
         buffer.add(observation, following, action, reward, terminated, truncated)
-        observation, total = following, total + float(reward)
+        observation = following
+        total += float(reward)
         if terminated or truncated:
-            returns, total = [*returns, total], 0.0
+            returns = [*returns, total]
+            total = 0.0
             observation, _ = env.reset()
         if step > args.random_steps:
             loss = agent.learn(buffer.sample())

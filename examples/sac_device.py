@@ -85,7 +85,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         mean, log_std = actor(observation).chunk(2, 1)
         middle = (MOST_LOG_STD + LEAST_LOG_STD) / 2
         reach = (MOST_LOG_STD - LEAST_LOG_STD) / 2
-        log_std, noise = middle + reach * torch.tanh(log_std), torch.randn_like(mean)
+        log_std = middle + reach * torch.tanh(log_std)
+        noise = torch.randn_like(mean)
         raw = mean + log_std.exp() * noise
         log_density = -noise.square() / 2 - log_std - math.log(2 * math.pi) / 2
         squashed = 2 * (math.log(2) - raw - F.softplus(-2 * raw)) + math.log(

@@ -61,7 +61,8 @@ def read_stages(text: str) -> list[Stage]:
     # Comments become blank, so that lines keep their numbers; a continued line is one instruction.
     text = re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE)
     for match in re.finditer(r"^([A-Z]+) ((?:.*\\\n+)*.*)$", text, re.MULTILINE):
-        word, rest = match[1], re.sub(r"\\\n+", " ", match[2])
+        word = match[1]
+        rest = re.sub(r"\\\n+", " ", match[2])
         if word == "FROM":
             base, name = rest.split(" AS ")
             stages.append(Stage(name, base, []))
@@ -115,7 +116,8 @@ def problems_of(text: str, files: list[str]) -> list[str]:
     for stage in read_stages(text):
         if stage.base not in known and not re.fullmatch(r"[\w./-]+:(?!latest$)[\w.-]+", stage.base):
             problems.append(f"FROM {stage.base}: must be an earlier stage, or an image with a tag")
-        environment, arguments = known.get(stage.base, SETTINGS).copy(), dict[str, str]()
+        environment = known.get(stage.base, SETTINGS).copy()
+        arguments = dict[str, str]()
         for step in stage.steps:
             wrong = []
             if step.mount and step.mount["from"] not in known:
@@ -178,11 +180,9 @@ class Build:
     """Stages that run in overlays, in one folder; mounted in this process's namespace only."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.files, self.work = (
-            options,
-            context_files(ROOT),
-            Path(options.work).absolute(),
-        )
+        self.options = options
+        self.files = context_files(ROOT)
+        self.work = Path(options.work).absolute()
         self.stages = {
             stage.name: stage for stage in read_stages((ROOT / "Dockerfile").read_text())
         }
@@ -203,7 +203,8 @@ class Build:
         given = dict(pair.split("=", 1) for pair in self.options.build_arg)
         arguments = {key: os.environ[key] for key in self.options.env}
         for step in stage.steps:
-            start, values = time.monotonic(), {**arguments, **environment}
+            start = time.monotonic()
+            values = {**arguments, **environment}
             if step.word in ("ARG", "ENV"):
                 pairs = {
                     key: VARIABLE.sub(lambda m: values[m[1]], text)  # noqa: B023
@@ -245,10 +246,8 @@ class Build:
                 f"check_image: {time.monotonic() - start:.0f} s, {name}: {step.word} {step.text}",
                 flush=True,
             )
-        self.layers[name], self.places[name] = (
-            [root.with_name("upper"), *layers],
-            (environment, workdir),
-        )
+        self.layers[name] = [root.with_name("upper"), *layers]
+        self.places[name] = (environment, workdir)
 
     def chroot(self, root: Path, script: str, environment: dict[str, str], workdir: str) -> None:
         """Run a script in a stage's root; a failure ends the build."""

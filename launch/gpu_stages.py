@@ -29,7 +29,9 @@ STAGE_S = 530.0
 LEAST_S = 10.0  # a step that would have less is not begun
 TAIL = 4000  # characters of a step's output in the record
 # Processes of a step: 16 cores run the steps of a wave, and one card takes turns between them.
-SHARDS, EXAMPLE_SHARDS, GRAPH_SHARDS = 4, 8, 4
+SHARDS = 4
+EXAMPLE_SHARDS = 8
+GRAPH_SHARDS = 4
 PYTHON = sys.executable
 # Modules that builds and tests import, and what DeepSpeed depends on. The second ones are installed
 # without what they depend on, which is torch or numpy.
@@ -417,8 +419,11 @@ class Stage:
     """
 
     def __init__(self, name: str, here: Machine, is_dry: bool) -> None:
-        self.name, self.here, self.is_dry = name, here, is_dry
-        self._begin, self._lock = time.monotonic(), threading.Lock()
+        self.name = name
+        self.here = here
+        self.is_dry = is_dry
+        self._begin = time.monotonic()
+        self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self.record: dict[str, Any] = {
             "stage": name,
@@ -446,11 +451,13 @@ class Stage:
         command, why = self._command(step)
         left_s = STAGE_S - (time.monotonic() - self._begin)
         if command is not None and left_s < LEAST_S:
-            command, why = None, f"no time is left of the {STAGE_S:.0f} s of a stage"
+            command = None
+            why = f"no time is left of the {STAGE_S:.0f} s of a stage"
         if command is None:
             self._note({"name": step.name, "rc": None, "skipped": why})
             return
-        limit_s, begin = min(step.limit_s, left_s), time.monotonic()
+        limit_s = min(step.limit_s, left_s)
+        begin = time.monotonic()
         log = self.here.out / f"{self.name}-{file_name(step.name)}.log"
         whole = ["timeout", "--kill-after=10", f"{limit_s:.0f}", *command]
         with log.open("wb") as output:
@@ -580,7 +587,8 @@ def main() -> None:
         "--dry-run", action="store_true", help="what a machine without a GPU can run of them"
     )
     options = parser.parse_args()
-    out, cache = options.out.resolve(), options.cache.resolve()
+    out = options.out.resolve()
+    cache = options.cache.resolve()
     for folder in (out, cache / "packages"):
         folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

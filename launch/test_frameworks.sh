@@ -1,21 +1,32 @@
 #!/usr/bin/env bash
 # Run the tests of an integration with the framework's real package, in an environment of its own below build/envs.
 #   bash launch/test_frameworks.sh trl [PYTEST OPTION...]
+#   bash launch/test_frameworks.sh openrlhf [PYTEST OPTION...]
 # It borrows the packages of .venv; torch and the others that both need keep their versions. The last lines, with the
-# versions, are the result that is kept: tests/results/trl.txt.
+# versions, are the result that is kept: tests/results/trl.txt, tests/results/openrlhf.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=launch/env.sh
 source launch/env.sh
+whole=()
+alone=()
 case "${1:-}" in
   trl)
-    extra=trl
     tests=(tests/unit/integrations tests/distributed/test_trl.py tests/distributed/test_trl_ledger.py)
-    with=(peft)
+    requirement="$(sed -n '/^trl = \[/,/^\]/s/^  "\([^"]*\)".*/\1/p' pyproject.toml)"
+    whole=("$requirement" peft)
     packages=(trl peft datasets transformers accelerate deepspeed torch)
     ;;
+  openrlhf)
+    # Its requirements flash-attn and vllm have no build without a GPU, so that it is installed without them.
+    tests=(tests/unit/integrations/test_openrlhf_options.py tests/distributed/test_openrlhf.py)
+    versions_of="deepspeed_gear/integrations/openrlhf.py"
+    alone=("openrlhf$(sed -n 's/^VERSIONS = "\(.*\)"/\1/p' "$versions_of")" loralib pylatexenc)
+    whole=(aiohttp datasets peft ray sympy torchdata)
+    packages=(openrlhf ray peft transformers deepspeed torch)
+    ;;
   *)
-    echo "usage: bash launch/test_frameworks.sh trl [PYTEST OPTION...]" >&2
+    echo "usage: bash launch/test_frameworks.sh trl|openrlhf [PYTEST OPTION...]" >&2
     exit 2
     ;;
 esac
@@ -28,11 +39,13 @@ if ! [[ -x "$folder/bin/python" ]]; then
   paths='import site, sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")'
   python -c "$paths" > "$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth"
 fi
-requirement="$(sed -n "/^$extra = \[/,/^\]/s/^  \"\([^\"]*\)\".*/\1/p" pyproject.toml)"
 versions="$(mktemp)"
 trap 'rm -f "$versions"' EXIT
 python -m pip list --format freeze 2>/dev/null | grep -E '^(torch|transformers|accelerate|deepspeed|tokenizers)==' > "$versions"
-"$folder/bin/python" -m pip install --quiet --constraint "$versions" "$requirement" "${with[@]}"
+"$folder/bin/python" -m pip install --quiet --constraint "$versions" "${whole[@]}"
+if ((${#alone[@]})); then
+  "$folder/bin/python" -m pip install --quiet --no-deps "${alone[@]}"
+fi
 mkdir -p tests/results
 export HF_HUB_OFFLINE=1
 status=0

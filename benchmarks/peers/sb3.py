@@ -34,10 +34,8 @@ class Sb3Steps(Buffer):
         kind = ReplayBuffer
         options = {"n_envs": need.num_envs}
         if need.n_step > 1:
-            kind, options = (
-                NStepReplayBuffer,
-                {**options, "n_steps": need.n_step, "gamma": need.gamma},
-            )
+            kind = NStepReplayBuffer
+            options = {**options, "n_steps": need.n_step, "gamma": need.gamma}
         self._need = need
         self._buffer = kind(need.capacity, *spaces_of, **options)
         self._going = [{"TimeLimit.truncated": False}] * need.num_envs

@@ -33,10 +33,11 @@ from peers.environments import OWN, PEERS, ROOT, interpreters
 from peers.orders import Child
 from support.terminal import fitted
 
+from speed.disk_rate import DiskRate
 from speed.memory_group import MemoryGroups
 from speed.rollouts import PARTS
 from speed.table import tables, write
-from speed.work import BETWEEN, CALL, COMMIT, EPISODE
+from speed.work import BETWEEN, CALL, COMMIT, EPISODE, trajectories
 
 READERS = (
     "gear",
@@ -49,6 +50,7 @@ READERS = (
 ONLY_READERS = ("datasets", "streaming")
 TURNS = 5
 TURN_S = 0.2
+FIO = 2, 2.0  # runs before the turns and after them, and seconds of one
 STARTS = 3  # the first may read from a disk what later ones find in memory
 QUICK = (
     *OWN,
@@ -143,12 +145,12 @@ class Systems:
 
     def __init__(self, pythons: dict[str, Path | str], core: int) -> None:
         self._pythons = pythons
-        self._core = core
+        self.core = core
         self._children: dict[str, Child] = {}
 
     def __getitem__(self, name: str) -> Child:
         if name not in self._children or not self._children[name].is_alive:
-            self._children[name] = Child("speed.child", name, self._pythons[name], str(self._core))
+            self._children[name] = Child("speed.child", name, self._pythons[name], str(self.core))
         return self._children[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -166,7 +168,7 @@ class Systems:
 
     def part(self, names: list[str]) -> Systems:
         """Return some of the systems, with the same processes."""
-        found = Systems({name: self._pythons[name] for name in names}, self._core)
+        found = Systems({name: self._pythons[name] for name in names}, self.core)
         found._children = self._children
         return found
 
@@ -241,7 +243,7 @@ def _timed(work: Work, ready: dict[str, Row], times: dict[str, list[Row]]) -> It
         if work.do == "larger":
             row["batches_s"] = round(1e6 / row["us"], 2)
             row["read_mb"] = round(
-                float(np.median([one["read_bytes"] for one in answers])) / 1e6, 2
+                float(np.median([one["read_bytes"] for one in answers])) / 1e6, 4
             )
         if work.do == "transitions":
             row["bytes_per_transition"] = round(ready[name]["bytes"], 1)
@@ -308,8 +310,9 @@ def starts(systems: Systems, count: int) -> Iterator[Row]:
 
 def on_disk(systems: Systems, quick: bool, only: str, turns: int, turn_s: float) -> Iterator[Row]:
     """Write trajectories, then read windows: of files in the page cache, and of more data than
-    memory.
+    memory, beside `fio`.
     """
+    core = systems.core
     count, limit, batch = (
         (500_000, 16, 8) if quick else (4_000_000, 48, 32)
     )  # one batch may take seconds
@@ -327,13 +330,20 @@ def on_disk(systems: Systems, quick: bool, only: str, turns: int, turn_s: float)
             options = {**asked, "batch": 128, "length": length}
             yield from in_turns(systems, Work(title, "stored", options), turns, turn_s)
         try:
-            groups = MemoryGroups(systems, limit << 20)
+            groups = MemoryGroups([*systems, "fio"], limit << 20)
         except OSError as error:
             yield {"work": larger, "system": "gear", "left out": f"no control group: {error}"}
             return
         with contextlib.closing(groups), contextlib.closing(systems):
+            # This project asks for the pages of each column of a batch at a time.
+            queue_depth = batch * len(next(trajectories(1)))
+            written = Path(folder, "gear" if "gear" in [*systems] else next(iter(systems)))
+            disk = DiskRate(written, queue_depth, core, groups.folder / "fio")
             options = {**asked, "batch": batch, "length": 20, "group": str(groups.folder)}
-            for row in in_turns(systems, Work(larger, "larger", options), turns, turn_s):
+            disk.run(*FIO)
+            rows = list(in_turns(systems, Work(larger, "larger", options), turns, turn_s))
+            disk.run(*FIO)
+            for row in disk.rows(larger, rows):
                 if "left out" in row and groups.has_killed(row["system"]):
                     row["left out"] = f"killed: needs more than {limit} MB"
                 yield {**row, "read_ahead": _read_ahead(Path(folder))}

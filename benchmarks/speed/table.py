@@ -23,6 +23,7 @@ NAMES = {
     "limit": "C loop",
     "numpy_ring": "NumPy arrays",
     **{peer.module: peer.name for peer in PEERS},
+    "fio": "fio",
 }
 FIRST = "uniform transitions, B = 256"
 FEWER = ("reverb", "tianshou")  # they hold fewer items
@@ -107,6 +108,17 @@ def _on_disk(rows: list[Row], systems: list[str]) -> Iterator[str]:
         )
         yield f"(the device reads {ahead} ahead).\n\n"
         yield from _matrix(larger, systems, "batches_s", "{batches_s:,.3g}, {read_mb:,.1f}")
+    for row in (row for row in rows if row["system"] == "fio" and "pages_s" in row):
+        shares = [
+            f"{NAMES[one['system']]} {one['pages_s']:,} ({one['of_fio']:.2f})"
+            for one in larger
+            if "of_fio" in one and one["system"] in ("gear", "limit")
+        ]
+        yield (
+            "\nPages of 4 KiB a second from this disk: fio with {queue_depth} requests at a time "
+            "({engine}) {pages_s:,}, ".format(**row)
+        )
+        yield f"{', '.join(shares)}; in brackets the share of fio's.\n"
 
 
 def tables(content: Row) -> str:

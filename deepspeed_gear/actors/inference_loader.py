@@ -218,7 +218,7 @@ def _columns(
     free = [c.name for c in taken.results if c.role not in _MEASURED]
     asked = [c.name for c in taken.state if c.role == "observation"] if asks is None else asks
     given = [c.name for c in taken.results if c.role == "action"] if answers is None else answers
-    once = [c for c in schema.trajectory_columns if not c.is_opaque]
+    once = [c for c in schema.trajectory_columns if c.is_tensor]
     seen = [column.name for column in (*taken.state, *once)]
     for what, names, known in (("asks", asked, seen), ("answers", given, free)):
         arguments.one_of(what, names, (list, tuple), "a list of columns")

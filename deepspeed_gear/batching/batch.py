@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch_parts import Samples, minibatch_samples, sample_taker
-from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.batch_samples import OF_ALL, OF_EACH, BatchSamples
 from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.field_names import SAMPLE_NAMES
@@ -21,57 +21,6 @@ from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchE
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, table_html, view_html
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
-
-
-@dataclass(slots=True)
-class BatchSamples:
-    """Samples of a batch: resolutions, and values derived from them."""
-
-    resolutions: torch.Tensor  # [B, 8], int64.
-    # False for samples that only fill up the last batch of an evaluation pass. [B], bool.
-    valid: torch.Tensor
-    step_items: bool  # whether an item is a step, which has a mass of 1, rather than a trajectory
-    total: int | torch.Tensor  # sum of the masses of all items. On a device [], int64.
-    epoch: torch.Tensor  # epoch of each sample, 0 where the sampler has none. [B], int64.
-    is_weight: torch.Tensor | None = None  # PER weights; None: all 1. [B], float32.
-    # Index of each sample's table in the sampler's shares; None: there is one. [B], int64.
-    source: torch.Tensor | None = None
-    # Probability of each sample's item; None: mass / total. [B], float64.
-    probability: torch.Tensor | None = None
-    # Row of the achieved goal of each relabelled sample, -1 for its own goal; None: all have their
-    # own. [B], int64.
-    goal_step: torch.Tensor | None = None
-    burn_in: BurnIn | None = None  # None: all steps learn
-    # Node and slot of each sample's trajectory, node << 32 | slot; None: they are in this node's
-    # store. [B], int64.
-    origin: torch.Tensor | None = None
-    first_index: int = 0  # index of the first sample in its global batch
-    index_step: int = 1  # difference between the indices of consecutive samples
-    # Values of opaque fields by name, B each; None: there are none.
-    opaque: dict[str, list[Any]] | None = None
-    # Position of each sample in its global batch; None: first_index + i * index_step. [B], int64.
-    index: torch.Tensor | None = None
-
-    def place(self, first_index: int, index_step: int, source: torch.Tensor | None) -> None:
-        """Set the position of the samples in their global batch, and their tables."""
-        self.first_index = first_index
-        self.index_step = index_step
-        self.source = source
-
-
-# The attributes of `BatchSamples` that hold a value per sample, and those that hold one for all.
-_OF_EACH = (
-    "resolutions",
-    "valid",
-    "epoch",
-    "is_weight",
-    "source",
-    "probability",
-    "goal_step",
-    "origin",
-    "index",
-)
-_OF_ALL = ("step_items", "total", "burn_in", "first_index", "index_step")
 
 
 class Batch(PublicNames, Mapping[str, torch.Tensor]):
@@ -338,10 +287,10 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         batch = self.map(take)
         samples = batch._samples
         opaque = self._samples.opaque
-        samples.index = index
         if opaque is not None:
             places = take(torch.arange(self.num_samples)).tolist()
-            samples.opaque = {name: [values[i] for i in places] for name, values in opaque.items()}
+            opaque = {name: [values[i] for i in places] for name, values in opaque.items()}
+        samples.note_taken(index, opaque)
         same = self.host_resolutions is self._samples.resolutions
         batch.host_resolutions = (
             samples.resolutions if same else take(self.host_resolutions)
@@ -366,7 +315,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             ConfigError: `size` or `epochs` is less than 1, or `seed` less than 0.
         """
-        size, epochs = arguments.count("size", size), arguments.count("epochs", epochs)
+        size = arguments.count("size", size)
+        epochs = arguments.count("epochs", epochs)
         seed = arguments.count("seed", seed, least=0)
         numbers = self.host_resolutions[:, Resolution.SAMPLE_NUMBER]
         return (self[chosen] for chosen in minibatch_samples(numbers, size, epochs, seed))
@@ -675,20 +625,21 @@ def _alike(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _flatten(batch: Batch) -> tuple[list[Any], Any]:
-    parts = {**{name: getattr(batch._samples, name) for name in _OF_EACH}, "valid": batch.valid}
+    parts = {**{name: getattr(batch._samples, name) for name in OF_EACH}, "valid": batch.valid}
     known = {name: part for name, part in parts.items() if part is not None}
     values = [*batch._tensors.values(), *batch.mask.values(), *known.values()]
-    facts = tuple(getattr(batch._samples, name) for name in _OF_ALL)
+    facts = tuple(getattr(batch._samples, name) for name in OF_ALL)
     return values, (list(batch._tensors), list(batch.mask), list(known), facts)
 
 
 def _unflatten(values: Any, context: Any) -> Batch:
     names, masks, known, facts = context
-    values, end = list(values), len(names) + len(masks)
+    values = list(values)
+    end = len(names) + len(masks)
     tensors = dict(zip(names, values[: len(names)], strict=True))
     mask = dict(zip(masks, values[len(names) : end], strict=True))
     parts = dict(zip(known, values[end:], strict=True))
-    return Batch(tensors, mask, BatchSamples(**parts, **dict(zip(_OF_ALL, facts, strict=True))))
+    return Batch(tensors, mask, BatchSamples(**parts, **dict(zip(OF_ALL, facts, strict=True))))
 
 
 pytree.register_pytree_node(

@@ -9,12 +9,15 @@ ranks:
 - constant:  1/S sum over s of (sum(m x) in s) / c           Dr. GRPO; verl's
   "seq-mean-token-sum-norm"
 
+With `loss.by_table` the loss is the sum of weighted means, each over the trajectories of one table.
+
 Weights are quotients of integers that are counted over the whole batch. So they do not depend on
 ranks or packs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
@@ -71,6 +74,29 @@ def loss_weights(
     else:
         shares = 1.0 / (max(units, 1) * np.maximum(tokens, 1)[owner].astype(np.float64))
     return np.where(counts > 0, shares, 0.0)
+
+
+def table_loss_weights(
+    parts: Sequence[tuple[float, LossConfig]],
+    counts: np.ndarray,
+    sequences: np.ndarray,
+    groups: np.ndarray,
+    tables: np.ndarray,
+) -> np.ndarray:
+    """Return as `loss_weights`, for a sum of weighted means by table. [n], float64.
+
+    Args:
+        parts: Weight and mean of each table.
+        counts: As `loss_weights`.
+        sequences: As `loss_weights`.
+        groups: As `loss_weights`.
+        tables: Table of each trajectory, an index of `parts`. [n], int64.
+    """
+    weights: np.ndarray = np.zeros(len(counts))
+    for table, (factor, options) in enumerate(parts):
+        own = np.flatnonzero(tables == table)
+        weights[own] = factor * loss_weights(options, counts[own], sequences[own], groups[own])
+    return weights
 
 
 class PlannedStep(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,7 +28,9 @@ from deepspeed_gear.batching.packed_models import (
     mask_inputs,
     named_inputs,
 )
+from deepspeed_gear.batching.ragged_rows import RaggedReader
 from deepspeed_gear.batching.tensor_views import tensor_table
+from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, view_html
 from deepspeed_gear.ops.records import Resolution
@@ -46,14 +48,14 @@ class ForwardPass(ABC):
         self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
 
     @abstractmethod
-    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+    def write(self, name: str, micro: MicroBatch, values: Any) -> None:
         """Store a column's values for one micro batch.
 
         Raises:
             ShapeError: Values of another shape.
         """
 
-    def fill(self, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, micro: MicroBatch, columns: Mapping[str, Any]) -> None:
         """Store columns for one of the micro batches.
 
         Raises:
@@ -90,6 +92,7 @@ class PackSources:
     number: int = 0  # index of the pack among those of this rank
     opaque: Mapping[str, list[Any]] = field(default_factory=dict)
     media: MediaReader | None = None  # None: there is no field of the role media
+    ragged: Mapping[str, RaggedReader] = field(default_factory=dict)  # by field
     forward: ForwardPass | None = None  # the pass that fills it; None: it is trained
     has_peers: bool = False  # other ranks train the same model on other packs
 
@@ -145,6 +148,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             return self._tensors[name]
         except (KeyError, TypeError):
             has = f"it has {', '.join(self._tensors)}"
+            if isinstance(name, str) and name in self.sources.ragged:
+                has = f"its values are ragged: micro.ragged({name!r})"
             raise FieldError(f"field {name!r}", "must be in the micro batch", None, has) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -242,6 +247,22 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             raise FieldError("gear.fields", rule, None, 'name the column: "fields": {"image": {}}')
         return self.sources.media.read()
 
+    def ragged(self, name: str) -> Ragged:
+        """Return the values of a ragged column at this rank's places, each with its own number.
+
+        Values stand where fields of steps do: in a table with a token column, place i has those of
+        token i + 1. Padding has none. Read it before the train step ends: its rows are free to go
+        then. Each call reads the column again.
+
+        Raises:
+            FieldError: There is no such field.
+        """
+        if name not in self.sources.ragged:
+            has = ", ".join(self.sources.ragged) or "none"
+            remedy = f"it has {has}; give the column max_values, and name it in gear.fields"
+            raise FieldError(f"ragged field {name!r}", "must be in the micro batch", None, remedy)
+        return self.sources.ragged[name].read(self.pack_shape).to(self._device)
+
     @property
     def num_trajectories(self) -> int:
         return len(self.pack_shape.lengths)
@@ -281,26 +302,17 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def sequence(self) -> torch.Tensor:
         """Trajectory of each place, -1 at padding. [1, N], int64.
 
-        A shared prefix belongs to the first trajectory that has it.
+        A place of a shared prefix belongs to the trajectory that it was gathered from.
         """
         return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 
     @property
     def mask_mod(self) -> MaskMod:
         """Mask function for flex attention: (batch, head, query, key) -> whether it attends."""
-        whole = replace(self.pack_shape, first=0, end=self.pack_shape.rows)
-        # The places [begin, end) of each trajectory's prefix lie in its leader; empty without one.
-        begins = whole.starts
-        ends = begins
-        if whole.prefixes is not None:
-            begins = begins[whole.prefixes.leader]
-            ends = begins + whole.prefixes.steps
-        arrays = (whole.owners(), whole.spread(begins), whole.spread(ends))
-        owner, begin, end = (torch.from_numpy(array).to(self._device) for array in arrays)
+        until = torch.from_numpy(self.pack_shape.seen_until()).to(self._device)
 
         def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            is_own = (owner[query] == owner[key]) & (key <= query)
-            return is_own | ((begin[query] <= key) & (key < end[query]))
+            return (key <= query) & (query < until[key])
 
         return attends
 
@@ -433,13 +445,32 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         sums = torch.cat([sums[:-1], sums.new_zeros(1)])
         return sums[owner].view(values.shape)
 
-    def fill(self, **columns: torch.Tensor) -> None:
+    def per_place(self, values: torch.Tensor) -> torch.Tensor:
+        """Return each trajectory's value at every place of it, 0 at padding.
+
+        `micro.per_place(micro.table) == 1` are the places of the second table of a mixture.
+
+        Args:
+            values: One value per trajectory, on the device. [S, ...].
+        Returns:
+            [1, N, ...].
+        Raises:
+            ShapeError: There is not one value for each trajectory.
+        """
+        if not values.dim() or len(values) != self.num_trajectories:
+            rule = f"must have {self.num_trajectories} values, one for each trajectory"
+            remedy = "give a tensor such as micro.table"
+            raise ShapeError("values", rule, list(values.shape), remedy)
+        padding = values.new_zeros(1, *values.shape[1:])  # PADDING, which is -1, is the last index
+        return torch.cat([values, padding])[self.sequence]
+
+    def fill(self, **columns: Any) -> None:
         """Store columns for this micro batch, within `Rollout.forward` or `Replay.forward`.
 
         Args:
             **columns: Values at the places that predict a token, [1, N] or [N]; [S] for a
                 per-trajectory column of a table. A column of rows with a shape takes [1, N, ...],
-                [N, ...] or [S, ...].
+                [N, ...] or [S, ...]. A ragged column of a table takes a Ragged of the N places.
         Raises:
             ShapeError: A column has another shape.
             DataError: A value is not finite, and the table requires that.

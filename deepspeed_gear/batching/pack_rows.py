@@ -16,13 +16,15 @@ import torch
 
 from deepspeed_gear.batching.field_rows import SOURCES, FieldRows
 from deepspeed_gear.batching.gather import FieldGroup
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.prefixes import Prefixes
 from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.config.resolved_field import fields_in
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
+from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.table import Table
 
@@ -174,7 +176,9 @@ class PackShape:
     # The places of this rank: all, or the slice of a sequence rank.
     first: int
     end: int
-    prefixes: Prefixes | None = None  # shared prefixes; None: `gear.pack.prefix` is "own"
+    # Shared prefixes; the trajectories stand in the order of `Prefixes.order`. None:
+    # `gear.pack.prefix` is "own".
+    prefixes: Prefixes | None = None
 
     def __post_init__(self) -> None:
         places = self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
@@ -214,6 +218,39 @@ class PackShape:
         numbers[len(self.lengths) :] = PADDING
         return np.asarray(numbers.repeat(self.sizes))
 
+    def seen_until(self) -> np.ndarray:
+        """Return the place after the last one that attends to each place of the pack. [N], int64.
+
+        A place is seen from itself and from all places after it up to there. For trajectories of 4
+        and 5 steps that share 3, the places are [0, 4) and [4, 6), and the result is
+        [6, 6, 6, 4, 6, 6].
+        """
+        until = self.bounds[1:].astype(np.int64).repeat(np.diff(self.bounds))
+        if self.prefixes is None:
+            return np.asarray(until)
+        (steps, leader) = (values.tolist() for values in self.prefixes)
+        begins = self.starts.tolist()
+        # End of each trajectory and of all that share with it, which follow it.
+        ends = self.ends.tolist()
+        for i in reversed(range(len(ends))):
+            ends[leader[i]] = max(ends[leader[i]], ends[i])
+        # Of those that share with a trajectory, a later one shares fewer steps, and ends later.
+        for i, of in enumerate(leader):
+            if of != i:
+                until[begins[of] : begins[of] + steps[i] - steps[of]] = ends[i]
+        return np.asarray(until)
+
+    def places(self, number: int) -> np.ndarray:
+        """Return the places of a trajectory's steps, with those of its prefix, ascending."""
+        parts = [np.arange(self.starts[number], self.ends[number])]
+        if self.prefixes is not None:
+            (steps, leader) = self.prefixes
+            while leader[number] != number:
+                end = self.starts[leader[number]] + steps[number] - steps[leader[number]]
+                number = int(leader[number])
+                parts.append(np.arange(self.starts[number], end))
+        return np.concatenate(parts[::-1])
+
     def positions(self) -> np.ndarray:
         """Return each place's position in its sequence. [end - first], int64.
 
@@ -249,6 +286,32 @@ class PackShape:
         return (shared or SharedRows.none(len(resolutions))).runs(resolutions, places, skipped)
 
 
+class _AbsentField(NamedTuple):
+    """Field of packs whose column a table does not have."""
+
+    name: str
+    by_step: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: int | float  # in the table's trajectories
+    pad: torch.Tensor  # at places of no trajectory. [1], of `dtype`
+
+    @classmethod
+    def of(cls, field: ResolvedField, engine_dtype: torch.dtype) -> _AbsentField:
+        assert field.column is not None
+        assert field.absent is not None
+        dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
+        pad = field.pad_value if field.pad_kind == "value" else 0
+        return cls(
+            name=field.name,
+            by_step=field.column.rows != "1",
+            shape=field.column.shape,
+            dtype=dtype,
+            value=field.absent,
+            pad=torch.full((1,), pad, dtype=dtype),
+        )
+
+
 class PackGatherer:
     """Gathers the fields of packs from one table. Not thread-safe."""
 
@@ -260,9 +323,14 @@ class PackGatherer:
         engine_dtype: torch.dtype,
     ) -> None:
         self._ops = table.ops
+        stored = fields_in(fields, table.schema)
         every = {
-            field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in fields
+            field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in stored
         }
+        # Fields whose column the table does not have, with a row per step and per trajectory.
+        absent = [_AbsentField.of(field, engine_dtype) for field in fields if field not in stored]
+        self._absent_steps = [one for one in absent if one.by_step]
+        self._absent_values = [one for one in absent if not one.by_step]
         self._per_trajectory = {
             name: row for name, row in every.items() if row.source == Source.TRAJECTORY
         }
@@ -273,7 +341,7 @@ class PackGatherer:
                 are_bits = row.dtype == torch.bfloat16
                 column = row.column.view(torch.uint16) if are_bits else row.column
                 self._copied[name] = column.numpy()
-        self.fields = [field for field in fields if field.name not in self._per_trajectory]
+        self.fields = [field for field in stored if field.name not in self._per_trajectory]
         rows = [every[field.name] for field in self.fields]
         specs = [
             GatherSpec(row.source, int(field.offset), elements=row.elements)
@@ -287,6 +355,10 @@ class PackGatherer:
             are_bits = row.dtype == torch.bfloat16
             bits = pad.view(torch.uint16) if are_bits else pad
             self._outputs.append((field.name, row.shape, bits.numpy(), are_bits))
+        for one in self._absent_steps:
+            are_bits = one.dtype == torch.bfloat16
+            bits = one.pad.view(torch.uint16) if are_bits else one.pad
+            self._outputs.append((one.name, one.shape, bits.numpy(), are_bits))
 
     def outputs(self, rows: int, end: int) -> dict[str, torch.Tensor]:
         """Allocate a tensor for every per-step field of a pack, [1, rows, *shape].
@@ -318,6 +390,8 @@ class PackGatherer:
             first: First place that `outs` holds: above 0 in the slice of a sequence rank.
         Cost: every row is read once and written once.
         """
+        if self._absent_steps:
+            self._write_absent(outs, resolutions, places, first)
         if not self.fields or not resolutions.size(0):
             return
         group = self._group
@@ -326,6 +400,21 @@ class PackGatherer:
         self._ops.pack_(
             into, *converted, resolutions, places, group.spec, group.pads, first, into[0].size(1)
         )
+
+    def _write_absent(
+        self,
+        outs: Mapping[str, torch.Tensor],
+        resolutions: torch.Tensor,
+        places: torch.Tensor,
+        first: int,
+    ) -> None:
+        """Write the fields that the table does not have, at all places of runs; as `gather`."""
+        rows = outs[self._absent_steps[0].name].size(1)
+        begins = (places - first).clamp(0, rows)
+        ends = (places + resolutions[:, Resolution.NUM_STEPS] - first).clamp(0, rows)
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            for one in self._absent_steps:
+                outs[one.name][:, begin:end] = one.value
 
     def trajectory_values(self, resolutions: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gather the per-trajectory fields of trajectories, [S, 8]. Field -> [S, *shape]."""
@@ -341,6 +430,9 @@ class PackGatherer:
             affine = (rows.shift, rows.gain) if len(rows.gain) else ()
             flat = values.reshape(values.size(0), rows.elements)
             gathered[name] = convert(flat, rows.dtype, *affine).view(values.shape)
+        for one in self._absent_values:
+            shape = (len(slots), *one.shape)
+            gathered[one.name] = torch.full(shape, one.value, dtype=one.dtype)
         return gathered
 
 
@@ -422,21 +514,22 @@ class MediaReader:
         """
         place = np.flatnonzero(self.numbers)
         every, item = np.unique(self.numbers[place], return_inverse=True)
-        spec = next(table.media.spec for table in self.tables if table.media is not None)
+        specs = [table.media.spec for table in self.tables if table.media is not None]
+        spec = next(spec for spec in specs if spec.column is not None)
         rows: dict[int, dict[str, np.ndarray]] = {}
         for table in self.tables:
             if table.media is None:
                 continue
             missing = every[~np.isin(every, list(rows))]
             for number, content in table.media.contents(missing, table.lock).items():
-                rows[number] = spec.rows(content)
+                rows[number] = table.media.spec.rows(content)
         if len(rows) < len(every):
             rule = "must be read while its rollout batch is trained"
             remedy = "read micro.media in the loop"
             raise StoreError("micro.media", rule, None, remedy)
         columns: dict[str, torch.Tensor] = {}
         counts: dict[str, torch.Tensor] = {}
-        for column in spec.columns:
+        for column in spec.media_columns:
             parts = [rows[number][column.name] for number in every.tolist()]
             counts[column.name] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
             whole = np.concatenate([np.empty((0, *column.shape), column.numpy_dtype), *parts])

@@ -142,7 +142,7 @@ def _place_images(
     item_of = np.full(len(words), -1)
     item_of[media.place.cpu().numpy()] = media.item.numpy()
     for number, trajectory_id in enumerate(ids):
-        places = _places(shape, number)
+        places = shape.places(number)
         items = item_of[places]
         items = items[items >= 0]
         if not kinds[places].any() and not len(items):
@@ -153,21 +153,12 @@ def _place_images(
         rows = _positions_of(packed, name, words[places], kinds[places], grids)
         own = slice(shape.starts[number], shape.ends[number])
         shared = len(places) - (own.stop - own.start)
+        is_within = shared and kinds[places[shared]] and item_of[places[shared]] < 0
+        if is_within and kinds[places[shared]] == kinds[places[shared - 1]]:
+            rule = f"must not leave another trajectory within an image, at step {shared}"
+            remedy = 'keep the tokens that the processor puts after images, or "prefix": "own"'
+            raise DataError(name, rule, None, remedy)
         positions[1:, own] = rows[:, shared:]
-
-
-def _places(shape: PackShape, number: int) -> np.ndarray:
-    """Return the places of a trajectory, with those of the prefix that it shares before its own.
-
-    With the starts [0, 9], the leader 0 and 4 shared steps, those of the second trajectory are
-    0, 1, 2, 3, 9, 10, ...
-    """
-    own = np.arange(shape.starts[number], shape.ends[number])
-    if shape.prefixes is None:
-        return own
-    begin = int(shape.starts[shape.prefixes.leader[number]])
-    shared = np.arange(begin, begin + int(shape.prefixes.steps[number]))
-    return np.concatenate([shared, own])
 
 
 def _grids(media: PackMedia, items: np.ndarray) -> dict[str, torch.Tensor]:

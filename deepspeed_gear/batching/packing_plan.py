@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.prefixes import CommonPrefixes, Prefixes
 from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError, DataError, ShapeError
 from deepspeed_gear.ops import Ops
@@ -36,45 +36,6 @@ class PackBudget:
     def room(self) -> int:
         """Tokens of trajectories that fit into a pack: the budget, rounded down to a multiple."""
         return self.tokens // self.multiple * self.multiple
-
-
-class Prefixes(NamedTuple):
-    """Prefixes that trajectories share with an earlier one, their leader.
-
-    The leader alone has places for the prefix. For three responses to a prompt of 5 tokens, steps
-    is [0, 5, 5] and leader [0, 0, 0].
-    """
-
-    steps: np.ndarray  #: that a trajectory shares; 0 if it is its own leader. [n], int64
-    leader: np.ndarray  #: [n], int64
-
-    def of(self, which: np.ndarray) -> Prefixes:
-        """Return the prefixes of some trajectories, ascending, whose leaders are among them."""
-        return Prefixes(self.steps[which], np.searchsorted(which, self.leader[which]))
-
-    def bundled(self, lengths: np.ndarray, size: int, most: int) -> Prefixes:
-        """Divide the trajectories of a leader into bundles, each with a leader of its own.
-
-        Args:
-            lengths: Steps of each trajectory. [n], int64.
-            size: Trajectories of a bundle, at most.
-            most: Places of a bundle, at most.
-        """
-        leader = np.arange(len(lengths))
-        # By leader, its latest bundle: leader of the bundle, trajectories, places.
-        latest = dict[int, tuple[int, int, int]]()
-        given = zip(self.leader.tolist(), self.steps.tolist(), lengths.tolist(), strict=True)
-        for i, (key, steps, length) in enumerate(given):
-            first, members, places = latest.get(key, (i, size, 0))
-            if members == size or not steps or places + length - steps > most:
-                # It leads a new bundle, and has places for the prefix itself.
-                first = i
-                members = 0
-                places = 0
-                steps = 0
-            leader[i] = first
-            latest[key] = (first, members + 1, places + length - steps)
-        return Prefixes(np.where(leader == np.arange(len(leader)), 0, self.steps), leader)
 
 
 @dataclass(frozen=True)
@@ -183,7 +144,7 @@ class PlannedPacks:
         else:  # places of a prefix exist once, and attend to each other once
             places = lengths - prefixes.steps
             squares -= np.square(prefixes.steps.astype(np.float64))
-            bundle = np.unique(prefixes.leader, return_inverse=True)[1].reshape(-1)
+            bundle = np.unique(prefixes.roots(), return_inverse=True)[1].reshape(-1)
             sizes = np.bincount(bundle, places).astype(np.int64)  # exact: below 2^53
             plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
             plan = replace(plan, micro_step=plan.micro_step[bundle], rank=plan.rank[bundle])
@@ -244,26 +205,30 @@ class PlannedPacks:
 
 
 def plan_step(
-    lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prompts: Prefixes | None = None
+    lengths: np.ndarray,
+    pack: PackConfig,
+    replicas: int,
+    ops: Ops,
+    common: CommonPrefixes | None = None,
 ) -> PlannedPacks:
     """Plan the packs of one optimizer step. A pure function: every rank makes the same plan.
 
-    If members of a group share prompts, several plans are made, with all, half, a quarter, ... of
-    the members in one pack; the one of least cost is taken.
+    If trajectories share prefixes, several plans are made: with all trajectories of an item that
+    can share in one pack, or half, a quarter, ... of them. The one of least cost is taken.
 
     Args:
         lengths: Steps of each trajectory. [n], int64.
         pack: The section `gear.pack`.
         replicas: Number of ranks that train on different samples.
         ops: Ops of the host.
-        prompts: Prompts that trajectories share; None: they share none.
+        common: What trajectories have in common; None: they share nothing.
     """
-    if prompts is None or not len(lengths):
+    if common is None or not len(lengths):
         return PlannedPacks(lengths, pack, replicas, ops)
-    size = int(np.bincount(prompts.leader).max())
+    size = common.longest_run
     sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
-    bundled = [prompts.bundled(lengths, size, pack.room) for size in sizes]
-    plans = [PlannedPacks(lengths, pack, replicas, ops, prefixes) for prefixes in bundled]
+    every = [common.share(lengths, size, pack.room) for size in sizes]
+    plans = [PlannedPacks(lengths, pack, replicas, ops, prefixes) for prefixes in every]
     is_full = pack.pad.to == "budget"  # then all packs cost as much
     costs = [
         (is_full * plan.plan.num_micro_steps, plan.costs.max(axis=(1, 2)).sum()) for plan in plans

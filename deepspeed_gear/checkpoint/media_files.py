@@ -132,7 +132,7 @@ class SavedMedia:
         pages = int(sum(-(-int(one) // size) for one in sizes))
         if pages > len(media.words):
             rule = f"must have room for the {pages} pages of the checkpoint"
-            raise StoreFullError(media.name, rule, len(media.words), "raise media.capacity_bytes")
+            raise StoreFullError(media.name, rule, len(media.words), f"raise {media.spec.capacity}")
         for shard, head in places:
             for (page,) in chain(self._words[shard], np.array([head])):
                 self._open(shard, page)
@@ -159,7 +159,7 @@ class SavedMedia:
 
         `release` frees evicted slots whose items take the room.
         """
-        self._media.arrivals[:] = 0
+        self._media.clear_arrivals()
         items = dict[int, MediaItem]()
         num_bytes = 0
         for number in self._named.tolist():

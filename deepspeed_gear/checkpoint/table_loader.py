@@ -136,11 +136,18 @@ class TableLoader:
             raise StoreFullError(f"table {table.spec.name}", rule, room, "raise its capacity")
         open_rows(saved, division if name in self._spread else None, table.spec.own_shard.index)
         if table.media is not None and slots is not None:
-            column = table.media.spec.column
-            files = list(chain.from_iterable(columns[column] for columns in saved.columns))
-            named = media_files.named_by(files, slots[chosen])
+            parts = [np.zeros(0, np.int64)]
+            # Items that an epoch skips have slots without a trajectory; these name nothing.
+            used = chosen[slots[chosen, Slot.STATE] != SlotState.FREE]
+            for column in table.media.spec.names:
+                files = list(chain.from_iterable(columns[column] for columns in saved.columns))
+                if table.schema[column].rows == "1":
+                    parts.append(np.concatenate(files)[used])
+                else:
+                    parts.append(media_files.named_by(files, slots[chosen]))
+            named = np.unique(np.concatenate(parts))
             self._media[name] = media_files.SavedMedia(
-                table.media, saved.folders, saved.manifests, named
+                table.media, saved.folders, saved.manifests, named[named != 0]
             )
 
     def _divide(self, name: str, table: Table, saved: SavedTable) -> reshard.ShardDivision:

@@ -122,12 +122,12 @@ def _stored(
         shared_prompts: For each slot, the steps of a prompt that it shares, and the slot that holds
             them; None if the table shares none.
     """
-    if schema.role("media") is not None:
+    if schema.has_items:
         raise DataError(
             "--table",
-            "must name a table without media",
+            "must name a table without media and ragged columns",
             None,
-            "export formats cannot hold media: use Replay.read",
+            "export formats cannot hold them: use Replay.read",
         )
     late = schema.late_bits(schema.names)
     starts = {name: np.cumsum([0, *map(len, arrays)]) for name, arrays in files.items()}

@@ -119,7 +119,7 @@ def _check_sampler(config: GearOptions) -> None:
         f"must not {what} where no field has a length or an offset",
         'every step fits: use "all", or give a field a length',
     )
-    if sampler.unit == "group":
+    if config.has_group_items:
         part.admit("anchors", ["all"], 'where sampler.unit is "group"', "a group has all steps")
         Part("gear", config).need(
             "pack",
@@ -211,6 +211,10 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
             "length", "for a goal", "a sample has one goal: expand it over the steps in the model"
         )
         part.leave_out("derived", "for a goal", "drop one")
+    if config.pack is None or len(config.sampled_tables) == 1:
+        part.leave_out("absent", "unless gear.pack has batches of several tables")
+    if field.derived is not None:
+        part.leave_out("absent", "for a derived field")
     if config.pack is not None:
         part.leave_out("length align hindsight", "with gear.pack", _WHOLE)
         for option, value in (("offset", "n_step"), ("pad", "edge"), ("derived", "position")):
@@ -232,13 +236,14 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
             pack.tokens,
             "raise it, or lower the multiple",
         )
-    unit = config.item_sampler.unit
+    unit = "group" if config.has_group_items else "trajectory"
     sampler = Part("gear.sampler", config.item_sampler)
     sampler.admit("unit", ("trajectory", "group"), when, _WHOLE)
     sampler.admit("anchors", ["all"], when, _WHOLE)
     if pack.prefix == "share":
         when = 'with "prefix": "share" of gear.pack'
-        sampler.admit("unit", ["group"], when, "the members of a group share its prompt")
+        if unit != "group":
+            sampler.admit("unit", ["group"], when, "trajectories of a group share prefixes")
         Part("gear.pack", pack).leave_out("max_trajectories", when, "bound micro batches by tokens")
     for name in config.sampled_tables:
         table = config.resolved_tables[name]
@@ -276,11 +281,30 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     Part(at, size).at_most(
         "minibatches", size.size, "the items of the batch", "a minibatch has one item at least"
     )
+    if config.loss.by_table:
+        _check_loss_by_table(config)
     if unit != "group":
         rule = 'must have another value where gear.sampler.unit is not "group"'
         for option, value in (("normalize", "group"), ("by", "member")):
             is_other = getattr(config.loss, option) != value
             Part("gear.loss", config.loss).require(is_other, option, rule, "sample groups")
+
+
+def _check_loss_by_table(config: GearOptions) -> None:
+    """Reject means by table that do not name the tables of a mixture, each once."""
+    loss = config.loss
+    if set(loss.by_table) != set(config.sampled_tables) or len(loss.by_table) < 2:
+        raise ConfigError(
+            "gear.loss.by_table",
+            f"must name all tables of a mixture ({', '.join(config.sampled_tables)}), and no other",
+            ", ".join(loss.by_table),
+            "give each of them a weight; leave it out for one mean over all",
+        )
+    for name, part in loss.by_table.items():
+        if part.normalize == "group" and not config.has_group_items:
+            at = dotted("gear", "loss", "by_table", name, "normalize")
+            rule = 'must have another value where no sampler.unit is "group"'
+            raise ConfigError(at, rule, part.normalize, "sample groups")
 
 
 def _check_names(config: GearOptions) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +11,7 @@ from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
 from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
+from deepspeed_gear.config.resolved_field import OF_EPISODES, ResolvedField
 from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names, near_name
@@ -20,88 +20,11 @@ from deepspeed_gear.schema import DTYPES, SOURCE, TOKEN_DTYPES, Column, Schema
 ESTIMATED = ("advantage", "value_target")
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 DERIVED |= dict.fromkeys(ESTIMATED, "float32")
-OF_EPISODES = ("return_to_go", "timestep")  # derived, unless the table has a column of the role
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
 MASK = "mask."  # prefix of a field's name: the mask of its real steps
 LEARNS = "learns."  # prefix of a field's name: the mask of its steps after the burn-in
 _ONE_NUMBER = "must name a column with one number per trajectory"
 _GATHERED = (torch.int32, torch.int64)  # integer types that the gather op converts others to
-
-
-@dataclass(frozen=True)
-class ResolvedField:
-    """A field of a batch with all defaults filled in; options as in `FieldConfig`."""
-
-    name: str
-    column: Column | None  # None: derived
-    derived: str | None = None
-    offset: int | Literal["n_step"] = 0
-    length: int | None = None
-    align: str = "in_place"
-    pad_kind: str = "zero"  # or "edge", or "value": that of `pad_value`, else 0
-    pad_value: int | float = 0
-    normalize: str | None = None
-    scale: float = 1.0
-    dtype: str = "float32"  # in the batch, or "engine"; of an opaque column its own
-    # The next three are no options. Where sequence ranks share a window, this rank gathers its
-    # steps from `part_first` on, `part_length` of them (None: all).
-    part_first: int = 0
-    part_length: int | None = None
-    mask_only: bool = False  # for pipeline stages: the mask is made, the column is not read
-    hindsight: Column | None = None  # achieved goals; a relabelled sample takes a row of them
-    #: Windows that an advantage or a value target is estimated from, gathered for it alone. In the
-    #: order of `advantages_`: reward, value, next_value, terminated, truncated, log_prob and
-    #: behaviour_log_prob; None where there is no such column.
-    inputs: tuple[ResolvedField | None, ...] = ()
-    factors: tuple[float, ...] = ()  # gamma, lambda, rho_bar, c_bar
-
-    @property
-    def follows(self) -> bool:
-        """Whether the offset follows the n-step return, and so varies between samples."""
-        return self.offset == "n_step"
-
-    @property
-    def first(self) -> int:
-        """Offset without the steps of the n-step return.
-
-        The state after k steps is row k after the anchor's row of the states, but row k - 1 of the
-        next states, so for next states the offset is -1.
-        """
-        if self.offset != "n_step":
-            return self.offset
-        return -1 if self.column is not None and self.column.is_next_observation else 0
-
-    @property
-    def gathered_length(self) -> int | None:
-        """Steps of the window that this rank gathers; None without a time axis."""
-        return self.length if self.part_length is None else self.part_length
-
-    @property
-    def needs_episode(self) -> bool:
-        """Whether its values are right only where a trajectory is a whole episode."""
-        return self.derived in OF_EPISODES
-
-    @property
-    def is_input(self) -> bool:
-        """Whether it is gathered only to estimate other fields, and is not in the batch."""
-        return self.name.startswith("\0")
-
-    @property
-    def is_opaque(self) -> bool:
-        """Whether it is a list of opaque values, not a tensor."""
-        return self.column is not None and self.column.is_opaque
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether gathering changes the values, other than by a conversion of dtype."""
-        return self.normalize is not None or self.scale != 1.0
-
-
-def read_fields(fields: Sequence[ResolvedField]) -> list[ResolvedField]:
-    """Return the fields whose rows are read: estimated ones are replaced by their inputs."""
-    # A dict keeps the order; equal inputs of two fields are read once.
-    read = (each for field in fields for each in field.inputs or (field,) if each is not None)
-    return list(dict.fromkeys(read))
 
 
 def check_against(
@@ -134,29 +57,56 @@ def check_against(
     fields = {
         name: _fields(config, name, schemas[name], statistics) for name in config.sampled_tables
     }
+    for other in others if config.pack is not None else ():
+        _check_packed(config, first, other, schemas)
+    if config.pack is not None:
+        _check_members(config)
+    joined = _joined(config, fields)
+    _check_pipeline(config, [field.name for field in joined if not field.is_opaque])
+    return joined
+
+
+def _joined(
+    config: GearOptions, fields: Mapping[str, Sequence[ResolvedField]]
+) -> list[ResolvedField]:
+    """Return the fields of all tables, which must agree; those that some lack are `absent` there.
+
+    Args:
+        fields: Fields by table.
+    """
+    first, *others = fields
+    known = {field.name: (first, field) for field in fields[first]}
     for other in others:
-        if config.pack is not None:
-            _check_packed(config, first, other, schemas)
-        for a, b in zip(fields[first], fields[other], strict=False):
-            if a != b:
-                raise ConfigError(
-                    dotted("gear", "fields", a.name),
-                    f"must have the same column in tables {first} and {other}",
-                    f"{a.column} and {b.column}",
-                    "name the field's column in gear.fields, or give both tables this column",
-                )
-        if len(fields[first]) != len(fields[other]):
+        if not config.fields and len(fields[first]) != len(fields[other]):
             raise ConfigError(
                 "gear.fields",
                 f"must be given where the columns of tables {first} and {other} differ",
-                remedy="name the fields in gear.fields; their columns must be in every table",
+                remedy='name the fields in gear.fields; one with "absent" may lack its column in '
+                "some of the tables of a packed mixture",
             )
-    _check_pipeline(config, [field.name for field in fields[first] if not field.is_opaque])
-    return fields[first]
+        for field in fields[other]:
+            table, same = known.setdefault(field.name, (other, field))
+            if field != same:
+                raise ConfigError(
+                    dotted("gear", "fields", field.name),
+                    f"must have the same column in tables {table} and {other}",
+                    f"{same.column} and {field.column}",
+                    "name the field's column in gear.fields, or give both tables this column",
+                )
+    for name in config.fields:
+        if name not in known:
+            raise ConfigError(
+                dotted("gear", "fields", name),
+                "must be a column of one of the tables",
+                config.fields[name].column or name,
+                "correct the name, or leave the field out",
+            )
+    names = list(config.fields) or [field.name for field in fields[first]]
+    return [known[name][1] for name in names]
 
 
 def _scalars(schema: Schema) -> list[Column]:
-    return [c for c in schema.trajectory_columns if not c.shape]
+    return [c for c in schema.trajectory_columns if not (c.shape or c.is_ragged)]
 
 
 def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
@@ -177,11 +127,12 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     """Reject options of a table that name a column which is missing or does not suit them."""
     at = dotted("gear", "tables", name)
     table = config.resolved_tables[name]
-    opaque = [column for column in schema if column.is_opaque]
+    opaque = [column for column in schema if not column.is_tensor]
     if opaque and table.placement == "device":
+        kind = "with max_values" if opaque[0].is_ragged else f"of dtype {opaque[0].dtype}"
         raise ConfigError(
             at,
-            f"must not have a column of dtype {opaque[0].dtype} on devices",
+            f"must not have a column {kind} on devices",
             opaque[0].name,
             'give the table "placement": "host"',
         )
@@ -239,7 +190,7 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
 def _check_packed(
     config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]
 ) -> None:
-    """Reject tables of one packed batch with different tokens, loss masks or group members."""
+    """Reject tables of one packed batch with different tokens or loss masks."""
     remedy = "give the tables equal columns, or sample one of them"
     for role in ("token", "loss_mask"):
         columns = [schemas[table].role(role) for table in (first, other)]
@@ -253,17 +204,21 @@ def _check_packed(
                 known[1],
                 remedy,
             )
-    groups = [config.resolved_tables[table].group for table in (first, other)]
-    members = [
-        "none" if group is None or group.member is None else group.member for group in groups
-    ]
-    if members[0] != members[1]:
-        raise ConfigError(
-            dotted("gear", "tables", other, "group", "member"),
-            f"must be that of table {first} ({members[0]})",
-            members[1],
-            remedy,
-        )
+
+
+def _check_members(config: GearOptions) -> None:
+    """Reject tables of groups in one packed batch whose members have different columns."""
+    groups = {name: config.resolved_tables[name].group for name in config.sampled_tables}
+    members = {name: one.member or "none" for name, one in groups.items() if one is not None}
+    for name, member in members.items():
+        first = next(iter(members))
+        if member != members[first]:
+            raise ConfigError(
+                dotted("gear", "tables", name, "group", "member"),
+                f"must be that of table {first} ({members[first]})",
+                member,
+                "give the tables equal columns, or sample one of them",
+            )
 
 
 def _fields(
@@ -287,11 +242,15 @@ def _fields(
                 ", ".join(wrong),
                 "store them as bool (gear ingest: --dtype COLUMN=bool)",
             )
-    every = [column.name for column in schema if not column.is_opaque and column != SOURCE]
+    packed = config.pack is not None  # windows have no ragged columns
+    given = [c for c in schema if c.is_tensor or (c.is_ragged and packed)]
+    every = [column.name for column in given if column != SOURCE]
     requested = config.fields or {name: FieldConfig() for name in every}
     check_field_names(list(requested), n_step=config.n_step is not None)
     resolved = [
-        _resolve(config, name, field, schema, statistics) for name, field in requested.items()
+        _resolve(config, name, field, schema, statistics)
+        for name, field in requested.items()
+        if field.absent is None or (field.column or name) in schema
     ]
     _check_resolved(config, schema, resolved)
     return resolved
@@ -412,6 +371,8 @@ def _resolve(
     part = Part(dotted("gear", "fields", name), field)
     if column is not None:
         _check_column(part, column, statistics)
+        if column.is_ragged:
+            return _ragged_field(config, part, name, column, schema)
         if column.is_opaque:
             return ResolvedField(name, column, dtype=column.dtype)
         own = DERIVED["timestep"] if column.role == "timestep" else column.dtype
@@ -426,7 +387,9 @@ def _resolve(
     if field.dtype is not None:
         _check_dtype(part, own, field.dtype, column, converted)
     if dtype != "engine" and not isinstance(field.pad, str):
-        _check_pad(part, field.pad, dtype)
+        _check_number(part, "pad", field.pad, dtype)
+    if dtype != "engine" and field.absent is not None:
+        _check_number(part, "absent", field.absent, dtype)
     offset = field.offset
     if offset is None:
         # In a pack, position t holds the values of token t + 1, which is predicted there; tokens,
@@ -455,10 +418,30 @@ def _resolve(
         normalize=field.normalize,
         scale=field.scale,
         dtype=dtype,
+        absent=field.absent,
         hindsight=None if field.hindsight is None else _goal(part, field.hindsight, column, schema),
         inputs=inputs,
         factors=config.advantage.factors if inputs and config.advantage is not None else (),
     )
+
+
+def _ragged_field(
+    config: GearOptions, part: Part, name: str, column: Column, schema: Schema
+) -> ResolvedField:
+    """Return the field of a ragged column, whose values stand where the token is predicted."""
+    if config.pack is None:
+        rule = "must not name a ragged column without gear.pack"
+        remedy = 'train on packs ("pack": {"tokens": 4096}), or read it with Replay.read'
+        raise ConfigError(part.at, rule, column.name, remedy)
+    when = "for a ragged column"
+    part.leave_out(
+        "length pad normalize scale as hindsight absent", when, "drop it: values stay as stored"
+    )
+    offset = part.options.model_dump()["offset"]
+    if offset is None:
+        offset = int(schema.role("token") is not None)
+    part.admit("offset", (None, 0, 1), when, "1: place i has the values of step i + 1")
+    return ResolvedField(name, column, offset=offset, dtype=column.dtype)
 
 
 def _inputs(
@@ -504,14 +487,16 @@ def _inputs(
 
 
 def _check_column(part: Part, column: Column, statistics: Collection[str]) -> None:
-    if column.rows == "1":
+    if column.rows == "1" and not column.is_ragged:
         when = f"as {column.name} has one value per trajectory"
         part.admit("offset", (None, 0), when, "drop it")
         part.leave_out("length pad", when, "drop it")
     if column.is_opaque:
         when = f"for the dtype {column.dtype}"
         part.leave_out(
-            "normalize scale as hindsight", when, "drop it: batch.opaque returns values as they are"
+            "normalize scale as hindsight absent",
+            when,
+            "drop it: batch.opaque returns values as they are",
         )
     if column.dtype == "bool":
         part.leave_out("normalize", "for a bool column", "drop it")
@@ -574,19 +559,20 @@ def _check_dtype(
         part.refuse("as", f"must be {own}, int32, int64 or a float type", "use int32")
 
 
-def _check_pad(part: Part, pad: int | float, dtype: str) -> None:
+def _check_number(part: Part, option: str, value: int | float, dtype: str) -> None:
+    """Reject the value of an option that a field of this dtype cannot hold."""
     target = DTYPES[dtype]
     if dtype == "bool":
         rule = "must be 0 or 1 for a bool field"
-        part.require(pad in (0, 1), "pad", rule, "or convert the field with as")
+        part.require(value in (0, 1), option, rule, "or convert the field with as")
     elif target.is_floating_point:
-        fits = abs(pad) <= torch.finfo(target).max
-        part.require(fits, "pad", f"must be representable in {dtype}", "choose a smaller number")
+        fits = abs(value) <= torch.finfo(target).max
+        part.require(fits, option, f"must be representable in {dtype}", "choose a smaller number")
     else:
         bounds = torch.iinfo(target)
-        fits = pad == int(pad) and bounds.min <= pad <= bounds.max
+        fits = value == int(value) and bounds.min <= value <= bounds.max
         rule = f"must be an integer that {dtype} can hold"
-        part.require(fits, "pad", rule, 'or convert the field with "as"')
+        part.require(fits, option, rule, 'or convert the field with "as"')
 
 
 def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Column:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,10 @@ class FieldConfig(t.GearModel):
     pad: t.Pad = "zero"
     """Value of the padded steps: "zero", "edge" (the nearest real step), or a number in the units
     of the batch.
+    """
+    absent: t.Number | None = None
+    """In a packed mixture, the value in trajectories of tables that do not have the column, in the
+    units of the batch. null: every table has it.
     """
     normalize: Literal["mean_std", "min_max", "quantile"] | None = None
     """"mean_std" normalises to mean 0 and deviation 1, "min_max" to [-1, 1]; "quantile" maps the 1%
@@ -209,9 +214,10 @@ class PackConfig(t.GearModel):
     """
 
     prefix: Literal["own", "share"] = "own"
-    """Prompts of a group's trajectories in a micro batch. "own": one each. "share": prompts with
-    equal tokens are stored once, and all their responses attend to it; `micro.model_inputs` has the
-    mask.
+    """First steps that trajectories of a group have in common, in a micro batch. "own": each
+    trajectory has all of its steps. "share": equal steps before a trajectory's first loss token,
+    such as the prompt or an agent's context, are there once, and all that have them attend to them;
+    `micro.model_inputs` has the mask.
     """
 
     @field_validator("cost")
@@ -231,7 +237,9 @@ class BatchSizeConfig(t.GearModel):
     """The size of a batch in groups or trajectories, and optionally in steps."""
 
     groups: t.Count | None = None
-    """Groups per batch, where the sampler has `"unit": "group"`."""
+    """Groups per batch, where the sampler has `"unit": "group"`. In a mixture, a trajectory of a
+    table with the unit "trajectory" counts like a group.
+    """
     trajectories: t.Count | None = None
     """Trajectories per batch, where the sampler has `"unit": "trajectory"`."""
 
@@ -288,13 +296,31 @@ class ConstantConfig(t.GearModel):
     """Divisor of the sum over a sequence."""
 
 
+Normalization = Annotated[
+    Literal["token", "sequence", "group"] | ConstantConfig,
+    t.Words('"token"', '"sequence"', '"group"', '{"constant": c}'),
+]
+
+
+class TableLossConfig(t.GearModel):
+    """The part of a table in the loss of a mixture. A plain number is short for its weight."""
+
+    weight: Annotated[t.Float, Ge(0)] = 1.0
+    """Factor of the mean over the table's trajectories."""
+    normalize: Normalization | None = None
+    """The mean over the table's trajectories. null: that of `loss.normalize`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return {"weight": value} if is_number else value
+
+
 class LossConfig(t.GearModel):
     """The mean that the loss, summed over all ranks and micro batches, equals."""
 
-    normalize: Annotated[
-        Literal["token", "sequence", "group"] | ConstantConfig,
-        t.Words('"token"', '"sequence"', '"group"', '{"constant": c}'),
-    ] = "token"
+    normalize: Normalization = "token"
     """Mean over the batch of an optimizer step: "token", over all tokens (DAPO); "sequence", over
     sequences, of the means over their tokens (GRPO); "group", over groups, of the means over their
     tokens; {"constant": c}, over sequences, of their sums / c (Dr. GRPO).
@@ -305,6 +331,25 @@ class LossConfig(t.GearModel):
     """
     by: Literal["trajectory", "member"] = "trajectory"
     """What a sequence is: one trajectory, or all trajectories of one member of a group."""
+    by_table: dict[t.Name, Annotated[TableLossConfig, t.Words("a number", "an object")]] = Field(
+        default={}
+    )
+    """Means by table of a mixture, each with a weight: the loss is the sum over the tables of
+    weight * mean over the table's trajectories in the batch of an optimizer step. A table without
+    loss tokens there adds nothing. All tables of the mixture are named. Empty: one mean over the
+    trajectories of all tables.
+    """
+
+    def of_tables(self, names: Sequence[str]) -> list[tuple[float, LossConfig]]:
+        """Return the weight and the mean of each table; [] if there is one mean over all."""
+        if not self.by_table:
+            return []
+        parts = []
+        for name in names:
+            part = self.by_table[name]
+            normalize = self.normalize if part.normalize is None else part.normalize
+            parts.append((part.weight, self.model_copy(update={"normalize": normalize})))
+        return parts
 
 
 class SharedMemoryConfig(t.GearModel):
@@ -473,6 +518,11 @@ class GearOptions(t.GearModel):
     def item_sampler(self) -> ItemSampler:
         """The sampler of one table; in a mixture, `of`, whose unit and anchors are those of all."""
         return self.sampler.of if isinstance(self.sampler, MixtureSampler) else self.sampler
+
+    @property
+    def has_group_items(self) -> bool:
+        """Whether the items of some sampled table are groups."""
+        return any(self.sampler_of(name).unit == "group" for name in self.sampled_tables)
 
     def sampler_of(self, table: str) -> ItemSampler:
         """Return the sampler of a table."""

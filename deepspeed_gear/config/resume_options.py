@@ -17,7 +17,15 @@ _OF_THE_RUN = (
     "pipeline verify_every count_draws exchange shared_memory"
 ).split()
 # Options of a table that give its room: a checkpoint can be loaded into a larger table.
-_ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows", "media")
+_ROOM = (
+    "capacity_steps",
+    "capacity_trajectories",
+    "max_length",
+    "num_envs",
+    "rows",
+    "media",
+    "ragged",
+)
 
 
 def shared_options(config: GearOptions) -> dict[str, Any]:
@@ -51,6 +59,7 @@ def batch_options(config: GearOptions) -> dict[str, Any]:
     if section["advantage"] is None:
         del section["advantage"]
     for field in section["fields"].values():
+        del field["absent"]  # it changes values of a batch, and no sample
         if field["offset"] is None and config.pack is None:
             field["offset"] = 0
     for table in section["tables"].values():

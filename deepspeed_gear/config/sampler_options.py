@@ -321,7 +321,9 @@ class MixtureSampler(t.GearModel):
     of: Annotated[ItemSampler, Discriminator(_kind_of)] = UniformSampler()
     """The sampler of each table."""
     by_table: dict[t.Name, Annotated[ItemSampler, Discriminator(_kind_of)]] = Field(default={})
-    """Samplers of tables that do not use `of`; their `unit` and `anchors` are those of `of`."""
+    """Samplers of tables that do not use `of`; their `anchors` are those of `of`, and so is their
+    `unit`. In packed batches, some tables may have the unit "group" and others "trajectory".
+    """
 
     @model_validator(mode="after")
     def _whole(self) -> Any:
@@ -345,7 +347,8 @@ class MixtureSampler(t.GearModel):
             for option in ("unit", "anchors", "table"):
                 own = getattr(sampler, option)
                 common = getattr(self.of, option)
-                if own != common:
+                are_whole = option == "unit" and {own, common} == {"group", "trajectory"}
+                if own != common and not are_whole:
                     raise t.conflict(
                         f"must have in table {name} the {option} of {{at}}.of ({common})",
                         "change one of them",

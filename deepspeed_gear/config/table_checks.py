@@ -38,7 +38,7 @@ def _check_data(config: GearOptions, name: str, table: TableConfig, part: Part) 
     if table.data is not None:
         part.leave_out(
             "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age "
-            "version rate_limiter capacity_trajectories max_length num_envs schema media",
+            "version rate_limiter capacity_trajectories max_length num_envs schema media ragged",
             f"together with {part.at}.data",
             "drop one",
         )
@@ -105,7 +105,8 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     part.need("max_length", "for a table on devices", ON_HOST)
     when = "for a table on devices: it is a ring that evicts the oldest trajectories"
     part.admit("remove", ["fifo"], when, 'write "remove": "fifo"')
-    part.leave_out("writers max_age version rate_limiter media", "for a table on devices", ON_HOST)
+    on_host = "writers max_age version rate_limiter media ragged"
+    part.leave_out(on_host, "for a table on devices", ON_HOST)
     if config.item_sampler.kind == "epoch":
         when = "with epochs of a table on devices: every item is drawn once in each"
         part.leave_out("max_times_sampled", when, "remove trajectories with remove_ or clear")

@@ -270,6 +270,10 @@ class ColumnConfig(t.GearModel):
     """Bytes of the longest value of an opaque column (JSON as UTF-8). Each value takes this much
     room in the table, and a longer one is refused.
     """
+    max_values: t.Steps | None = None
+    """Most values of a step in a ragged column, whose steps have different numbers of values. They
+    are in the memory of `ragged` of the table; `shape` and `rows` are left out.
+    """
 
 
 class SchemaConfig(t.GearModel):
@@ -311,6 +315,17 @@ class MediaConfig(t.GearModel):
     """Memory for items on each node."""
     page_bytes: Annotated[t.Int, Ge(512), Le(1 << 30)] = 1 << 16
     """Bytes of a page, rounded up to a multiple of 8. An item takes whole pages."""
+
+
+class RaggedConfig(t.GearModel):
+    """Memory for the values of ragged columns: those of a trajectory take whole pages."""
+
+    capacity_bytes: t.Count
+    """Memory for values and counts on each node. In a table with `media` both share the sum of
+    their memory, in pages of `media.page_bytes`.
+    """
+    page_bytes: Annotated[t.Int, Ge(512), Le(1 << 30)] = 4096
+    """Bytes of a page, rounded up to a multiple of 8."""
 
 
 class TableConfig(t.GearModel):
@@ -367,6 +382,8 @@ class TableConfig(t.GearModel):
     """
     media: MediaConfig | None = None
     """The items that the column of the role media names. null: there is no such column."""
+    ragged: RaggedConfig | None = None
+    """Memory for the values of columns with `max_values`. null: there are no such columns."""
     rate_limiter: RateLimiterConfig | None = None
     """Limits under which writers or samplers block. null: samplers wait for the first item only."""
     placement: Literal["host", "device"] = "host"
@@ -425,4 +442,5 @@ DEFAULTS = {
     "group": t.defaults_of(GroupConfig),
     "prompts": t.defaults_of(PromptsConfig),
     "media": t.defaults_of(MediaConfig),
+    "ragged": t.defaults_of(RaggedConfig),
 }

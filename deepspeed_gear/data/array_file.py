@@ -25,7 +25,8 @@ from deepspeed_gear.schema import LENGTH_BYTES
 BLOCK_BYTES = 2 * 1024 * 1024
 _MOST_THREADS = 8
 _DISK_THREADS = 4  # they wait for the disk, and compute nothing
-_MOST_BLOCKS = 3  # of a file: one that is filled, and two that threads read
+LEAST_BLOCKS = 3  # of a file: one that is filled, and two that threads read
+MOST_BLOCKS = 6
 _LEAST_HOLED_ROW = 64 * 1024
 _WRITEBACK_BYTES = 16 * 1024 * 1024
 
@@ -138,6 +139,7 @@ class ArrayFile:
         scan: ColumnScan | None = None,
         block_bytes: int = BLOCK_BYTES,
         is_opaque: bool = False,
+        most_blocks: int = MOST_BLOCKS,
     ) -> None:
         """Create the file.
 
@@ -147,6 +149,8 @@ class ArrayFile:
             block_bytes: Bytes of a block, at most; but at least one block of the scan.
             is_opaque: The rows are those of an opaque column. The zeros after large values are
                 holes of the file, which take no disk.
+            most_blocks: Blocks in memory: with more of them, one task that waits, such as a write,
+                stops the others later.
         """
         self.path = path
         self._dtype = dtype
@@ -168,6 +172,7 @@ class ArrayFile:
         self._block: _Block | None = None
         self._num_filled = 0  # rows of the block
         self._free: list[_Block] = []
+        self._most_blocks = most_blocks
         self._num_busy = 0  # blocks that threads read
         self._change = threading.Condition()  # of the two
         self._error: BaseException | None = None
@@ -260,7 +265,7 @@ class ArrayFile:
             raise self._error
         if self._block is None:
             with self._change:
-                self._change.wait_for(lambda: self._free or self._num_busy < _MOST_BLOCKS - 1)
+                self._change.wait_for(lambda: self._free or self._num_busy < self._most_blocks - 1)
                 block = self._free.pop() if self._free else None
             self._block = block or _Block(self._block_rows, self._row_bytes)
         return self._block

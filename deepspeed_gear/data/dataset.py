@@ -155,8 +155,11 @@ class Dataset(MapDataset[dict[str, Any]]):
         if not path.is_dir():
             is_there = path.exists()
             remedy = "check the path, or make a data set there with gear ingest SOURCE DEST"
-            if is_there:
-                remedy = f"make one with gear ingest {path} DEST, and name DEST"
+            if is_there and (path.parent / SCHEMA_FILE).is_file():
+                remedy = f"name the folder that it lies in: {path.parent}"
+            elif is_there:
+                source = dataset_files.described_folder(path) or path
+                remedy = f"make one with gear ingest {source} DEST, and name DEST"
             elif path.with_name(path.name + ".partial").is_dir():
                 remedy = "its ingest did not finish; run it again"
             given = "no folder" if is_there else "nothing at this path"

@@ -28,6 +28,8 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
 REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
 _REMAKE_PARTS = "the file is not the one that was written; make the parts again with gear split"
+#: Of LeRobot, TensorFlow Datasets, Hugging Face's datasets and Minari.
+_DESCRIPTIONS = ("info.json", "dataset_info.json", "features.json", "metadata.json")
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,17 @@ def read_json(path: Path) -> dict[str, Any]:
             "the folder is not a gear data set; make one with gear ingest SOURCE DEST",
         )
     return read_object(path, REMAKE)
+
+
+def described_folder(path: Path) -> Path | None:
+    """Return the folder of a source that a file or a folder `meta` describes; None for others."""
+    if path.name in _DESCRIPTIONS:
+        folder = path.parent
+    elif path.name == "meta" and (path / "info.json").is_file():
+        folder = path
+    else:
+        return None
+    return folder.parent if folder.name == "meta" else folder
 
 
 def check_no_pointer(path: Path) -> None:

@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import compressed_rows, dataset_files
-from deepspeed_gear.data.array_file import BLOCK_BYTES, ArrayFile, Workers
+from deepspeed_gear.data.array_file import (
+    BLOCK_BYTES,
+    LEAST_BLOCKS,
+    MOST_BLOCKS,
+    ArrayFile,
+    Workers,
+)
 from deepspeed_gear.data.column_scan import SAMPLE_BYTES, ColumnScan
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
@@ -108,6 +114,13 @@ class DatasetWriter:
                 None,
                 "only tables with a capacity hold media",
             )
+        for ragged in schema.ragged_columns:
+            raise SchemaError(
+                f"column {ragged.name}",
+                "must not be ragged in a data set",
+                None,
+                'give it a "shape" and pad its rows: only tables with a capacity have such columns',
+            )
         self.dest = Path(os.path.abspath(arguments.folder("dest", dest)))
         self.schema = schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
@@ -144,7 +157,9 @@ class DatasetWriter:
             check_destination(self.dest, self._overwrite)
             (self._made / "columns").mkdir(parents=True)
             self._workers = Workers(threads)
-            block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, _MEMORY // (len(schema) * 3)))
+            memory = _MEMORY // len(schema)
+            block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, memory // LEAST_BLOCKS))
+            most_blocks = max(LEAST_BLOCKS, min(MOST_BLOCKS, memory // block_bytes))
             for column in schema:
                 self._files[column.name] = ArrayFile(
                     self._made / dataset_files.column_file(column),
@@ -154,6 +169,7 @@ class DatasetWriter:
                     self._scans.get(column.name),
                     block_bytes,
                     column.is_opaque,
+                    most_blocks,
                 )
             known = Dataset.open(self.dest) if append else None
             if compress is None:

@@ -1,4 +1,7 @@
-"""Media such as images: their rows are stored once, and steps name them by their content."""
+"""Media such as images: their rows are stored once, and steps name them by their content.
+
+The values of a trajectory in a ragged column are an item like them, which the column's row names.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,13 @@ from deepspeed_gear.data.media_digests import (
     encoded_item,
     item_of_content,
     padded_bytes,
+)
+from deepspeed_gear.data.ragged import (
+    Ragged,
+    check_item,
+    count_column,
+    encode_ragged,
+    item_columns,
 )
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
@@ -78,25 +88,44 @@ class Media:
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """The media of a table: their columns, and the memory for them in a store."""
+    """The media and ragged values of a table: their columns, and the memory for them in a store."""
 
-    column: str  # the column of the role media: at each step the number of an item, or 0
-    columns: tuple[Column, ...]
+    # The column of the role media: at each step the number of an item, or 0. None: there is none.
+    column: str | None
+    columns: tuple[Column, ...]  # of items: those of media, then counts and values of ragged ones
     num_pages: int = 0
     page_bytes: int = 0
+    ragged: tuple[Column, ...] = ()  # columns whose rows, one per trajectory, have item numbers
 
     @classmethod
     def of_json(cls, schema: Schema, columns: Mapping[str, Any] | None) -> MediaSpec | None:
         """Return the media of a table on another machine, without memory; None if it has none."""
         column = schema.role("media")
-        if column is None or columns is None:
+        if not schema.has_items or columns is None:
             return None
-        return cls(column.name, Schema.from_json(columns).columns)
+        known = Schema.from_json(columns).columns
+        return cls(None if column is None else column.name, known, ragged=schema.ragged_columns)
+
+    @property
+    def media_columns(self) -> tuple[Column, ...]:
+        """The columns of media items."""
+        return self.columns[: len(self.columns) - len(item_columns(self.ragged))]
+
+    @property
+    def capacity(self) -> str:
+        """The option for the memory of items, for errors."""
+        return "ragged.capacity_bytes" if self.column is None else "media.capacity_bytes"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Columns of the table whose rows have item numbers."""
+        media = () if self.column is None else (self.column,)
+        return (*media, *(column.name for column in self.ragged))
 
     def take(
         self, name: str, schema: Schema, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
     ) -> dict[str, Any]:
-        """Return a flat trajectory with item numbers in place of its media.
+        """Return a flat trajectory with item numbers in place of its media and ragged values.
 
         Args:
             items: The items by number; those of the trajectory are added.
@@ -106,6 +135,67 @@ class MediaSpec:
         taken = dict(trajectory)
         if SENT in taken:
             items.update((item.number, item) for item in self.received(name, taken.pop(SENT)))
+        # Neither has rows of its own, so any other step column gives the number of steps.
+        lengths = (
+            len(taken[c.name]) - (c.rows == "T+1")
+            for c in schema.step_columns
+            if c.name != self.column and hasattr(taken.get(c.name), "__len__")
+        )
+        steps = max(0, next(lengths, 0))
+        for column in self.ragged:
+            if column.name in taken:
+                at = f"{name}: column {column.name}"
+                taken[column.name] = self._take_ragged(at, column, taken[column.name], steps, items)
+        return self._take_media(name, taken, steps, items)
+
+    def _take_ragged(
+        self, at: str, column: Column, value: Any, steps: int, items: dict[int, MediaItem]
+    ) -> int:
+        """Return the number of a trajectory's item in a ragged column; add it to the items."""
+        is_array = isinstance(value, np.ndarray | torch.Tensor)
+        if isinstance(value, int | np.integer) or (is_array and not value.ndim):
+            number = np.asarray(value)  # another machine sends its items beside the columns
+            item = items.get(int(number)) if number.dtype.kind in "iu" else None
+            if item is None:
+                remedy = "give Ragged(values, offsets), or a list with the values of each step"
+                raise DataError(at, "must have values for each step", None, remedy)
+            check_item(self.rows(item.content), column, at, steps)
+            return item.number
+        item = self.ragged_item(at, column, value, steps)
+        items[item.number] = item
+        return item.number
+
+    def ragged_item(self, at: str, column: Column, value: Any, steps: int | None) -> MediaItem:
+        """Encode the value of a trajectory in a ragged column.
+
+        Args:
+            at: Name of the column, for errors.
+            column: The column.
+            value: As `encode_ragged`.
+            steps: Steps of the trajectory; None: not checked.
+        Raises:
+            DataError: As `encode_ragged`.
+        """
+        counts, values = encode_ragged(value, column, at, steps)
+        parts = {count_column(column).name: counts, column.name: values}
+        return encoded_item([parts.get(one.name, ()) for one in self.columns])
+
+    def ragged_value(self, column: Column, content: np.ndarray) -> Ragged:
+        """Return the value of a trajectory in a ragged column, from its item."""
+        rows = self.rows(content)
+        counts = rows[count_column(column).name]
+        offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        values = torch.from_numpy(rows[column.name])
+        return Ragged(
+            values.view(torch.bfloat16) if column.dtype == "bfloat16" else values, offsets
+        )
+
+    def _take_media(
+        self, name: str, taken: dict[str, Any], steps: int, items: dict[int, MediaItem]
+    ) -> dict[str, Any]:
+        """Return a flat trajectory with item numbers in place of its media; as `take`."""
+        if self.column is None:
+            return taken
         given = taken.get(self.column, {})
         at = f"{name}: column {self.column}"
         if not isinstance(given, Mapping):
@@ -117,13 +207,6 @@ class MediaSpec:
                     "give {step: Media(...)}",
                 )
             return taken
-        # The media have no rows of their own, so any other step column gives the number of steps.
-        lengths = (
-            len(taken[c.name]) - (c.rows == "T+1")
-            for c in schema.step_columns
-            if c.name != self.column and hasattr(taken.get(c.name), "__len__")
-        )
-        steps = max(0, next(lengths, 0))
         numbers = np.zeros(steps, np.int64)
         for step, media in given.items():
             is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
@@ -141,6 +224,10 @@ class MediaSpec:
                     type(media).__name__,
                     "wrap the content in Media(column=value)",
                 )
+            of_ragged = {one.name for one in item_columns(self.ragged)}
+            for odd in media.columns.keys() & of_ragged:
+                rule = "must be a column of the media, not a ragged one"
+                raise DataError(f"{at}: step {step}", rule, odd, "give it beside the media")
             item = media.item(f"{at}: step {step}", self.columns)
             numbers[step] = item.number
             items[item.number] = item

@@ -148,6 +148,8 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         table: Start of the name in errors.
         num_rows: Rows that the value must have, in place of those that `column.rows` asks for.
     """
+    if column.is_ragged:  # the table has the numbers of its items
+        column = column.item_number
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
     if isinstance(value, np.number) and column.dtype in _PLAIN:

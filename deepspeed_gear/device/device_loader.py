@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_gear.batching.batch import Batch, BatchSamples
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch_samples import BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers, note_overwritten
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture

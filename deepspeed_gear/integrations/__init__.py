@@ -1,1 +1,1 @@
-"""Adapters for the frameworks that people keep: trainers (TRL) and data planes (TransferQueue)."""
+"""Adapters for frameworks that people keep: TRL and OpenRLHF, and the data plane TransferQueue."""

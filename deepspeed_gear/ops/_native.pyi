@@ -482,8 +482,8 @@ def stream_report(
         priorities: Finite, at least 0; else RuntimeError, and nothing has changed. [n], float32.
         batch: The global batch that this process requested last.
     Returns:
-        Whether it was done. False: the log lacks room, or the lock was refused; nothing is
-        published.
+        Whether it was done. False: nothing is published, since a tensor has another form or is
+        not one in host memory, the log lacks room, or the lock was refused.
     """
 
 def bell_ring(bell: int, /) -> None:

@@ -21,6 +21,7 @@ from deepspeed_gear.config import (
     refuse_batch_sizes,
 )
 from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
+from deepspeed_gear.config.resolved_field import fields_in
 from deepspeed_gear.config.resume_options import difference, shared_options
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
@@ -308,7 +309,7 @@ def _streams(plan: Resolved, weights: Mapping[str, float]) -> dict[str, dict[str
             name,
             plan.schemas[name],
             plan.datasets.get(name),
-            plan.fields,
+            fields_in(plan.fields, plan.schemas[name]),
             plan.info,
             placement,
             weights.get(name, 0.0),
@@ -337,14 +338,15 @@ def _with_store(plan: Resolved, name: str, table: ResolvedTable) -> ResolvedTabl
     shard = placement.shards.get(name)
     most = max((spec.batch for spec in streams), default=0)
     num_peers = plan.topology.num_peers
-    store = store_of(config, name, table.schema, table.dataset, plan.fields, num_peers, shard, most)
+    fields = fields_in(plan.fields, table.schema) if streams else plan.fields
+    store = store_of(config, name, table.schema, table.dataset, fields, num_peers, shard, most)
     if table.dataset is None and streams:
         count = 1 if shard is None else shard.count
         check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
     routes = None
     rooms = dict[str, ArrivalRoom]()
     if streams and name in placement.spread and plan.holds_shard:
-        routes = routes_of(plan.topology, placement.order, config, plan.fields, table.schema)
+        routes = routes_of(plan.topology, placement.order, config, fields, table.schema)
         store, rooms = with_arrivals(config, store, routes, streams)
     writing = writing_of(config, store)
     return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)

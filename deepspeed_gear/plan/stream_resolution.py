@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField, SamplerOptions
-from deepspeed_gear.config.field_checks import read_fields
+from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler, WhereConfig
 from deepspeed_gear.config.table_checks import refuse_split
 from deepspeed_gear.config.table_options import GroupConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from deepspeed_gear.config.table_options import (
 from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
+from deepspeed_gear.data.ragged import item_columns
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.plan.stream_resolution import conditions_of, read_columns
@@ -31,7 +32,7 @@ from deepspeed_gear.row_exchange.row_messages import most_rows
 from deepspeed_gear.sampling.mass_rules import Condition, random_key_of
 from deepspeed_gear.sampling.prompt_conditions import admitted_prompts
 from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.eviction import user_policy
 from deepspeed_gear.store.group_conditions import STATISTICS, GroupCondition
 from deepspeed_gear.store.group_spec import GroupSpec
@@ -189,31 +190,44 @@ def sharing_obstacle(
 
 
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
-    """Return the media of a table, or None.
+    """Return the media and ragged columns of a table, or None.
 
     Raises:
-        ConfigError: The table has only one of `media` and a column of the role media.
+        ConfigError: The table has only one of `media` and a column of the role media, or of
+            `ragged` and ragged columns.
     """
-    media = config.resolved_tables[name].media
+    table = config.resolved_tables[name]
+    media = table.media
     column = schema.role("media")
     at = f"gear.tables.{name}"
-    if media is None or column is None:
-        if (media is None) != (column is None):
-            rule = "must be given with a column of the role media, and only then"
-            remedy = (
-                "the column has the number of an item at each step, media what an item consists of"
-            )
-            raise ConfigError(f"{at}.media", rule, None if column is None else column.name, remedy)
+    if (media is None) != (column is None):
+        rule = "must be given with a column of the role media, and only then"
+        remedy = "the column has the number of an item at each step, media what an item consists of"
+        raise ConfigError(f"{at}.media", rule, None if column is None else column.name, remedy)
+    ragged = schema.ragged_columns
+    if (table.ragged is None) != (not ragged):
+        rule = "must be given with columns that have max_values, and only then"
+        given = ", ".join(one.name for one in ragged) or None
+        remedy = 'give the memory for their values: "ragged": {"capacity_bytes": 1073741824}'
+        raise ConfigError(f"{at}.ragged", rule, given, remedy)
+    sections = [one for one in (("media", media), ("ragged", table.ragged)) if one[1] is not None]
+    if not sections:
         return None
-    size = -(-media.page_bytes // 8) * 8
-    if media.capacity_bytes < size:
+    option, first = sections[0]
+    assert first is not None
+    size = -(-first.page_bytes // 8) * 8
+    capacity = sum(section.capacity_bytes for _, section in sections if section is not None)
+    if first.capacity_bytes < size:
         rule = f"must be at least one page of {size} bytes"
-        raise ConfigError(
-            f"{at}.media.capacity_bytes", rule, media.capacity_bytes, "lower media.page_bytes"
-        )
-    columns = {one: of.model_dump() for one, of in media.columns.items()}
-    known = Schema.from_json({"columns": columns}).columns
-    return MediaSpec(column.name, known, media.capacity_bytes // size, size)
+        remedy = f"lower {option}.page_bytes"
+        raise ConfigError(f"{at}.{option}.capacity_bytes", rule, first.capacity_bytes, remedy)
+    known: tuple[Column, ...] = ()
+    if media is not None:
+        columns = {one: of.model_dump() for one, of in media.columns.items()}
+        known = Schema.from_json({"columns": columns}).columns
+    both = Schema((*known, *item_columns(ragged))).columns  # SchemaError: two have one name
+    media_column = None if column is None else column.name
+    return MediaSpec(media_column, both, capacity // size, size, ragged)
 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
@@ -227,7 +241,8 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
     rate = None
     if table.rate_limiter is not None:
-        rate = _rate(config, table, table.rate_limiter, batch, at)
+        unit = config.sampler_of(name).unit
+        rate = _rate(unit, table, table.rate_limiter, batch, at)
     retention = Retention(
         table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age
     )
@@ -239,10 +254,13 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
 
 
 def _rate(
-    config: GearConfig, table: TableConfig, rate: RateLimiterConfig, batch: int, at: str
+    unit: Literal["trajectory", "step", "group"],
+    table: TableConfig,
+    rate: RateLimiterConfig,
+    batch: int,
+    at: str,
 ) -> RateLimiter:
     """Return the rate limiter of a table; ConfigError if both sides would wait for each other."""
-    unit = config.item_sampler.unit
     if rate.queue is not None:
         if rate.queue < batch:
             rule = f"must be at least a global batch ({batch})"

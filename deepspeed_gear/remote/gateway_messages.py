@@ -99,7 +99,7 @@ def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.Rec
 
 
 def _names(schema: Schema) -> list[str]:
-    return [*schema.names] if schema.role("media") is None else [*schema.names, SENT]
+    return [*schema.names, SENT] if schema.has_items else [*schema.names]
 
 
 def decode(
@@ -137,7 +137,8 @@ def decode(
         raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
         raise DataError("batch", "must have no nulls", remedy=_SAME_VERSION)
-    every = [*schema, Column("media", "uint8")]  # whose bytes `MediaSpec.received` checks
+    stored = [column.item_number if column.is_ragged else column for column in schema]
+    every = [*stored, Column("media", "uint8")]  # whose bytes `MediaSpec.received` checks
     given = zip(names[1:], every, batch.columns[1:], strict=False)
     columns = {name: _decoded(column, array) for name, column, array in given}
     for row, number in enumerate(batch.column(0).to_pylist()):
@@ -236,7 +237,7 @@ def differences(own: Schema, wanted: Schema) -> list[str]:
     for column in (c for c in wanted if c.name in own):
         other = own[column.name]
         size = "max_bytes" if column.is_opaque else "shape"
-        for what in ("dtype", size, "role", "rows", "late", "allow_nan"):
+        for what in ("dtype", size, "role", "rows", "late", "allow_nan", "max_values"):
             here = getattr(other, what)
             there = getattr(column, what)
             if here != there:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 
-from deepspeed_gear.batching.batch import Batch, BatchSamples
+from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.batch_samples import BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.field_rows import read_opaque
 from deepspeed_gear.batching.gather import Gatherer, GatherOptions
@@ -42,7 +44,9 @@ class BatchAssembler:
         releases: DeferredRelease,
     ) -> None:
         config = plan.config
-        needs = plan.needs
+        # Fields that some tables lack are in packs only, which are not gathered here.
+        in_all = tuple(field for field in plan.needs.fields if field.absent is None)
+        needs = replace(plan.needs, fields=in_all)
         info = plan.info
         self._config = config
         self._needs = needs

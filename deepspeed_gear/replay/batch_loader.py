@@ -116,7 +116,7 @@ class BatchLoader:
         if self._transfer is not None:
             self._transfer.refuse_capture()
         self._lent.make_room()
-        begin = time.perf_counter()
+        begin = time.monotonic()
         ends = (self._used + 1) % self._info.accumulation == 0
         if self._barrier is not None and (ends or self._after_each):
             self._barrier.note_request()
@@ -143,7 +143,8 @@ class BatchLoader:
                 if self._after_each or (self._used + 1) % self._info.accumulation == 0:
                     self._barrier.reach(self.take_digest())
                     self._barrier.begin()
-        self._metrics.used(made.heads[0][Head.EPOCH], time.perf_counter() - begin)
+        now = time.monotonic()
+        self._metrics.used(made.heads[0][Head.EPOCH], now - begin, now)
         batch = made.batch if self._transfer is None else self._transfer.hand_over(made.batch)
         self._lent.add(batch)
         return batch

@@ -26,8 +26,8 @@ from deepspeed_gear.batching.transfer.device_gather import (
     column_name,
     is_computed,
 )
-from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
+from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.errors import BuildError, ConfigError, undo_on_error
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops import Ops, load_backend
@@ -95,7 +95,9 @@ class DeviceTransfer:
             name for each in self._tables for name in n_step_columns(each) if name is not None
         ]
         reaches_n_step = all(map(self._is_reached, n_step))
-        ops, way = self._ops or table.ops, way or self.way  # ops are unused by staged fields
+        # ops are unused by staged fields
+        ops = self._ops or table.ops
+        way = way or self.way
         transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep)
         columns = self._reached[table.spec.name]
         return DeviceGatherer(transfer, columns, self._options, table, depth)

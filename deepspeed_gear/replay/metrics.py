@@ -106,8 +106,8 @@ class Metrics:
             words[RankProgress.MADE] = sums["made"]
             words[RankProgress.GATHER_S] = sums["sample_s"]
 
-    def used(self, epoch: int, waited_s: float) -> None:
-        """Count a batch that was returned, of an epoch."""
+    def used(self, epoch: int, waited_s: float, now_s: float) -> None:
+        """Count a batch that was returned, of an epoch, at a time of `time.monotonic`."""
         self.epoch = epoch
         sums = self.sums
         sums["wait_s"] += waited_s
@@ -116,7 +116,7 @@ class Metrics:
         if words is not None:
             words[RankProgress.WAIT_S] = sums["wait_s"]
             words[RankProgress.BATCHES] = sums["batches"]
-            words[RankProgress.RETURNED_S] = time.monotonic()
+            words[RankProgress.RETURNED_S] = now_s
 
     def take_rates(
         self, counts: Mapping[str, float], late_s: Mapping[int, float]
@@ -300,9 +300,9 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     groups = {}
     prompts = {}
     late = dict[str, dict[str, dict[str, int]]]()
-    media = {
-        table.spec.name: table.media.statistics() for table in tables if table.media is not None
-    }
+    pages = {table.spec.name: table.media for table in tables if table.media is not None}
+    media = {name: one.statistics() for name, one in pages.items() if one.spec.column is not None}
+    ragged = {name: one.statistics() for name, one in pages.items() if one.spec.column is None}
     for table in tables:
         columns = table.schema.late_columns if table.spec.dataset is None else ()
         for index, column in enumerate(columns):
@@ -319,6 +319,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
                     table.ledger.reclaim()
                     prompts[table.spec.name] = table.ledger.books.account()
     sections = {"late": late, "groups": groups, "prompts": prompts, "media": media}
+    sections["ragged"] = ragged
     return {
         "trajectories": sum(table.num_trajectories for table in tables),
         "steps": sum(table.num_steps for table in tables),
@@ -474,7 +475,8 @@ def _duplicates(batch: Selections) -> float:
         items = resolutions[:, Resolution.ID]
         if stream.spec.rule.unit == "step":
             items = resolutions[:, Resolution.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
-        total, different = total + len(items), different + len(distinct(items))
+        total += len(items)
+        different += len(distinct(items))
     return 1 - different / max(total, 1)
 
 

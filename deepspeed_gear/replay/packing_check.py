@@ -10,7 +10,7 @@ import torch
 from deepspeed_gear.batching.micro_batch import MicroBatch, pack_of_tokens
 from deepspeed_gear.batching.pack_rows import PackShape
 from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.prefixes import Prefixes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.rollout_columns import PackSettings
 
@@ -82,9 +82,23 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
     tokens = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(0))
     steps = np.array(lengths, np.int64)
     prefixes = None
-    if pack.prefix == "share":  # every second one goes on after half of the one before it
-        number = np.arange(len(steps))
-        prefixes = Prefixes(np.where(number % 2, steps[number // 2 * 2] // 2, 0), number // 2 * 2)
+    if pack.prefix == "share":
+        prefixes = _branches(steps)
         steps = steps + prefixes.steps
     shape = PackShape(steps, rows, 0, rows, prefixes)
     return pack_of_tokens(tokens, shape, settings.field_by_role.get("token"), settings.device)
+
+
+def _branches(places: np.ndarray) -> Prefixes:
+    """Return prefixes of trajectories with so many places: two of three leave the one before them.
+
+    They leave after half of its places: for [8, 4, 2, 1], steps is [0, 4, 6, 0] and leader
+    [0, 0, 1, 3].
+    """
+    leader = np.arange(len(places))
+    steps = np.zeros(len(places), np.int64)
+    for i, before in enumerate(places[:-1].tolist(), 1):
+        if i % 3 and before > 1:
+            leader[i] = i - 1
+            steps[i] = steps[i - 1] + before // 2
+    return Prefixes(steps, leader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,10 +12,18 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.field_rows import read_opaque
-from deepspeed_gear.batching.loss_weights import PackLoss, StepLoss, loss_weights
+from deepspeed_gear.batching.loss_weights import (
+    PackLoss,
+    StepLoss,
+    loss_weights,
+    table_loss_weights,
+)
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackSources
 from deepspeed_gear.batching.pack_rows import MediaReader, PackShape
 from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
+from deepspeed_gear.batching.ragged_rows import RaggedReader
+from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout_columns import (
     MASK,
     TARGETS,
@@ -53,11 +62,10 @@ class Packs:
         if planned is None:
             options = columns.context.settings.pack
             options = options.model_copy(update={"tokens": tokens or options.tokens})
-            prompts = None if columns.prompts is None else columns.prompts.of(index)
+            common = columns.common_prefixes
+            common = None if common is None else common.of(index)
             ops = columns.tables[0].table.ops
-            planned = plan_step(
-                trajectories.lengths[index], options, place.data_world, ops, prompts
-            )
+            planned = plan_step(trajectories.lengths[index], options, place.data_world, ops, common)
         self.planned = planned
         # The ranks of the plan that this rank stands for: with a plan for more ranks than there are
         # it trains several packs in each micro step. With 4 of the plan for 2 replicas, the second
@@ -66,6 +74,10 @@ class Packs:
         end = first + planned.per_rank
         of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
         chosen = [packs[step] for step in range(planned.plan.num_micro_steps) for packs in of_ranks]
+        prefixes = planned.prefixes
+        if prefixes is not None:
+            order = prefixes.order()
+            chosen = [pack[np.argsort(order[pack])] for pack in chosen]
         self._replica = planned.plan.rank // planned.per_rank  # that trains each trajectory. [n]
         #: Trajectories of each of this rank's packs, as indices into the rollout batch.
         self.indices = [index[pack] for pack in chosen]
@@ -74,7 +86,6 @@ class Packs:
             self._at = [slice(at[0], at[-1] + 1) if len(at) else slice(0) for at in self.indices]
         #: Places of the trajectories in each pack.
         self.shapes: list[PackShape] = []
-        prefixes = planned.prefixes
         every_rows = planned.rows[:, first:end].reshape(-1).tolist()
         for pack, at, rows in zip(chosen, self._at, every_rows, strict=True):
             shared = None if prefixes is None else prefixes.of(pack)
@@ -99,9 +110,13 @@ class Packs:
         counts = columns.counts[index]
         weights = np.zeros(len(columns.trajectories))
         # A trajectory may be in the batch several times, but each of its samples is another index.
-        sequences = columns.sequence[index]
-        items = columns.trajectories.item[index]
-        weights[index] = loss_weights(self._context.settings.loss, counts, sequences, items)
+        units = (columns.sequence[index], columns.trajectories.item[index])
+        settings = self._context.settings
+        if settings.table_losses:
+            tables = columns.trajectories.source[index]
+            weights[index] = table_loss_weights(settings.table_losses, counts, *units, tables)
+        else:
+            weights[index] = loss_weights(settings.loss, counts, *units)
         return StepLoss(int(counts.sum()), weights)
 
     def fetch(self) -> None:
@@ -156,6 +171,7 @@ class Packs:
         shape = self.shapes[number]
         with columns.reading(at) as has_rows:
             tensors, per_trajectory, opaque = self._gather(index, at, shape)
+            ragged = {one.name: self._ragged(one, index, has_rows) for one in settings.ragged}
         loss_mask = self._narrowed
         if MASK not in tensors and loss_mask is None:
             loss_mask = columns.stored_mask
@@ -194,6 +210,7 @@ class Packs:
                 number,
                 opaque,
                 media,
+                ragged,
                 to_fill,
                 has_peers=settings.place.data_world > 1,
             ),
@@ -202,6 +219,34 @@ class Packs:
         )
         self._context.metrics.add(wait_s=time.perf_counter() - begin)
         return micro
+
+    def _ragged(
+        self, field: ResolvedField, index: np.ndarray, has_rows: np.ndarray | None
+    ) -> RaggedReader:
+        """Return the reader of a ragged column; it has read it where nothing pins the rows.
+
+        Args:
+            field: The field of the column.
+            index: Trajectories of the pack. [S], int64.
+            has_rows: Which trajectories still have rows, with the lock held. [S], bool; None: all,
+                and the rollout batch keeps them.
+        """
+        tables = self._columns.tables
+        trajectories = self._columns.trajectories
+        assert field.column is not None
+        source = trajectories.source[index]
+        numbers = np.zeros(len(index), np.int64)
+        for number, rows in enumerate(tables):
+            own = source == number
+            slots = rows.rows.numpy()[trajectories.row[index][own], Resolution.SLOT]
+            numbers[own] = rows.table.gather_source(field.column.name).numpy()[slots]
+        if has_rows is not None:
+            numbers[~has_rows] = 0
+        every = [rows.table for rows in tables]
+        reader = RaggedReader(field.column, int(field.offset), every, source, numbers)
+        if has_rows is not None:
+            reader.fetch(nullcontext())
+        return reader
 
     def _gather(
         self, index: np.ndarray, at: Any, shape: PackShape

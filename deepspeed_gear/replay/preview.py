@@ -18,8 +18,9 @@ from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.batching.packing_plan import PlannedPacks
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import check_ranks
-from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.resolved_field import read_fields
+from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.distributed.control_plane import ControlPlane
@@ -135,7 +136,8 @@ def _rank(
         tensor = batch[field.name]
         time = () if field.length is None else (mask.shape[1],)
         shape = (info.micro, *time, *tensor.shape[1 + len(time) :])
-        real, rows = real + int(mask.sum()), rows + mask.numel()
+        real += int(mask.sum())
+        rows += mask.numel()
         if field.mask_only:
             shapes[f"mask.{field.name}"] = shape[: 1 + len(time)]
         else:
@@ -299,10 +301,12 @@ def rollout_preview(
     assert size is not None
     check_ranks(config, replicas, sequence, stages)
     tables = {name: config.resolved_tables[name] for name in config.sampled_tables}
+    is_mixed = len({config.sampler_of(name).unit for name in tables}) > 1
     return {
-        "unit": "groups" if size.groups else "trajectories",
+        # "items" are groups of some tables and trajectories of others.
+        "unit": "items" if is_mixed else size.unit,
         "items": size.size,  # of a rollout batch, the most where it has a number of tokens
-        "trajectories": size.size * max(table.most_trajectories for table in tables.values()),
+        "trajectories": _most_trajectories(config, size.size),
         "tokens": size.tokens,  # most of a rollout batch; null: of any number
         "epochs": size.epochs,
         "minibatches": size.minibatches,
@@ -312,6 +316,18 @@ def rollout_preview(
         "rank_tokens": pack.room // sequence,  # of them each sequence rank has so many
         "tables": {name: _table_preview(config, name, table) for name, table in tables.items()},
     }
+
+
+def _most_trajectories(config: GearConfig, items: int) -> int:
+    """Return the most trajectories that a rollout batch of so many items has."""
+    most = {name: config.resolved_tables[name].most_trajectories for name in config.sampled_tables}
+    shares = {name: config.share_of(name) for name in most}
+    count = 0
+    for name, share in shares.items():
+        if share is None:  # a schedule
+            return items * max(most.values())
+        count += math.ceil(share * items - SHARES_TOLERANCE * items) * most[name]
+    return count
 
 
 def _table_preview(config: GearConfig, name: str, table: TableConfig) -> dict[str, Any]:
@@ -332,7 +348,7 @@ def _table_preview(config: GearConfig, name: str, table: TableConfig) -> dict[st
 def format_rollout_preview(document: Mapping[str, Any]) -> Sequence[str]:
     """Return the lines that `gear preview` prints of packed batches without lengths."""
     size = "{items:,} {unit}" + (
-        ", {trajectories:,} trajectories" if document["unit"] == "groups" else ""
+        ", {trajectories:,} trajectories" if document["unit"] != "trajectories" else ""
     )
     if document["tokens"] is not None:
         size = "at most " + size + " and {tokens:,} tokens"
@@ -382,6 +398,6 @@ def format_pack_preview(document: Mapping[str, int | float], replicas: int) -> S
     ]
     if not document["knows_prompts"]:
         lines.append(
-            'planned without shared prompts ("prefix": "share"), with which there are fewer places'
+            'planned without shared prefixes ("prefix": "share"), with which there are fewer places'
         )
     return [line.format(**document) for line in lines]

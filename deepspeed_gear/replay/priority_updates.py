@@ -55,6 +55,11 @@ class PriorityReports:
         self._sampled = plan.config.sampled_tables
         # All samplers of a mixture reduce priorities in the same way.
         self._sampler = plan.config.sampler_of(self._sampled[0])
+        # The only log, where a batch's samples all belong to it; None: see `_parts`.
+        self._log: PriorityLog | None = None
+        masses = self._masses.get(self._sampled[0])
+        if masses is not None and len(self._sampled) == 1 and not masses.spec.rule.split:
+            self._log = masses.reports if self._place.reports else None
 
     def _masses_of(self, table: str) -> PriorityMasses:
         masses = self._masses.get(table)
@@ -70,6 +75,17 @@ class PriorityReports:
 
     def report(self, batch: object, priorities: object, mask: object) -> None:
         """Report the priorities of a batch; see `Replay.update_priorities`."""
+        # Priorities in the form in which the log has them need one native call.
+        if (
+            self._log is not None
+            and mask is None
+            and isinstance(batch, Batch)
+            and isinstance(priorities, Tensor)
+            and priorities.is_cpu
+        ):
+            self._late.drain()
+            if self._log.add_plain(batch.reported, priorities):
+                return
         tables = [self._masses_of(table) for table in self._sampled]
         if not self._place.reports:
             return
@@ -87,7 +103,8 @@ class PriorityReports:
             )
         given = arguments.tensor("priorities", priorities)
         if isinstance(batch, MicroBatch):
-            _check_packed(sampler.unit, batch, given, counts)
+            unit = "group" if self._config.has_group_items else sampler.unit
+            _check_packed(unit, batch, given, counts)
         if given.dim() == 2 and self._place.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
             raise ShapeError(

@@ -24,7 +24,11 @@ from deepspeed_gear.notebook_views import safe_view
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.packs import Packs
-from deepspeed_gear.replay.rollout_advantages import set_advantages, whiten_column
+from deepspeed_gear.replay.rollout_advantages import (
+    GroupBaseline,
+    set_advantages,
+    whiten_column,
+)
 from deepspeed_gear.replay.rollout_columns import (
     READ,
     FilledColumns,
@@ -193,7 +197,7 @@ class Rollout(PublicNames):
 
         Args:
             name: A column that was filled or set, float32; or a stored one with a number per step,
-                float64.
+                float64. Of a field with `absent`, tables without the column have this value.
         Raises:
             ConfigError: There is no such column.
             DataError: The column is late, and a trajectory does not have it yet.
@@ -207,7 +211,7 @@ class Rollout(PublicNames):
             columns.step_column(name)
 
         self._context.check_same(READ, (name,), check)
-        return torch.from_numpy(columns.places(name))
+        return torch.from_numpy(columns.places(name, admits_absent=True))
 
     def advantages(
         self,
@@ -217,6 +221,7 @@ class Rollout(PublicNames):
         group: str | None = None,
         member: str | None = None,
         count_masked: bool | None = None,
+        absent: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """Set and return advantages: of trajectories against their group, or by a critic's values.
@@ -240,6 +245,9 @@ class Rollout(PublicNames):
             member: Per-trajectory column that names the member; None: that of the table's groups,
                 or each trajectory is a member.
             count_masked: Whether members without loss tokens count; None: `gear.loss.count_masked`.
+            absent: Advantage in trajectories of tables without the column of the reward, which
+                count in no baseline; not with "gae" and "vtrace". With 1 the policy gradient of
+                supervised trajectories is that of their log-likelihood. None: all tables have it.
             **options: Options of "gae" and "vtrace", as in `gear.advantage`: `value`, `gamma` (1 if
                 left out), `lam`, `next_value`, `log_prob`, `behaviour_log_prob`, `rho_bar`,
                 `c_bar`.
@@ -253,9 +261,8 @@ class Rollout(PublicNames):
         """
         self.check_open()
         columns = self.batch_columns
-        advantages = set_advantages(
-            columns, kind, reward, name, group, member, count_masked, options
-        )
+        baseline = GroupBaseline(group, member, count_masked, absent)
+        advantages = set_advantages(columns, kind, reward, name, baseline, options)
         return torch.from_numpy(advantages)
 
     def mask(self, keep: torch.Tensor | np.ndarray) -> None:
@@ -317,7 +324,9 @@ class Rollout(PublicNames):
             level: "token": the ratio of each token; "sequence": the product over a sequence's loss
                 tokens; "geometric": its root of their number.
             current: Log-probabilities by the trainer: a column that was filled or set.
-            behaviour: Those by the generator: such a column, or a stored one.
+            behaviour: Those by the generator: such a column, or a stored one. Trajectories of
+                tables without it, where its field has `absent`, keep their tokens with the weight 1
+                and do not count in what is returned.
             name: Name of the column in micro batches.
             count_rejected: Whether rejected tokens stay in the mean, with a loss of 0.
         Returns:
@@ -433,7 +442,7 @@ class TrainStep(PublicNames):
         num_tokens: Number of their steps.
         loss_tokens: Number of their loss tokens.
         shared_tokens: Number of their steps that have no places of their own, as `gear.pack.prefix`
-            shares prompts.
+            shares prefixes.
         name: Name of the step in errors.
     """
 

@@ -4,8 +4,7 @@ their normalisation over the batch.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,21 +19,28 @@ from deepspeed_gear.replay.rollout_columns import READ, RolloutColumns
 EPSILON = 1e-8  # added to the variance of a column that is whitened
 
 
+class GroupBaseline(NamedTuple):
+    """What group-relative advantages are computed against; as `Rollout.advantages`."""
+
+    group: str | None
+    member: str | None
+    count_masked: bool | None
+    absent: float | None
+
+
 def set_advantages(
     columns: RolloutColumns,
     kind: str,
     reward: str,
     name: str,
-    group: str | None,
-    member: str | None,
-    count_masked: bool | None,
+    baseline: GroupBaseline,
     options: dict[str, Any],
 ) -> np.ndarray:
     """Set a column to advantages, and return them; see `Rollout.advantages`. Collective."""
     context = columns.context
     settings = context.settings
     if kind in ("gae", "vtrace"):
-        of_groups = {"group": group, "member": member, "count_masked": count_masked}
+        of_groups = baseline._asdict()
         options |= {option: value for option, value in of_groups.items() if value is not None}
         chosen = _estimator(kind, options)
 
@@ -54,28 +60,43 @@ def set_advantages(
             value,
             "leave it out for this estimator",
         )
-    member = settings.member if member is None else member
+    group = baseline.group
+    member = settings.member if baseline.member is None else baseline.member
+    count_masked = baseline.count_masked
     count_masked = settings.loss.count_masked if count_masked is None else count_masked
+    absent = baseline.absent
     named = tuple(column for column in (group, member, reward) if column is not None)
 
+    def check() -> None:
+        if absent is not None and not (isinstance(absent, (int, float)) and np.isfinite(absent)):
+            rule = "must be a finite number"
+            raise ConfigError(
+                "rollout.advantages.absent", rule, absent, "write 1.0, or leave it out"
+            )
+        columns.check_values(*named, where=None if absent is None else reward)
+
     def compare() -> np.ndarray:
-        values = {column: columns.values(column) for column in named}
+        check()
         if kind not in ESTIMATORS:
             rule = f"must be one of {', '.join(ESTIMATORS)}, gae, vtrace"
             raise ConfigError("rollout.advantages: kind", rule, kind, "choose one of them")
-        counted = None if count_masked else columns.counts > 0
-        items = columns.trajectories.item
+        # Trajectories of tables without rewards count in no baseline.
+        own = columns.has_column(reward).nonzero()[0]
+        values = {column: columns.values_or_zero(column)[own] for column in named}
+        counted = None if count_masked else columns.counts[own] > 0
+        items = columns.trajectories.item[own]
         groups = items if group is None else values[group].astype(np.int64)
         members = np.arange(len(items)) if member is None else values[member].astype(np.int64)
-        advantages = group_advantages(kind, values[reward], groups, members, counted)
+        advantages = np.full(len(columns.trajectories), 0.0 if absent is None else absent)
+        advantages[own] = group_advantages(kind, values[reward], groups, members, counted)
         columns.set_column(name, advantages)
         if context.rewards_warning is not None:
             rejected = columns.num_rejected
-            context.rewards_warning.count(advantages, groups, reward, counted, rejected)
+            context.rewards_warning.count(advantages[own], groups, reward, counted, rejected)
         return advantages
 
     # Reading is collective over nodes, so a wrong name must be raised on all ranks first.
-    context.check_same(READ, (*named, count_masked), partial(columns.check_values, *named))
+    context.check_same(READ, (*named, count_masked, absent), check)
     return context.agree(compare)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from deepspeed_gear.batching.pack_rows import (
     item_numbers,
     steps_of,
 )
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.prefixes import CommonPrefixes
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import LossConfig, PackConfig, RolloutConfig
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
@@ -69,7 +69,10 @@ class PackSettings:
     schema: Schema  # of the first table; all have the fields of a pack
     fields: tuple[ResolvedField, ...]
     opaque: tuple[ResolvedField, ...] = ()
+    ragged: tuple[ResolvedField, ...] = ()
     member: str | None = None  # column that names a group's members; None: each trajectory is one
+    # Weight and mean of each table of a mixture; empty: there is one mean over all.
+    table_losses: tuple[tuple[float, LossConfig], ...] = ()
     ranks: SequenceSum | None = None  # sum over the ranks of one sequence; None: there is one
 
     @cached_property
@@ -297,44 +300,47 @@ class TableRows:
             return self._join(steps)
         return np.unpackbits(self._join(np.packbits(steps)), count=len(steps)).astype(bool)
 
-    def leaders(self, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return for each trajectory the first one of its item that begins with the same prompt.
+    def sorted_prefixes(self, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Sort the trajectories of each item by their tokens and media, and compare neighbours.
 
-        A prompt is the same if it has as many rows, and equal tokens and media. Collective over
-        nodes; the trajectories of an item are on one node.
+        Collective over nodes; the trajectories of an item are on one node.
 
         Args:
-            rows: Number of first rows that make the prompt, at least 1. [n], int64.
+            rows: Number of first rows that are compared, at least 1. [n], int64.
             items: Item of each trajectory. [n], int64.
         Returns:
-            [n], int64; a trajectory without an earlier equal one is its own leader.
+            By trajectory, its place in the order of its item, and how many of its first rows are
+            equal to those of the one before it there: 0 for the first one. [n, 2], int64.
+        Cost: two copies of the rows, of 4 bytes for int32 tokens without media; the n trajectories
+            of an item are compared n log n times.
         """
         own = self._own
+        items = items[own]
         rows = rows[own]
-        begins = np.cumsum(rows) - rows  # for rows [2, 3] begins is [0, 2]
-        ops = self.table.ops
-        given = (0, "T", torch.int64)
         resolutions = self.trajectories.resolutions[torch.from_numpy(own)]
         resolutions[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
-        shared = SharedRows.none(len(own)) if self.shared is None else self.shared.of(own)
+        shared = None if self.shared is None else self.shared.of(own)
         names = [c.name for c in self.table.schema if c.role in ("token", "media")]
-        columns = [self.table.tensor(name) for name in names]
-        tokens = np.array([steps_of(ops, one, resolutions, *given, shared) for one in columns])
-        # Prompts of one item with as many rows and an equal sum, of token i times (2 i + 1)^2
-        # modulo 2^64, have a common first one. Then their tokens are compared with those of that
-        # one: a trajectory whose sum is equal by chance leads itself.
-        factors = 2 * (np.arange(tokens.shape[1]) - begins.repeat(rows)) + 1
-        sums = np.add.reduceat(tokens.sum(0) * factors * factors, begins)
-        prompts = np.stack([items[own], rows, sums], axis=1)
-        _, first, number = np.unique(prompts, axis=0, return_index=True, return_inverse=True)
-        leader = first[number.reshape(-1)]
-        resolutions[:, Resolution.FIRST_ROW] = resolutions[
-            torch.from_numpy(leader), Resolution.FIRST_ROW
+        tensors = [self.table.tensor(name) for name in names]
+        is_narrow = all(one.dtype == torch.int32 for one in tensors)
+        dtype = torch.int32 if is_narrow else torch.int64
+        columns = [
+            steps_of(self.table.ops, one, resolutions, 0, "T", dtype, shared) for one in tensors
         ]
-        shared = shared.of(leader)
-        others = np.array([steps_of(ops, one, resolutions, *given, shared) for one in columns])
-        is_equal = np.logical_and.reduceat((tokens == others).all(0), begins)
-        return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
+        # Token and media of a row side by side: sequences of bytes have the same common prefixes.
+        values = columns[0] if len(columns) == 1 else np.stack(columns, axis=1).reshape(-1)
+        ends = np.cumsum(rows) * len(columns)
+        parts = np.split(values, ends)[:-1]
+        keys = [(item, part.tobytes()) for item, part in zip(items.tolist(), parts, strict=True)]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        found = np.zeros((len(keys), 2), np.int64)
+        for before, after in pairwise(order):
+            if items[before] == items[after]:
+                most = min(len(parts[before]), len(parts[after]))
+                differs = parts[before][:most] != parts[after][:most]
+                equal = int(differs.argmax()) if differs.any() else most
+                found[after] = (found[before, 0] + 1, equal // len(columns))
+        return self._joined(found)
 
     def check_filled(self, name: str) -> None:
         """Raise a DataError if a trajectory lacks a late column. Collective over nodes."""
@@ -460,11 +466,11 @@ class RolloutColumns:
         return np.add.reduceat(flags, self.trajectories.starts, dtype=np.int32).astype(np.int64)
 
     @cached_property
-    def prompts(self) -> Prefixes | None:
-        """Prompt of each trajectory: its steps before the first loss place, and their leader.
+    def common_prefixes(self) -> CommonPrefixes | None:
+        """First steps that the trajectories of an item have in common.
 
-        The leader is the first trajectory of its item with an equal prompt. None: prompts are not
-        shared. A narrowed loss mask changes nothing. Collective over nodes.
+        A trajectory may share its steps before the first loss place. None: prefixes are not shared.
+        A narrowed loss mask changes nothing. Collective over nodes.
         """
         token = self.context.settings.schema.role("token")
         if (
@@ -474,14 +480,20 @@ class RolloutColumns:
         ):
             return None
         trajectories = self.trajectories
+        item = trajectories.item
         actions = np.append(self.stored_mask.nonzero()[0], trajectories.num_tokens)
         first_action = actions[np.searchsorted(actions, trajectories.starts)]
-        shared = np.minimum(first_action - trajectories.starts, trajectories.lengths - 1)
-        leaders = []
+        bound = np.minimum(first_action - trajectories.starts, trajectories.lengths - 1)
+        # Nothing after the largest bound of an item, and the token that is predicted there, counts.
+        most = np.zeros(trajectories.num_items, np.int64)
+        np.maximum.at(most, item, bound)
+        compared = np.minimum(trajectories.lengths, most[item] + 1)
+        found = np.zeros((len(trajectories), 2), np.int64)
         for number, rows in enumerate(self.tables):
             own = np.nonzero(trajectories.source == number)[0]
-            leaders.append(own[rows.leaders(shared[own] + 1, trajectories.item[own])])
-        return Prefixes(shared, np.concatenate(leaders))
+            found[own] = rows.sorted_prefixes(compared[own], item[own])
+        order = np.lexsort((found[:, 0], item))
+        return CommonPrefixes(order, found[order, 1], bound)
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -489,15 +501,23 @@ class RolloutColumns:
         member = self.context.settings.member
         if self.context.settings.loss.by == "trajectory" or member is None:
             return np.arange(len(self.trajectories))
-        pairs = np.stack([self.trajectories.item, self.values(member).astype(np.int64)], axis=1)
+        members = self.values_or_zero(member).astype(np.int64)
+        pairs = np.stack([self.trajectories.item, members], axis=1)
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
-    def check_values(self, *names: str) -> None:
-        """Raise ConfigError unless every table has per-trajectory columns."""
-        for name, rows in product(names, self.tables):
+    def check_values(self, *names: str, where: str | None = None) -> None:
+        """Raise ConfigError unless every table has per-trajectory columns.
+
+        Args:
+            *names: The columns.
+            where: Only tables with this column must have them, if there is such a table.
+        """
+        tables = [rows for rows in self.tables if where is None or where in rows.table.schema]
+        for name, rows in product(names, tables or self.tables):
             schema = rows.table.schema
-            if name not in schema or schema[name].rows != "1":
-                known = ", ".join(column.name for column in schema.trajectory_columns) or "none"
+            single = [c.name for c in schema.trajectory_columns if not c.is_ragged]
+            if name not in single:
+                known = ", ".join(single) or "none"
                 rule = (
                     f"must be a column of table {rows.table.spec.name} with one value per "
                     f"trajectory"
@@ -511,6 +531,23 @@ class RolloutColumns:
         """Return a per-trajectory column's stored values. [n, *shape]. Collective over nodes."""
         self.check_values(name)
         return np.concatenate([rows.values(name) for rows in self.tables])
+
+    def values_or_zero(self, name: str) -> np.ndarray:
+        """Return as `values`, with 0 in tables without the column; one of them has it."""
+        counts = [len(rows.rows) for rows in self.tables]
+        known = [rows.values(name) if name in rows.table.schema else None for rows in self.tables]
+        like = next(values for values in known if values is not None)
+        return np.concatenate(
+            [
+                np.zeros((count, *like.shape[1:]), like.dtype) if values is None else values
+                for count, values in zip(counts, known, strict=True)
+            ]
+        )
+
+    def has_column(self, name: str) -> np.ndarray:
+        """Return which trajectories are of tables with a stored column. [n], bool."""
+        has = np.array([name in rows.table.schema for rows in self.tables])
+        return np.asarray(has[self.trajectories.source])
 
     def step_column(self, name: str) -> tuple[Column, int]:
         """Return the column of numbers per step that micro batches have by a name; its offset.
@@ -542,7 +579,7 @@ class RolloutColumns:
         remedy = f'fill it in rollout.forward("{name}"), or set it with rollout.set'
         return f"{remedy}; there are: {known}"
 
-    def places(self, name: str, later: int = 0) -> np.ndarray:
+    def places(self, name: str, later: int = 0, admits_absent: bool = False) -> np.ndarray:
         """Return a column's values at the places of micro batches. [num_tokens], float64.
 
         Collective over nodes.
@@ -550,11 +587,30 @@ class RolloutColumns:
         Args:
             name: A column that was filled or set, or a field or column with a number per step.
             later: Number of steps after the place.
+            admits_absent: Whether tables may lack the column of a field with the option `absent`.
+        Raises:
+            ConfigError: There is no such column, or a table lacks it.
         """
         if name in self.filled:
             return self.filled[name].double().numpy()
         column, offset = self.step_column(name)
-        return np.concatenate([rows.steps(column.name, offset + later) for rows in self.tables])
+        absent = self.absent_value(name) if admits_absent else None
+        parts = []
+        for rows in self.tables:
+            if column.name in rows.table.schema:
+                parts.append(rows.steps(column.name, offset + later))
+                continue
+            if absent is None:
+                rule = f"must be a column of table {rows.table.spec.name}, too, or be filled or set"
+                raise ConfigError(f"column {name!r}", rule, None, "set it with rollout.set")
+            num_steps = int(rows.rows[:, Resolution.NUM_STEPS].sum())
+            parts.append(np.full(num_steps, float(absent)))
+        return np.concatenate(parts)
+
+    def absent_value(self, name: str) -> int | float | None:
+        """Return a field's value in tables without its column; None: all tables must have it."""
+        fields = self.context.settings.fields
+        return next((field.absent for field in fields if field.name == name), None)
 
     def set_column(self, name: str, values: np.ndarray) -> None:
         """Set a column of this rollout batch.
@@ -628,7 +684,7 @@ class FilledColumns(ForwardPass):
         self._trajectories = columns.trajectories
         self._own = {name: torch.zeros(columns.trajectories.num_tokens) for name in names}
 
-    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+    def write(self, name: str, micro: MicroBatch, values: Any) -> None:
         column = self._own[name].numpy()  # NumPy copies a slice in a tenth of torch's time
         given = micro.flat(name, values).detach().to("cpu", torch.float32).numpy()
         shape = micro.pack_shape

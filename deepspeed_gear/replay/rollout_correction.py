@@ -27,13 +27,15 @@ def correct(
                 columns.step_column(column)
 
     def compute() -> Correction:
-        found = _correction(columns, bounds, current, behaviour)
-        weights = np.zeros(columns.trajectories.num_tokens)
-        weights[columns.mask] = found.weights
+        # Tables without the column, such as supervised ones, have no generator to correct for.
+        is_corrected = columns.mask & _has_places(columns, behaviour)
+        found = _correction(columns, is_corrected, bounds, current, behaviour)
+        weights = columns.mask.astype(np.float64)
+        weights[is_corrected] = found.weights
         columns.set_column(name, weights)
         if found.rejected.any() and not count_rejected:
             keep = columns.mask.copy()
-            keep[keep] = ~found.rejected
+            keep[is_corrected] = ~found.rejected
             columns.narrow(keep)
         return found
 
@@ -41,18 +43,35 @@ def correct(
     return context.agree(compute).summary()
 
 
-def _correction(
-    columns: RolloutColumns, bounds: CorrectionBounds, current: str, behaviour: str
-) -> Correction:
-    """Return the correction of the loss tokens. Collective over nodes.
+def _has_places(columns: RolloutColumns, name: str) -> np.ndarray:
+    """Return the places of trajectories whose tables have a column. [num_tokens], bool."""
+    if name in columns.filled or columns.absent_value(name) is None:
+        return np.ones(columns.trajectories.num_tokens, bool)
+    column, _ = columns.step_column(name)
+    return columns.has_column(column.name).repeat(columns.trajectories.lengths)
 
+
+def _correction(
+    columns: RolloutColumns,
+    mask: np.ndarray,
+    bounds: CorrectionBounds,
+    current: str,
+    behaviour: str,
+) -> Correction:
+    """Return the correction of loss tokens. Collective over nodes.
+
+    Args:
+        columns: Columns of the rollout batch.
+        mask: The loss tokens. [num_tokens], bool.
+        bounds: The correction.
+        current: As `Rollout.correct`.
+        behaviour: As `Rollout.correct`.
     Raises:
         DataError: A log-probability is not finite.
     """
-    mask = columns.mask
     logs = []
     for name in (current, behaviour):
-        values = columns.places(name)[mask]
+        values = columns.places(name, admits_absent=True)[mask]
         is_bad = ~np.isfinite(values)
         if is_bad.any():
             at = int(np.flatnonzero(mask)[is_bad.argmax()])

@@ -114,7 +114,8 @@ class RolloutLoader:
         self._tables = config.sampled_tables
         self._streams = parts.train
         first = self._tables[0]
-        group = config.resolved_tables[first].group
+        groups = [config.resolved_tables[name].group for name in self._tables]
+        member = next((group.member for group in groups if group is not None), None)
         settings = PackSettings(
             pack=config.pack,
             loss=config.loss,
@@ -124,8 +125,10 @@ class RolloutLoader:
             device=device,
             schema=plan.schemas[first],
             fields=tuple(plan.needs.fields),
-            opaque=tuple(plan.needs.opaque),
-            member=None if group is None else group.member,
+            opaque=tuple(field for field in plan.needs.opaque if not field.is_ragged),
+            ragged=tuple(field for field in plan.needs.opaque if field.is_ragged),
+            member=member,
+            table_losses=tuple(config.loss.of_tables(self._tables)),
             ranks=sequence_sum(
                 plan.topology, device, config.timeout_s, plan.group, plan.control_plane
             ),
@@ -194,7 +197,7 @@ class RolloutLoader:
         """
         if self._current is not None:
             self._current.close()
-        begin = time.perf_counter()
+        begin = time.monotonic()
         while not self._next_items()[1]:
             self._held.append(self._select())
         columns = RolloutColumns(self._take(), self.context)
@@ -218,7 +221,8 @@ class RolloutLoader:
         made = Rollout(self._number, columns, self._consume, known.get("steps_done", 0))
         self._resumed = LoaderPosition(resumed.at)
         self._current = made
-        self.context.metrics.used(self._epoch, time.perf_counter() - begin)
+        now = time.monotonic()
+        self.context.metrics.used(self._epoch, now - begin, now)
         return made
 
     def step(self) -> TrainStep:

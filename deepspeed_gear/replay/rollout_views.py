@@ -47,7 +47,7 @@ def _readable_rewards(columns: RolloutColumns) -> np.ndarray | None:
     schemas = [rows.table.schema for rows in columns.tables]
     if not all("reward" in schema and schema["reward"].rows == "1" for schema in schemas):
         return None
-    if any(schema["reward"].is_opaque for schema in schemas):
+    if not all(schema["reward"].is_tensor for schema in schemas):
         return None
     try:
         return columns.values("reward")

@@ -13,8 +13,8 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.data.media import Media
 from deepspeed_gear.data.opaque_rows import decode
+from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -108,23 +108,44 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
         copies = [
             {name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots
         ]
-        media = [_media(table, rows, nullcontext()) for rows in copies]
-    return [values(table, *both) for both in zip(copies, media, strict=True)]
+        items = [_items(table, rows, nullcontext()) for rows in copies]
+    return [values(table, *both) for both in zip(copies, items, strict=True)]
 
 
-def _media(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> Mapping[int, Media]:
-    """Return the media of a trajectory by step; `lock` is the table's, unless it is held."""
-    return {} if table.media is None else table.media.named(rows[table.media.spec.column], lock)
+def _items(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> dict[str, Any]:
+    """Return the media and ragged values of a trajectory by column.
+
+    `lock` is the table's, unless it is held. A late column that was not filled has no values.
+    """
+    if table.media is None:
+        return {}
+    spec = table.media.spec
+    items = dict[str, Any]()
+    if spec.column is not None:
+        items[spec.column] = table.media.named(rows[spec.column], lock)
+    step_column = table.schema.step_columns[0]
+    num_steps = len(rows[step_column.name]) - (step_column.rows == "T+1")
+    for column in spec.ragged:
+        number = rows[column.name].reshape(1)
+        given = table.media.ragged(column, number, lock)
+        empty = Ragged(
+            torch.zeros(0, dtype=column.values.torch_dtype), np.zeros(num_steps + 1, int)
+        )
+        items[column.name] = given.get(int(number[0]), empty)
+    return items
 
 
 def values(
-    table: Table, rows: Mapping[str, np.ndarray], media: Mapping[int, Media]
+    table: Table, rows: Mapping[str, np.ndarray], items: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a trajectory's columns as programs give them; tensors share memory with the rows."""
+    """Return a trajectory's columns as programs give them; tensors share memory with the rows.
+
+    `items` are the values of the columns whose rows have numbers of items.
+    """
 
     def value(column: Column, rows: np.ndarray) -> Any:
-        if column.role == "media":
-            return media
+        if column.name in items:
+            return items[column.name]
         if column.is_opaque:
             return decode(rows, column, f"table {table.spec.name}: column {column.name}")
         return as_tensor(np.ascontiguousarray(rows).reshape(rows.shape), column.dtype)
@@ -217,7 +238,7 @@ def copy_items(
             raise ShapeError("priorities", rule, list(given.shape), remedy)
         with np.errstate(over="ignore"):
             check_priorities(given.astype(np.float32))
-    _check_has_columns(columns, target)
+    _check_has_columns(columns, target, wanted)
     names = target.schema.names
     ids = list[int]()
     items = list[int]()
@@ -231,7 +252,7 @@ def copy_items(
         for record in rows.trajectories.resolutions[own].tolist():
             slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
             stored = table.rows(slot)
-            trajectory = values(table, stored, _media(table, stored, table.lock))
+            trajectory = values(table, stored, _items(table, stored, table.lock))
             absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
             late = table.schema.late_bits
             ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
@@ -266,13 +287,20 @@ def _items_to_copy(columns: RolloutColumns, target: Table, chosen: object) -> np
     return wanted
 
 
-def _check_has_columns(columns: RolloutColumns, target: Table) -> None:
-    """Raise unless the other tables of a rollout batch have the columns of a table, filled."""
+def _check_has_columns(columns: RolloutColumns, target: Table, wanted: np.ndarray) -> None:
+    """Raise unless the tables of wanted items have the columns of a table, filled.
+
+    Args:
+        wanted: As `_items_to_copy` returns it. [num_items], bool.
+    """
     names = target.schema.names
-    for rows in columns.tables:
+    trajectories = columns.trajectories
+    for number, rows in enumerate(columns.tables):
         if rows.table is target:
             continue
         unknown = [name for name in names if name not in rows.table.schema]
+        if unknown and not wanted[trajectories.item[trajectories.source == number]].any():
+            continue
         if unknown:
             rule = f"must be a column of table {rows.table.spec.name}, whose items are copied"
             at = f"gear.tables.{target.spec.name}.schema.columns.{unknown[0]}"

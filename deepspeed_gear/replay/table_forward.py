@@ -6,16 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
-from deepspeed_gear.batching.pack_rows import TableTrajectories
+from deepspeed_gear.batching.pack_rows import PackShape, TableTrajectories
 from deepspeed_gear.batching.packing_plan import PlannedPacks, check_tokens
+from deepspeed_gear.data.ragged import Ragged, as_ragged
+from deepspeed_gear.distributed.sequence_sum import SequenceSum
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.replay.packs import Packs
 from deepspeed_gear.replay.rollout_columns import (
@@ -26,7 +29,8 @@ from deepspeed_gear.replay.rollout_columns import (
     TableRows,
 )
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.store.late_columns import absent, fill_each
+from deepspeed_gear.schema import Column
+from deepspeed_gear.store.late_columns import absent, fill_each, fill_ragged
 from deepspeed_gear.store.table import Table
 
 
@@ -80,12 +84,14 @@ class LateColumns(ForwardPass):
         self._table = table
         self._settings = settings
         self._stored = stored
-        self._offsets = {
-            f.column.name: int(f.offset) for f in settings.fields if f.column is not None
-        }
+        every = (*settings.fields, *settings.ragged)
+        self._offsets = {f.column.name: int(f.offset) for f in every if f.column is not None}
 
-    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+    def write(self, name: str, micro: MicroBatch, values: Any) -> None:
         column = self._table.schema[name]
+        if column.is_ragged:
+            self._write_ragged(column, micro, values)
+            return
         shape = micro.pack_shape
         settings = self._settings
         by_step = column.rows == "T"
@@ -107,6 +113,44 @@ class LateColumns(ForwardPass):
         fill_each(
             self._table, column, self._stored[micro.sources.at], own, self._table.lineage, offset
         )
+
+    def _write_ragged(self, column: Column, micro: MicroBatch, values: Any) -> None:
+        """Store a ragged column: a Ragged, or what becomes one, of this rank's places."""
+        settings = self._settings
+        shape = micro.pack_shape
+        places = shape.end - shape.first
+        given = as_ragged(values, f"table {self._table.spec.name}: column {column.name}")
+        if len(given) != places:
+            rule = f"must have values for each of the {places} places"
+            remedy = "a place without values has none: two equal offsets, or an empty list"
+            raise ShapeError(f"column {column.name!r}", rule, len(given), remedy)
+        if settings.ranks is not None:  # other ranks have other places
+            given = _of_all_slices(given, shape, settings.ranks)
+        if not settings.place.reports:
+            return
+        offset = self._offsets.get(column.name, int(settings.predicts))
+        # Place i has the values of step i + offset, so the first steps of a trajectory have none.
+        owner = np.repeat(np.arange(len(shape.lengths)), shape.lengths)
+        first = np.cumsum(shape.lengths) - shape.lengths
+        step = np.arange(len(owner)) - first[owner]
+        place = np.where(step >= offset, shape.starts[owner] + step - offset, -1)
+        stored = given.to("cpu").take(torch.from_numpy(place))
+        bounds = [*first.tolist(), len(owner)]
+        parts = [stored.part(*pair) for pair in pairwise(bounds)]
+        resolutions = self._stored[micro.sources.at]
+        fill_ragged(self._table, column, resolutions, parts, self._table.lineage)
+
+
+def _of_all_slices(given: Ragged, shape: PackShape, ranks: SequenceSum) -> Ragged:
+    """Return the values at all places of a pack, of which each sequence rank has a slice."""
+    counts = given.counts.new_zeros(shape.rows)
+    counts[shape.first : shape.end] = given.counts
+    counts = ranks.sum(counts)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    values = given.values.new_zeros(int(offsets[-1]))
+    begin = int(offsets[shape.first])
+    values[begin : begin + len(given.values)] = given.values
+    return Ragged(ranks.sum(values), offsets)
 
 
 def check_late(table: Table, names: Sequence[str]) -> None:
@@ -183,11 +227,13 @@ def forward(
         "a rollout batch", lambda: planned().rows.max(axis=1).tolist()
     )
 
-    fields, opaque = (
+    fields, opaque, ragged = (
         tuple(field for field in every if not (field.column and field.column.late))
-        for every in (settings.fields, settings.opaque)
+        for every in (settings.fields, settings.opaque, settings.ragged)
     )
-    early = replace(settings, fields=fields, opaque=opaque, place=place)
+    early = replace(
+        settings, fields=fields, opaque=opaque, ragged=ragged, place=place, table_losses=()
+    )
 
     def made() -> tuple[Packs, LateColumns]:
         planned().extend(longest, settings.pack)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.field_checks import LEARNS, MASK, read_fields
+from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
@@ -129,7 +130,8 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
             length = field.length or 1
             edge = field.pad_kind == "edge"
             if field.part_length is not None and field.align == "in_place" and not edge:
-                first, length = first + field.part_first, field.part_length
+                first += field.part_first
+                length = field.part_length
             reads[WindowRead(name, first, first + length, field.follows, edge, final_row)] = None
             if field.hindsight is not None:
                 name = field.hindsight.name

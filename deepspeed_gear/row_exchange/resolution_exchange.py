@@ -172,7 +172,9 @@ class ResolutionSender:
                 np.concatenate([own[:, None], words], axis=1)
             )
         order = np.argsort(every[:, 0], kind="stable")
-        places, resolutions, shard = every[order, 0], every[order, 1:], shard[order]
+        places = every[order, 0]
+        resolutions = every[order, 1:]
+        shard = shard[order]
         masses = resolutions[:, Resolution.MASS]
         self.least_drawn = int(masses.min(initial=MOST_MASS))
         assert state.origins is not None

@@ -229,10 +229,8 @@ class RowExchange:
         the rows of a node: `heads`.
         """
         if self._transport is not None:
-            received, heads = (
-                self._transport.exchange(self._outgoing, self._coming),
-                [0] * len(heads),
-            )
+            received = self._transport.exchange(self._outgoing, self._coming)
+            heads = [0] * len(heads)
         for node, head in enumerate(heads):
             self._head_words[node] = WORD_BYTES * head
         first_row = self._rows[0] + entry * self._rows[1] + used[0]

@@ -31,7 +31,10 @@ class TrajectoryExchange:
         self._rows = rows
         self._number = 0
         self._evictor: Evictor | None = None  # of a table whose media are exchanged
-        if (media := rows.table.media) is not None and media.spec.column in rows.names:
+        media = rows.table.media
+        #: Columns that are exchanged and name items.
+        self._of_items = [] if media is None else [n for n in media.spec.names if n in rows.names]
+        if self._of_items:
             self._evictor = Evictor(rows.table, Context(timeout_s=rows.table.lock.timeout_s))
 
     def send(self, moves: Moves) -> Callable[[], None]:
@@ -66,7 +69,7 @@ class TrajectoryExchange:
             if (
                 moves.used == (0, 0) and self._rows.table.media is not None
             ):  # of the rollout batch before
-                self._rows.table.media.arrivals[:] = 0
+                self._rows.table.media.clear_arrivals()
             self._rows.fill(0, places, torch.arange(count), incoming, received, sizes, moves.used)
             return (
                 (lambda: None)
@@ -85,17 +88,17 @@ class TrajectoryExchange:
         asked = dict[int, int]()
         assert table.media is not None
         assert self._evictor is not None
-        rows = table.media.arrivals
-        first = table.first_arrival[0]
-        begins = places[:, Resolution.FIRST_ROW].numpy() - first
-        for sender, begin, steps in zip(
-            incoming[:, RowSample.PEER].tolist(),
-            begins,
-            incoming[:, RowSample.NUM_STEPS],
-            strict=True,
-        ):
-            numbers = rows[begin : begin + steps]
-            asked.update(dict.fromkeys(numbers[numbers != 0].tolist(), sender))
+        first_row, first_slot = table.first_arrival
+        begins = (places[:, Resolution.FIRST_ROW].numpy() - first_row).tolist()
+        slots = (places[:, Resolution.SLOT].numpy() - first_slot).tolist()
+        steps = incoming[:, RowSample.NUM_STEPS].tolist()
+        for one in self._of_items:
+            _, arrived, by_slot = table.media.numbers[one]
+            for index, sender in enumerate(incoming[:, RowSample.PEER].tolist()):
+                end = begins[index] + steps[index]
+                at = slice(slots[index], slots[index] + 1) if by_slot else slice(begins[index], end)
+                numbers = arrived[at]
+                asked.update(dict.fromkeys(numbers[numbers != 0].tolist(), sender))
         named = list(asked)
         with table.lock:
             lacking = table.media.find(np.array(named, np.int64)) < 0

@@ -18,6 +18,7 @@ import torch
 
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.priority_log import Append
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
@@ -97,7 +98,7 @@ class BatchStream:
         self._next_cleaning = 0.0
         self._native = NativeStream(state) if is_plain(state) else None
         if self._native is not None and state.reports is not None:
-            state.reports.publish_by(self._native.report)
+            state.reports.append_by(self._native.report)
 
     @property
     def num_items(self) -> int:
@@ -496,8 +497,9 @@ class NativeStream:
             words=words, rule=spec.rule.anchors.as_list(), timeout_s=TURN_S
         )
         self._take = native.stream_take
-        self._report = native.stream_report
         self._address = self._stream.address
+        #: Appends priorities to this process's log: an `Append` of the priority log.
+        self.report: Append = partial(native.stream_report, self._address)
         self._priorities = state.priorities
 
     def take(self, number: int, part: int, num_parts: int, gather: int) -> Selection | None:
@@ -515,11 +517,6 @@ class NativeStream:
             return None
         head, resolutions, weights = found
         return Selection(head, resolutions, weights, None, None, gather != 0)
-
-    def report(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> bool:
-        """Append priorities to this process's log and publish them; False: Python must do it."""
-        done: bool = self._report(self._address, samples, priorities, batch)
-        return done
 
 
 def is_plain(state: StreamState) -> bool:

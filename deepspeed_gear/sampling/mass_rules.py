@@ -339,7 +339,8 @@ class Decay:
         factor = float((-1 / Decimal(self.batches)).exp())
         while left.any():
             growth[left & 1 > 0] *= factor
-            left, factor = left >> 1, factor * factor
+            left >>= 1
+            factor = factor * factor
         least = np.where(priorities > 0, np.finfo(np.float32).tiny, 0)
         return np.asarray(np.maximum(priorities * growth, least), np.float32)
 

@@ -27,8 +27,9 @@ from deepspeed_gear.store.records import NOTHING
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-# A native call that appends and publishes updates: samples, priorities, batch -> whether it did.
-Publish = Callable[[torch.Tensor, torch.Tensor, int], bool]
+# A native call that appends and publishes updates: samples, priorities, batch -> whether it did. It
+# does where they need no conversion and the log has room.
+Append = Callable[[torch.Tensor, torch.Tensor, int], bool]
 NEVER = -(1 << 62)  # no batch was requested yet
 
 
@@ -72,7 +73,7 @@ class PriorityLog:
         self._num_peers = len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
         self._peers = SelectionReaders(spec, table, self.asked)
-        self._publish: Publish | None = None  # set by `publish_by`
+        self._append: Append | None = None  # set by `append_by`
         self._deferred: deque[_Deferred] = deque()
         self._current = NEVER  # batch last requested, while updates are deferred
         self._before = NEVER  # batch requested before that
@@ -90,9 +91,9 @@ class PriorityLog:
             Region(spec.at + "asked", "int64", (num_peers,)),
         ]
 
-    def publish_by(self, call: Publish) -> None:
+    def append_by(self, call: Append) -> None:
         """Append and publish later updates by a native call, where it can."""
-        self._publish = call
+        self._append = call
 
     def initialise(self) -> None:
         self.asked[:] = NEVER
@@ -102,11 +103,14 @@ class PriorityLog:
         of an older one are deferred (`defer`), publish that one, so that others wait for them.
         """
         with self._mutex:
-            latest = self._latest
+            deferred = self._deferred
+            asked = self._asked_words
+            peer = self._peer
+            latest = self._current if deferred else asked[peer]
             if number != latest:
                 self._before = latest
             self._current = number
-            self._asked_words[self._peer] = self._deferred[0].batch if self._deferred else number
+            asked[peer] = deferred[0].batch if deferred else number
 
     def restart(self, number: int) -> None:
         """Reset what all processes request, after a checkpoint at batch `number` was loaded."""
@@ -181,6 +185,24 @@ class PriorityLog:
             assert not self._deferred, "reports lie in the log in the order of their batches"
             self._write(samples, priorities, self._asked_words[self._peer])
 
+    def add_plain(self, samples: torch.Tensor, priorities: torch.Tensor) -> bool:
+        """Append priorities of samples, as `add`, if one native call can, whatever they are.
+
+        Returns:
+            Whether it could: both are dense and contiguous tensors in host memory, of as many rows
+            and of the dtypes that `add` requires, and the log has room.
+        """
+        append = self._append
+        if append is None:
+            return False
+        with self._mutex:
+            assert not self._deferred, "reports lie in the log in the order of their batches"
+            try:
+                return append(samples, priorities, self._asked_words[self._peer])
+            except RuntimeError:
+                check_priorities(priorities.detach().numpy())
+                raise
+
     @property
     def _latest(self) -> int:
         """The batch that this process last requested."""
@@ -208,8 +230,8 @@ class PriorityLog:
                 )
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
-        publish = self._publish
-        if publish is not None and _refusing(priorities, publish, samples, priorities, batch):
+        call = self._append
+        if call is not None and _refusing(priorities, call, samples, priorities, batch):
             return
         count = priorities.numel()
         self.check_room(count)

@@ -23,6 +23,7 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
 MOST_MASS = np.iinfo(np.int64).max
+_ONE = float(ONE_Q62)  # an exact product with an int converts it each time
 WINDOW = 256  # latest global batches whose clamped updates are counted separately
 
 
@@ -198,7 +199,7 @@ class PriorityMasses(ItemMasses):
 
     def alpha_at(self, number: int) -> int:
         """Return the exponent of the priorities of a global batch, Q62."""
-        return int(self.rule.alpha(number) * ONE_Q62)  # exact: a power of two
+        return int(self.rule.alpha(number) * _ONE)  # exact: a power of two
 
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
         """Replace ids (slot -1, id for generation) by handles; drop items of other stores. [n, 6],
@@ -241,7 +242,8 @@ class PriorityMasses(ItemMasses):
                 self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)
             )
             self._bases[slots[~there]] = 0
-            slots, masses = slots[there], masses[there]
+            slots = slots[there]
+            masses = masses[there]
         known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
         differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
         if self._born is not None:
@@ -385,7 +387,7 @@ class PriorityMasses(ItemMasses):
 
     def beta_at(self, number: int) -> int:
         """Return the exponent of the importance weights of a global batch, Q62."""
-        return int(self.rule.beta(number) * ONE_Q62)
+        return int(self.rule.beta(number) * _ONE)
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many updates were ever applied, and clamped to the smallest or the largest

@@ -340,10 +340,9 @@ class StreamState:
         sampled = ring[own][:, Resolution.SLOT]
         is_held = self.table.slots[sampled, Slot.GENERATION] == ring[own][:, Resolution.GENERATION]
         if not (is_held & np.isin(sampled, slots)).all():
-            unused, ring = (
-                unused[:0],
-                ring[:0],
-            )  # their rows were freed: these batches cannot be gathered
+            # their rows were freed: these batches cannot be gathered
+            unused = unused[:0]
+            ring = ring[:0]
         ring[..., Resolution.SLOT] = np.searchsorted(slots, ring[..., Resolution.SLOT])
         return {
             **self.masses.export(slots),

@@ -389,7 +389,8 @@ class AgeMasses(ItemMasses):
         if ledger is None:
             slots = slots[np.argsort(ages[slots], kind="stable")]
         else:  # those of groups before the first number that is open
-            slots, ages = ledger.in_order(slots), ledger.numbers
+            slots = ledger.in_order(slots)
+            ages = ledger.numbers
         slots = slots[::-1] if newest else slots
         slots = slots[: np.searchsorted(np.cumsum(self.leaves[slots]), count) + 1]
         first = self.coordinates_of(torch.from_numpy(slots.copy())).numpy()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
 from deepspeed_gear.config.schedules import imported
-from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
+from deepspeed_gear.data.media_digests import MediaItem
+from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError, StoreFullError
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
 from deepspeed_gear.store.pins import SelectionPins
@@ -145,6 +146,30 @@ class Evictor:
         used = np.nonzero(self.table.slots[:, Slot.STATE] >= SlotState.COMMITTED)[0]
         found[used[self.readers.pinned(used)]] = True
         return found
+
+    def add_items(self, items: Mapping[int, MediaItem], named: np.ndarray) -> None:
+        """Add items that the store lacks to its pages; wait for free ones. Takes the lock.
+
+        Args:
+            items: Items by number.
+            named: Numbers that are needed. [n], int64.
+        Raises:
+            DataError, StoreFullError, NotReadyError: As `MediaPages.add`.
+        """
+        media = self.table.media
+        assert media is not None
+        until = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                media.add(items, named, self.table.lock, self.release, self.pinned)
+                return
+            except StoreFullError:
+                # Pages that selections read become free once these end; else none will.
+                with self.table.lock:
+                    is_read = self.pinned().any()
+                if self._samples or not is_read:
+                    raise
+            self.wait(Refusal.PINNED, 0, until, "pages of items")
 
     def wait(self, refusal: int, num_steps: int, until: float, what: str = "rows") -> None:
         """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time;

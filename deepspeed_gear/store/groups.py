@@ -106,7 +106,8 @@ class TableGroups:
         left = np.arange(len(leaders))
         for index in range(int(counts.max(initial=0))):
             going_on = counts[left] > index
-            left, at = left[going_on], at[going_on]
+            left = left[going_on]
+            at = at[going_on]
             found[begins[left] + index] = at
             at = self.words[at, SlotGroup.NEXT] - 1
         return found, np.repeat(np.arange(len(leaders)), counts)
@@ -254,7 +255,10 @@ class TableGroups:
         numbers = self.numbers(slots)
         members = self._members_of(slots)
         order = np.lexsort((ids, members, numbers))
-        slots, ids, numbers, members = slots[order], ids[order], numbers[order], members[order]
+        slots = slots[order]
+        ids = ids[order]
+        numbers = numbers[order]
+        members = members[order]
         # first trajectories
         of_member = _begins(numbers, members)
         of_group = _begins(numbers)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.ragged import encode_ragged
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.eviction import quiet
+from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import SharedPrompt, SlotRetention
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.timeouts import Context
 
 
 def fill(
@@ -41,6 +44,7 @@ def fill(
     schema = table.spec.schema
     trajectory_id = arguments.count("trajectory_id", trajectory_id, least=0)
     arrays = {}
+    ragged = _RaggedValues(table, timeout_s)
     for column_name, value in flatten(name, columns, frozenset(schema.names)).items():
         if column_name not in schema or not schema[column_name].late:
             late = ", ".join(column.name for column in schema.late_columns) or "none"
@@ -49,13 +53,34 @@ def fill(
                 f"must be one of the late columns: {late}",
                 remedy='only a column with "late": true in the schema can be filled later',
             )
+        if schema[column_name].is_ragged:
+            value = ragged.number(name, schema[column_name], value)
         arrays[column_name] = as_stored(value, schema[column_name], name)
     check_finite(name, schema, arrays)
+    while not _filled(table, trajectory_id, arrays, ragged, timeout_s, lineage):
+        ragged.add()
+
+
+def _filled(
+    table: Table,
+    trajectory_id: int,
+    arrays: Mapping[str, np.ndarray],
+    ragged: _RaggedValues,
+    timeout_s: float,
+    lineage: str | None,
+) -> bool:
+    """Write columns of a stored trajectory in the stored form, as `fill`.
+
+    Returns:
+        False, and nothing is written: the pages lack a ragged value.
+    """
+    name = f"table {table.spec.name}"
+    schema = table.spec.schema
     bits = schema.late_bits(arrays)
     with quiet(table, timeout_s):
         slot = int(table.slots_of(np.array([trajectory_id]))[0])
         if lineage is not None and (slot < 0 or lineage != table.lineage):
-            return
+            return True
         if slot < 0:
             rule = "must be stored on this node"
             remedy = "it may have been evicted"
@@ -79,22 +104,62 @@ def fill(
             )
         rows = table.own_rows(slot)
         shared = table.shared_prompt(slot)[0]
+        own = dict(arrays)
         for column, array in arrays.items():
             first = 0 if schema[column].rows == "1" else shared  # what is before is another one's
-            arrays[column] = array[first:] if first else array
-            if rows[column].shape != arrays[column].shape:
-                rule = f"must have the rows of {table.num_steps_of(np.array([slot]))[0]} steps"
+            own[column] = array[first:] if first else array
+            num_steps = int(table.num_steps_of(np.array([slot]))[0])
+            num_given = ragged.lengths.get(column, num_steps)
+            if rows[column].shape != own[column].shape or num_given != num_steps:
+                rule = f"must have the rows of {num_steps} steps"
                 raise DataError(
                     f"{name}: column {column}",
                     rule,
-                    len(array),
+                    num_given if column in ragged.lengths else len(array),
                     "give a row for each step of the stored trajectory",
                 )
-        _write(rows, arrays)
+        if not ragged.are_held():
+            return False
+        _write(rows, own)
         if table.groups is not None:
             table.groups.note_time(slot)
         retention[slot, SlotRetention.PRESENT] |= bits  # the commit point
         table.extents.note(slot)
+    return True
+
+
+class _RaggedValues:
+    """Values of ragged columns that are filled: their items, and the pages that hold them.
+
+    A row names an item only once the pages hold it. No row names it before, so another process may
+    evict it between `add` and the write: then it is added again.
+    """
+
+    def __init__(self, table: Table, timeout_s: float) -> None:
+        self._table = table
+        self._timeout_s = timeout_s
+        self._items = dict[int, MediaItem]()
+        self.lengths = dict[str, int]()  # steps, by column
+
+    def number(self, name: str, column: Column, value: Any, steps: int | None = None) -> int:
+        """Encode the value of a trajectory; return the number of its item. DataError: no fit."""
+        assert self._table.media is not None
+        spec = self._table.media.spec
+        item = spec.ragged_item(f"{name}: column {column.name}", column, value, steps)
+        self._items[item.number] = item
+        self.lengths[column.name] = len(spec.ragged_value(column, item.content))
+        return item.number
+
+    def are_held(self) -> bool:
+        """Return whether the pages hold all items. Requires the lock."""
+        if self._table.media is None or not self._items:
+            return True
+        return bool((self._table.media.find(np.array([*self._items])) >= 0).all())
+
+    def add(self) -> None:
+        """Add the items to the pages, as `Evictor.add_items`."""
+        evictor = Evictor(self._table, Context(timeout_s=self._timeout_s))
+        evictor.add_items(self._items, np.array([*self._items]))
 
 
 def _write(rows: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
@@ -133,7 +198,8 @@ def fill_each(
         )
         shared = np.minimum(shared, 0 if column.rows == "1" else counts)
         if column.rows != "1":
-            array, offset = _without_prompts(counts, shared, array, offset), 0
+            array = _without_prompts(counts, shared, array, offset)
+            offset = 0
             counts -= shared
     native = table.ops.native
     store = table.extents.handle.address
@@ -156,12 +222,55 @@ def fill_each(
         native.late_rows_mark(store, bit, slots[:num])  # the commit points
 
 
+def fill_ragged(
+    table: Table, column: Column, resolutions: np.ndarray, values: Sequence[Any], lineage: str
+) -> None:
+    """Write a late ragged column of resolutions of `absent`, as `fill_each`.
+
+    `values` has a Ragged, or what becomes one, for each trajectory. DataError: one does not fit, or
+    is not finite and must be; nothing is written.
+    """
+    name = f"table {table.spec.name}"
+    ragged = _RaggedValues(table, table.lock.timeout_s)
+    steps = resolutions[:, Resolution.NUM_STEPS].tolist()
+    pairs = zip(values, steps, strict=True)
+    numbers = np.array([ragged.number(name, column, *pair) for pair in pairs], np.int64)
+    bit = table.spec.schema.late_bits([column.name])
+    slots = resolutions[:, Resolution.SLOT]
+    while True:
+        with quiet(table, table.lock.timeout_s):
+            if lineage != table.lineage:
+                return
+            if ragged.are_held():
+                records = table.slots[slots]
+                is_there = records[:, Slot.STATE] == SlotState.COMMITTED
+                is_there &= records[:, Slot.ID] == resolutions[:, Resolution.ID]
+                is_filled = table.views["retention"][slots, SlotRetention.PRESENT] & bit != 0
+                writes = is_there & ~is_filled
+                table.columns[column.name][slots[writes]] = numbers[writes]
+                repeated = np.count_nonzero(is_there & is_filled)
+                if repeated:
+                    assert table.fills is not None
+                    late = table.spec.schema.late_columns.index(column)
+                    table.fills.count_repeated(late, int(repeated))
+                if table.groups is not None:
+                    table.groups.note_time(slots[writes])
+                store = table.extents.handle.address
+                chosen = np.ascontiguousarray(slots[writes])
+                table.ops.native.late_rows_mark(store, bit, chosen)  # the commit points
+                return
+        ragged.add()
+
+
 def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) -> None:
     """Write a late column of a trajectory that a `FillLedger` has leased, as `fill_each`."""
     record = np.zeros((1, Resolution.NUM_WORDS), np.int64)
     record[0, Resolution.ID] = lease.number
     record[0, Resolution.SLOT] = lease.entry
     record[0, Resolution.NUM_STEPS] = lease.num_steps
+    if column.is_ragged:
+        fill_ragged(table, column, record, [value], lease.origin)
+        return
     values = [value] if column.rows == "1" else value
     fill_each(table, column, record, values, lease.origin)
 
@@ -169,6 +278,9 @@ def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) ->
 def check_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) -> None:
     """Raise DataError for a value that `fill_leased` would refuse."""
     name = f"table {table.spec.name}"
+    if column.is_ragged:
+        encode_ragged(value, column, f"{name}: column {column.name}", lease.num_steps)
+        return
     rows = None if column.rows == "1" else lease.num_steps + int(column.rows == "T+1")
     check_finite(name, table.spec.schema, {column.name: as_stored(value, column, name, rows)})
 

@@ -1,4 +1,5 @@
-"""Pages of a store that hold media: each item once, under the number of its content.
+"""Pages of a store that hold items: media, and the values of trajectories in ragged columns. Each
+item is there once, under the number of its content.
 
 An item is a chain of pages; the state of its first page, written last, is the commit point. What is
 needed follows from the rows: those of slots that are not free, and those from other nodes, name it,
@@ -9,12 +10,13 @@ reserved slot, then its media are added, and it is committed last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from deepspeed_gear.data.media import Media, MediaSpec
 from deepspeed_gear.data.media_digests import MediaItem
+from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import DataError, StoreFullError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
@@ -26,8 +28,16 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 _PARTS = 8  # so many parts of the pages are made free at once, at least one
 
 
+class ItemNumbers(NamedTuple):
+    """A column whose rows have numbers of items, in the store and among its arrivals."""
+
+    rows: np.ndarray  # of the store, by row or by slot. int64
+    arrivals: np.ndarray  # rows from other nodes, 0 while not in use. int64
+    by_slot: bool  # one row per trajectory
+
+
 class MediaPages:
-    """The media of a store. Methods require the lock unless stated."""
+    """The items of a store. Methods require the lock unless stated."""
 
     def __init__(
         self,
@@ -35,8 +45,7 @@ class MediaPages:
         spec: MediaSpec,
         memory: SharedMemory,
         views: Mapping[str, np.ndarray],
-        rows: np.ndarray,
-        arrivals: np.ndarray,
+        numbers: Mapping[str, ItemNumbers],
     ) -> None:
         self.spec = spec
         self.name = f"table {name}: media"
@@ -44,23 +53,33 @@ class MediaPages:
         self.words = views["media_pages"]
         self.bytes = views["media"]
         self._slots = views["slots"]
-        # numbers; rows from other nodes are 0 while not in use
-        self._rows = rows
-        self.arrivals = arrivals
+        #: By the columns of `MediaSpec.names`.
+        self.numbers = numbers
 
     def needed(self, pinned: np.ndarray | None = None, with_arrivals: bool = True) -> np.ndarray:
         """Return the numbers that trajectories name, or only those in reserved and `pinned` slots,
         [slots]; and rows from other nodes. [n], int64. Cost: a pass over the rows.
         """
         states = self._slots[:, Slot.STATE]
-        named = np.flatnonzero(self._rows)
         used = (states if pinned is None else states * pinned) != SlotState.FREE
         used |= states == SlotState.RESERVED
-        own = self._rows[
-            named[inside(named, self._slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]
-        ]
-        arrived = self.arrivals[np.flatnonzero(self.arrivals)] if with_arrivals else own[:0]
-        return distinct(np.concatenate([own, arrived]))
+        needed = [np.zeros(0, np.int64)]
+        for rows, arrivals, by_slot in self.numbers.values():
+            if by_slot:
+                needed.append(rows[used])
+            else:
+                named = np.flatnonzero(rows)
+                extents = self._slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
+                needed.append(rows[named[inside(named, extents)]])
+            if with_arrivals:
+                needed.append(arrivals)
+        every = np.concatenate(needed)
+        return distinct(every[every != 0])
+
+    def clear_arrivals(self) -> None:
+        """Let rows from other nodes name no items any more."""
+        for numbers in self.numbers.values():
+            numbers.arrivals[:] = 0
 
     def find(self, numbers: np.ndarray) -> np.ndarray:
         """Return the first page of each item, -1 where the store does not hold it. [n] -> [n],
@@ -94,6 +113,19 @@ class MediaPages:
             rows = zip(self.spec.columns, self.spec.rows(content).values(), strict=True)
             found[number] = Media(**{c.name: _value(c, part) for c, part in rows if len(part)})
         return {step: found[int(numbers[step])] for step in steps.tolist()}
+
+    def ragged(self, column: Column, numbers: np.ndarray, lock: Any) -> dict[int, Ragged]:
+        """Return the values of pinned trajectories in a ragged column, by the number of the item.
+
+        Those that the store does not hold are left out.
+
+        Args:
+            column: The column.
+            numbers: Numbers of the items. [n], int64.
+            lock: The table's lock; a null context if it is held.
+        """
+        contents = self.contents(distinct(numbers[numbers != 0]), lock)
+        return {one: self.spec.ragged_value(column, content) for one, content in contents.items()}
 
     def add(
         self,
@@ -203,7 +235,9 @@ class MediaPages:
     def _check_free(self, wanted: int, free: int) -> None:
         if free < wanted:
             rule = f"must have {wanted} free pages of {self.spec.page_bytes} bytes"
-            remedy = "raise media.capacity_bytes, or lower the number of trajectories that are held"
+            remedy = (
+                f"raise {self.spec.capacity}, or lower the number of trajectories that are held"
+            )
             raise StoreFullError(self.name, rule, f"{free} of {len(self.words)}", remedy)
 
     def _evict(self, wanted: int, named: np.ndarray) -> None:

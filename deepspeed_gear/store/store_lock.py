@@ -114,10 +114,8 @@ class StoreLock:
                 "T",
                 "t",
             ):  # by a signal, a terminal or a debugger
-                given, remedy = (
-                    f"{given}, which is stopped",
-                    f"continue it (kill -CONT {holder}) or end it",
-                )
+                given = f"{given}, which is stopped"
+                remedy = f"continue it (kill -CONT {holder}) or end it"
         return StoreError(
             name, f"must be free within {self.timeout_s} s (gear.timeout_s)", given, remedy
         )

@@ -29,7 +29,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.fill_ledger import FillLedger
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.kept_ledger import KeptLedger
-from deepspeed_gear.store.media_pages import MediaPages
+from deepspeed_gear.store.media_pages import ItemNumbers, MediaPages
 from deepspeed_gear.store.memory_layout import (
     Layout,
     Region,
@@ -133,8 +133,11 @@ class Table:
             self.fills = FillLedger(views["fill_claims"], memory)
         self.media: MediaPages | None = None
         if spec.media is not None:
-            both = self.columns[spec.media.column], self.arrivals[spec.media.column]
-            self.media = MediaPages(spec.name, spec.media, memory, views, *both)
+            numbers = {
+                one: ItemNumbers(self.columns[one], self.arrivals[one], one in per_trajectory)
+                for one in spec.media.names
+            }
+            self.media = MediaPages(spec.name, spec.media, memory, views, numbers)
         self.groups: TableGroups | None = None
         self.ledger: PromptLedger | None = None
         if spec.group is not None:
@@ -267,7 +270,7 @@ class Table:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a column as a tensor over the store itself. [rows, *shape]; never write to it."""
-        return as_tensor(self.columns[name], self.spec.schema[name].dtype)
+        return as_tensor(self.columns[name], self.spec.schema[name].stored_dtype)
 
     def gather_source(self, name: str) -> torch.Tensor:
         """Return a column's (or RETURN_TO_GO's) rows to gather from, [rows, *shape]; never write to
@@ -281,7 +284,7 @@ class Table:
             return torch.empty(
                 0, *self.compressed[name].shape[1:], dtype=self.spec.schema[name].torch_dtype
             )
-        dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].dtype
+        dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].stored_dtype
         return as_tensor(self._gathered[name], dtype)
 
     def values(self, name: str, slots: np.ndarray) -> np.ndarray:

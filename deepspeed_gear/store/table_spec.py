@@ -78,7 +78,9 @@ class TableSpec:
         str, ...
     ] = ()  # fields right in whole episodes only: returns-to-go and time steps
     normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
-    media: MediaSpec | None = None  # what the column of the role media names; None: there is none
+    media: MediaSpec | None = (
+        None  # items that rows name: media, ragged values; None: there are none
+    )
 
     @property
     def own_shard(self) -> Shard:

@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed_gear.schema import Schema
 
 # Options of a table that have options of their own.
-OBJECTS = ("rate_limiter", "version", "group", "prompts", "media")
+OBJECTS = ("rate_limiter", "version", "group", "prompts", "media", "ragged")
 
 
 def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:

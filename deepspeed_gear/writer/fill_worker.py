@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,12 @@ class FillWorker(ProcessBound):
         columns = dict[str, Any]()
         for column in schema:
             if column.late and not present & schema.late_bits([column.name]):
+                continue
+            if column.is_ragged:
+                assert self._table.media is not None
+                number = rows[column.name].reshape(1)
+                items = self._table.media.ragged(column, number, nullcontext())
+                columns[column.name] = items[int(number[0])]
                 continue
             values = np.array(rows[column.name])
             if column.is_opaque:

@@ -14,7 +14,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
+from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.native_store import trajectory_reader
@@ -356,20 +356,11 @@ class Inserter:
         media = self.table.media
         if media is None:
             return
-        at = self._names.index(media.spec.column)
-        named = np.concatenate([columns[at][columns[at] != 0] for columns in groups])
-        until = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                media.add(items, named, self.table.lock, self.evictor.release, self.evictor.pinned)
-                return
-            except StoreFullError:
-                # Pages that selections read become free once these end; else none will.
-                with self.table.lock:
-                    is_read = self.evictor.pinned().any()
-                if self._samples or not is_read:
-                    raise
-            self.evictor.wait(Refusal.PINNED, 0, until, "pages of media")
+        of_items = [self._names.index(name) for name in media.spec.names]
+        every = [columns[at].reshape(-1) for columns in groups for at in of_items]
+        named = np.concatenate(every)
+        named = named[named != 0]
+        self.evictor.add_items(items, named)
 
     def _add_plainly(
         self,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.ragged import Ragged, as_ragged, encode_ragged
 from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite
 from deepspeed_gear.errors import DataError, known_names, undo_on_error
 from deepspeed_gear.public_names import PublicNames
@@ -165,7 +166,8 @@ class Publisher:
             ),
             (
                 spec.media is not None,
-                "must have no media for steps of open trajectories to be published",
+                "must have no media or ragged columns for steps of open trajectories to be "
+                "published",
                 "add whole trajectories",
             ),
         )
@@ -370,7 +372,10 @@ class OpenTrajectory(ProcessBound):
         self._publisher = publisher
         self._growing = GrowingTrajectory(self, publisher)
         steps = [column for column in schema if column.rows != "1" and not column.late]
-        self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}
+        # The values of each step of these columns are joined when the trajectory ends.
+        self._ragged = {column.name: column for column in schema.ragged_columns if not column.late}
+        self._rows: dict[str, list[Any]] = {name: [] for name in self._ragged}
+        self._rows |= {column.name: [] for column in steps}
         self._row = {column.name: replace(column, rows="1") for column in steps}  # form of one row
         self._index = {column.name: i for i, column in enumerate(steps)}
         self._targets: Any = None
@@ -400,7 +405,8 @@ class OpenTrajectory(ProcessBound):
             publish: Publish the complete steps so far, which the next selection may then sample:
                 with columns of T+1 rows a step is complete when the observation after it is
                 appended. By then columns of one value per trajectory must be set.
-            **columns: A row of each column of steps; or nested, as in `Replay.add`.
+            **columns: A row of each column of steps, and the values of the step in each ragged
+                column; or nested, as in `Replay.add`.
         Raises:
             DataError: A column is missing or unknown, does not fit, or is not finite and must be;
                 the step before has an end flag; or the trajectory has ended: nothing has changed.
@@ -440,8 +446,13 @@ class OpenTrajectory(ProcessBound):
             raise DataError(f"{self._name}: column {unknown}", rule, None, remedy)
         return flat
 
-    def _stored(self, column: str, row: Any) -> np.ndarray:
+    def _stored(self, column: str, row: Any) -> Any:
         """Copy a row in its stored form: environments reuse their arrays."""
+        if column in self._ragged:
+            name = f"{self._name}: step {len(self._rows[column])}: column {column}"
+            values = as_ragged([row], name)
+            encode_ragged(values, self._ragged[column], name, 1)
+            return values.values.clone()
         dtype, largest = self._floats.get(column, (None, -1.0))
         given = row
         # Python numbers become arrays first, as the native check of a row only takes arrays.
@@ -482,8 +493,17 @@ class OpenTrajectory(ProcessBound):
         self._check_open()
         names = dict.fromkeys(self._schema.names).keys()
         given = self._flat(per_trajectory, names, "must be in the schema")
-        values = {n: as_stored(value, self._schema[n], self._name) for n, value in given.items()}
-        check_finite(self._name, self._schema, values)
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            column = self._schema[name]
+            if column.is_ragged:
+                at = f"{self._name}: column {name}"
+                values[name] = as_ragged(value, at)
+                encode_ragged(values[name], column, at, None)
+            else:
+                values[name] = as_stored(value, column, self._name)
+        tensors = {n: value for n, value in values.items() if not self._schema[n].is_ragged}
+        check_finite(self._name, self._schema, tensors)
         self._once.update(values)
 
     def discard(self) -> None:
@@ -521,10 +541,12 @@ class OpenTrajectory(ProcessBound):
         publisher = self._publisher
         if publisher is None or not self._growing.is_published:
             if kind is None:
-                steps = {
+                steps: dict[str, Any] = {
                     name: np.stack(rows) if rows else np.empty(0)
                     for name, rows in self._rows.items()
+                    if name not in self._ragged
                 }
+                steps |= {name: Ragged.of_rows(self._rows[name]) for name in self._ragged}
                 number = self._add({**steps, **self._once})
                 self.trajectory_id = number
                 self.completed = CompletedTrajectory(0, number, self._num_steps)

@@ -33,6 +33,11 @@ class StepColumns:
 
     def __init__(self, schema: Schema, computed: Collection[str] = ()) -> None:
         self._schema = schema
+        for column in schema.ragged_columns:
+            if not column.late:
+                rule = "must be late where environments write the steps"
+                remedy = 'set "late": true and fill it, or add trajectories by writer.trajectory()'
+                raise DataError(f"column {column.name}", rule, None, remedy)
         time = schema.role("timestep")
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self.state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]

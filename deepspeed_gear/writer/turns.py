@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import DataError, known_names
 
 _COLUMNS: Final[Mapping[str, str | None]] = {
@@ -39,7 +40,8 @@ class Turn:
             drawn. [n].
         version: Version of the policy that generated: one number, or one for each generated token
             if weights were loaded within the turn. [n].
-        columns: Further columns by name, such as the experts of each generated token. [n, *shape].
+        columns: Further columns by name, such as the experts of each generated token. [n, *shape];
+            or a Ragged of n steps for a ragged column.
     """
 
     prompt_ids: Any
@@ -59,12 +61,12 @@ class _Checked:
     Attributes:
         tokens: Prompt and output. [p + n], int32.
         start: Place of the first generated token, p.
-        columns: By name of the column, the rows of the generated tokens. [n, *shape].
+        columns: By name of the column, the rows of the generated tokens. [n, *shape], or a Ragged.
     """
 
     tokens: np.ndarray
     start: int
-    columns: dict[str, np.ndarray]
+    columns: dict[str, np.ndarray | Ragged]
 
 
 def trajectories_from_turns(
@@ -90,7 +92,7 @@ def trajectories_from_turns(
         Columns of each trajectory, in the order of their first turns, as `Replay.add` takes them:
         tokens (int32), loss mask (bool), log-probabilities (float32) and versions (int32) where the
         turns have them, and the turns' further columns. These are 0 at tokens that were not
-        generated. [T, *shape].
+        generated, [T, *shape], and ragged ones have no values there.
     Raises:
         DataError: A turn has no prompt or no output, its values are malformed or of another number
             than its generated tokens, or turns differ in what they have.
@@ -161,9 +163,13 @@ def _columns(
     tokens = turns[numbers[-1]].tokens
     mask = np.zeros(len(tokens), np.bool_)
     index = np.full(len(tokens), -1, np.int32)
-    filled = {}
+    filled: dict[str, Any] = {}
     for name, rows in turns[numbers[0]].columns.items():
-        dtype = np.result_type(*(turns[number].columns[name] for number in numbers))
+        if isinstance(rows, Ragged):
+            filled[name] = [rows.values[:0]] * len(tokens)
+            continue
+        every = [turns[number].columns[name] for number in numbers]
+        dtype = np.result_type(*(one for one in every if isinstance(one, np.ndarray)))
         filled[name] = np.zeros((len(tokens), *rows.shape[1:]), dtype)
     for number in numbers:
         turn = turns[number]
@@ -172,6 +178,9 @@ def _columns(
         index[own] = number
         for name, rows in turn.columns.items():
             filled[name][own] = rows
+    for name, rows in turns[numbers[0]].columns.items():
+        if isinstance(rows, Ragged):
+            filled[name] = Ragged.of_rows(filled[name])
     made = {"tokens": tokens, "loss_mask": mask, "turn": index}
     renamed = {own_name: made[key] for key in made if (own_name := names[key]) is not None}
     return {**renamed, **filled}
@@ -209,7 +218,7 @@ def _check(number: int, given: Any, names: Mapping[str, str | None]) -> _Checked
     turn = _as_turn(at, given)
     prompt = _ids(f"{at}: prompt_ids", turn.prompt_ids, "a model generates from a context")
     output = _ids(f"{at}: output_ids", turn.output_ids, "leave out turns that generated nothing")
-    columns: dict[str, np.ndarray] = {}
+    columns: dict[str, np.ndarray | Ragged] = {}
     if names["logprobs"] is not None and turn.logprobs is not None:
         logprobs = _rows(f"{at}: logprobs", turn.logprobs, len(output))
         if logprobs.ndim != 1:
@@ -229,7 +238,11 @@ def _check(number: int, given: Any, names: Mapping[str, str | None]) -> _Checked
                 f"names of columns that turns fill are {', '.join(filter(None, names.values()))}"
             )
             raise DataError(f"{at}: columns: {name}", "must have another name", None, remedy)
-        columns[name] = _rows(f"{at}: columns: {name}", rows, len(output))
+        if isinstance(rows, Ragged):
+            _check_count(f"{at}: columns: {name}", len(rows), len(output))
+            columns[name] = rows
+        else:
+            columns[name] = _rows(f"{at}: columns: {name}", rows, len(output))
     return _Checked(np.concatenate([prompt, output]), len(prompt), columns)
 
 
@@ -286,12 +299,16 @@ def _as_int32(name: str, numbers: np.ndarray, remedy: str) -> np.ndarray:
 def _rows(name: str, given: Any, count: int) -> np.ndarray:
     """Return one row for each generated token. [n, *shape]."""
     rows = arguments.array(name, given)
-    if not rows.ndim or len(rows) != count:
-        rule = f"must have one value for each of {count} output_ids"
-        got = len(rows) if rows.ndim else "one number"
-        remedy = "give those of the generated tokens alone, in their order"
-        raise DataError(name, rule, got, remedy)
+    _check_count(name, len(rows) if rows.ndim else "one number", count)
     return rows
+
+
+def _check_count(name: str, given: int | str, count: int) -> None:
+    """Raise a DataError unless there is a row for each generated token."""
+    if given != count:
+        rule = f"must have one value for each of {count} output_ids"
+        remedy = "give those of the generated tokens alone, in their order"
+        raise DataError(name, rule, given, remedy)
 
 
 def _check_alike(number: int, turn: _Checked, first: _Checked) -> None:
@@ -303,8 +320,13 @@ def _check_alike(number: int, turn: _Checked, first: _Checked) -> None:
         remedy = "leave it out everywhere, or give it with all turns of the rollout"
         raise DataError(f"turn {who}: {name}", rule, None, remedy)
     for name, rows in turn.columns.items():
-        wanted = first.columns[name].shape[1:]
-        if rows.shape[1:] != wanted:
+        wanted = _form(first.columns[name])
+        if _form(rows) != wanted:
             rule = f"must have rows of the shape of turn 0, {wanted}"
             remedy = "give rows of one shape"
-            raise DataError(f"turn {number}: {name}", rule, rows.shape[1:], remedy)
+            raise DataError(f"turn {number}: {name}", rule, _form(rows), remedy)
+
+
+def _form(rows: np.ndarray | Ragged) -> tuple[int, ...] | str:
+    """Return the shape of a row, or "ragged"."""
+    return "ragged" if isinstance(rows, Ragged) else rows.shape[1:]

@@ -62,7 +62,8 @@ def filled(lengths: np.ndarray) -> np.ndarray:
     number = 0
     for length in lengths.tolist():
         if held + length > BUDGET:
-            held, number = 0, number + 1
+            held = 0
+            number += 1
         held += length
         owner.append(number)
     return np.array(owner)

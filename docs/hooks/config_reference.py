@@ -84,7 +84,13 @@ _PAGES = (
 )
 _BACK = "All sections: [the `gear` section](config.md#sections).\n"
 _INDEX = Page("config.md", "The `gear` section", ("gear",))
-_PLACEHOLDERS = {"tables": "<name>", "fields": "<name>", "where": "<column>", "columns": "<column>"}
+_PLACEHOLDERS = {
+    "tables": "<name>",
+    "fields": "<name>",
+    "where": "<column>",
+    "columns": "<column>",
+    "by_table": "<table>",
+}
 
 
 def render() -> dict[str, str]:

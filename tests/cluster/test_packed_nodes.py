@@ -18,9 +18,11 @@ from cluster_support import Cluster
 from gear_support import prefix
 from packed_engines import COUNT as RESPONSES
 from packed_engines import save
+from ragged_tables import MEMORY, RAGGED, support
 
 from deepspeed_gear import DatasetWriter, FillWorker, Media, MicroBatch, Replay, Schema
 from deepspeed_gear.data.media_digests import MediaItem
+from deepspeed_gear.data.ragged import item_columns
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay.rollout import TrainStep
 from deepspeed_gear.sampling.batch_info import BatchInfo
@@ -48,15 +50,15 @@ Case = dict[str, Any]
 
 
 def response(number: int) -> dict[str, Any]:
-    """Return the trajectory of a number; all but the first of a group have a prompt of 9 tokens, or
-    less.
+    """Return the trajectory of a number; all but the first of a group have a prompt of 15 tokens,
+    or less.
     """
     words = np.random.default_rng(number)
     length = int(words.integers(2, MOST + 1))
     tokens = words.integers(1, 500, length).astype(np.int32)
     prompt = int(words.integers(0, length))
     if number % GROUP:
-        prompt = min(9, length - 1)
+        prompt = min(15, length - 1)
         tokens[:prompt] = 1 + (number // GROUP + np.arange(prompt)) % 499
     return {
         "tokens": tokens,
@@ -99,15 +101,19 @@ def images(group: int, length: int) -> dict[int, Media]:
 
 
 def items(group: int, length: int) -> list[MediaItem]:
-    columns = tuple(Schema.from_json(MEDIA).columns)
+    ragged = Schema.from_json({"columns": {**COLUMNS, **RAGGED}}).ragged_columns
+    columns = (*Schema.from_json(MEDIA).columns, *item_columns(ragged))
     return [media.item("", columns) for media in images(group, length).values()]
 
 
-def write_data(path: Path, count: int = COUNT, first: int = 0) -> str:
-    schema = Schema.from_json({"columns": {**COLUMNS, **NOTE}})
-    with DatasetWriter(path, schema) as writer:
+def write_data(
+    path: Path, count: int = COUNT, first: int = 0, without: tuple[str, ...] = ()
+) -> str:
+    columns = {name: one for name, one in {**COLUMNS, **NOTE}.items() if name not in without}
+    with DatasetWriter(path, Schema.from_json({"columns": columns})) as writer:
         for number in range(first, first + count):
-            writer.add({**response(number), "note": {"number": number}})
+            row = {**response(number), "note": {"number": number}}
+            writer.add({name: row[name] for name in columns})
     return str(path)
 
 
@@ -127,7 +133,11 @@ def table(columns: Mapping[str, Any] = COLUMNS, **options: Any) -> dict[str, Any
     return {**sizes, "schema": {"columns": dict(columns)}, **options}
 
 
-def cases(data: str, other: str) -> dict[str, Case]:
+#: Columns that the data set of supervised trajectories does not have.
+OF_GROUPS = ("state", "sample", "note")
+
+
+def cases(data: str, other: str, supervised: str) -> dict[str, Case]:
     """Return sections by name, with what else a case needs."""
     group = {"column": "prompt", "size": GROUP}
     rewarded = {**group, "needs": ["reward"]}
@@ -173,12 +183,26 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "of": {"kind": "fifo", "unit": "group"},
         "by_table": {"again": {"kind": "top_k", "unit": "group"}},
     }
+    fields: dict[str, Any] = {name: {} for name in COLUMNS if name not in OF_GROUPS}
+    beside = groups("epoch", by_group, main=table(group=group), prefix="share")
+    beside["fields"] = {**fields, "state": {"absent": 2}, "sample": {"absent": -1}}
+    beside["tables"]["beside"] = {"data": {"path": supervised, "load": "mmap"}}
+    beside["rollout"]["groups"] = 20
+    beside["sampler"] = {
+        "kind": "mixture",
+        "shares": {"main": 0.4, "beside": 0.6},
+        "of": beside["sampler"],
+        "by_table": {"beside": {"kind": "epoch", "unit": "trajectory"}},
+    }
+    beside["loss"] = {"normalize": "group", "by_table": {"main": 0.5, "beside": 2.0}}
     prompts = table(
         group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1}
     )
+    columns = {"image": {"dtype": "int64", "role": "media"}, **RAGGED}
     seen = {
         "media": MEDIA,
-        "schema": {"columns": {**COLUMNS, "image": {"dtype": "int64", "role": "media"}}},
+        "ragged": MEMORY,
+        "schema": {"columns": {**COLUMNS, **columns}},
     }
     late = {**COLUMNS, **LATE, "ref": {"dtype": "float32", "late": True}}
     staged = {"group": {**group, "needs": ["reward", "ref"]}, "writers": 2}
@@ -206,6 +230,7 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "tokens": {"section": section(**capacity, rollout=by_tokens), "resumes": True},
         "prioritized": {"section": section(**capacity, sampler=prioritized), "resumes": True},
         "mixture": {"section": section(tables=tables, sampler=mixture)},
+        "beside groups": {"section": beside, "resumes": True},
         "sequence": {"section": section(**memory), "shares": "node"},
         "sequence over nodes": {"section": section(**memory), "shares": "nodes"},
         "tensor over nodes": {"section": section(**memory), "shares": "tensor"},
@@ -252,6 +277,7 @@ def fill(replay: Replay) -> None:
                     members = [with_prompt(lease.number, one) for one in members]
                 for one in members if store.media is not None else []:
                     one["image"] = images(lease.number, len(one["tokens"]))
+                    one |= support(len(one["tokens"]), int(one["number"]))
                 for one in members if late else []:
                     del one["reward"]
                 lease.commit(members)
@@ -268,7 +294,7 @@ def fill(replay: Replay) -> None:
     for number in order:
         values = response(number)
         reward = values.pop("reward") if late else None
-        added = replay.add(values)
+        added = replay.add(values, table="main")
         if late:
             replay.fill(added, reward=reward)
 
@@ -357,6 +383,12 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
             digest.update(rows.numpy().tobytes())
         for group, step in zip(micro["prompt"].tolist(), micro.lengths.tolist(), strict=True):
             assert set(micro["image"][0].tolist()) >= {one.number for one in items(group, step)}
+    for name in micro.sources.ragged:
+        ragged = micro.ragged(name)
+        digest.update(ragged.offsets.numpy().tobytes())
+        digest.update(ragged.values.double().numpy().tobytes())
+        assert len(ragged) == micro["tokens"].shape[1]
+        assert len(ragged.values)
     opaque = micro.opaque("note") if "note" in micro.sources.opaque else None
     assert opaque is None or [one["number"] for one in opaque] == micro["number"].tolist()
     numbers = micro["number"].tolist()
@@ -484,7 +516,7 @@ def run_case(
 RANKS = 2
 WORLD = NODES * RANKS
 BOUND = 2e-6  # of the largest gradient, as in tests/distributed/test_gradients.py
-NAMES = list(cases("", ""))
+NAMES = list(cases("", "", ""))
 Found = dict[str, Any]
 
 
@@ -505,7 +537,11 @@ def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outc
     """Run each case in this process, and in one launch over nodes."""
     folder = tmp_path_factory.mktemp("alone")
     out = tmp_path_factory.mktemp("nodes")
-    known = cases(write_data(folder / "set"), write_data(folder / "other", 20, 100))
+    known = cases(
+        write_data(folder / "set"),
+        write_data(folder / "other", 20, 100),
+        write_data(folder / "supervised", 20, 200, OF_GROUPS),
+    )
     alone = {name: run_case(case, 0, 1, folder / name) for name, case in known.items()}
     seen = cluster.call_ranks(
         run_cases, known, out, folder, nodes=NODES, ranks=RANKS, timeout_s=200.0
@@ -536,7 +572,9 @@ def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outco
     shares = outcomes.cases[name].get("shares")
     assert all(rank["numbers"] == alone["numbers"] for rank in ranks)
     assert {rank["shared_tokens"] for rank in ranks} == {alone["shared_tokens"]}
-    assert (alone["shared_tokens"] > 0) == (name in ("groups", "replicated groups"))
+    assert (alone["shared_tokens"] > 0) == (
+        name in ("groups", "replicated groups", "beside groups")
+    )
     one_each = ranks[:: RANKS if shares == "node" else 1][
         : len(ranks) if shares is None else WORLD // 2
     ]
@@ -557,7 +595,7 @@ def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outco
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in cases("", "").items() if "shares" not in case]
+    "name", [name for name, case in cases("", "", "").items() if "shares" not in case]
 )
 def test_every_trajectory_is_trained_once_an_epoch(name: str, outcomes: Outcomes) -> None:
     section = outcomes.cases[name]["section"]
@@ -575,7 +613,7 @@ def test_every_trajectory_is_trained_once_an_epoch(name: str, outcomes: Outcomes
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in cases("", "").items() if case.get("resumes")]
+    "name", [name for name, case in cases("", "", "").items() if case.get("resumes")]
 )
 def test_a_save_in_a_rollout_batch_goes_on_on_other_nodes(name: str, outcomes: Outcomes) -> None:
     """From one process to two nodes, and back; on the same nodes the program itself compares."""

@@ -151,10 +151,8 @@ def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -
             for rank in ranks:
                 ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 assert ended is None or ended.si_status == 0
-            kills, done = (
-                (kills + 1 if len(lines_of(tmp_path, life)) == done else 0),
-                len(lines_of(tmp_path, life)),
-            )
+            kills = kills + 1 if len(lines_of(tmp_path, life)) == done else 0
+            done = len(lines_of(tmp_path, life))
             time.sleep(words.random() * 0.1 * (1 + kills / 4))  # at last a worker lives long enough
             victim = workers.pop(0)
             os.kill(victim, signal.SIGKILL)

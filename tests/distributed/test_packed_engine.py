@@ -80,7 +80,8 @@ def wanted(model: Scores) -> dict[str, Tensor]:
         for response in responses(COUNT, seed=rank):
             scores = model(torch.from_numpy(response["tokens"].astype(np.int64)))
             counted = torch.from_numpy(response["loss_mask"])[1:]  # where they are predicted
-            sums, count = sums + scores[:-1][counted].sum(), count + int(counted.sum())
+            sums = sums + scores[:-1][counted].sum()
+            count = count + int(counted.sum())
     (sums / count).backward()
     return {
         name: parameter.grad

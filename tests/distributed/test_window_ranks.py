@@ -1,4 +1,4 @@
-"""Layers with sliding windows over shared prompts, trained by engines on one and two ranks."""
+"""Full layers and sliding windows over shared prefixes, trained by engines on one and two ranks."""
 
 from typing import Any
 
@@ -33,19 +33,27 @@ TABLE = {
     "schema": {"columns": COLUMNS},
     "group": {"column": "prompt", "size": SIZE},
 }
-CASES = [("gemma3_text", "sdpa"), ("gpt_oss", "eager"), ("mistral", "sdpa")]
+CASES = [("gemma3_text", "sdpa"), ("gpt_oss", "eager"), ("mistral", "sdpa"), ("llama", "sdpa")]
 
 
 def responses() -> list[dict[str, Any]]:
-    """Return groups of responses to one prompt each."""
+    """Return groups of two responses to a prompt; the third trajectory leaves the first one after 3
+    tokens of its response, and the fourth one the third after 4 of its own.
+    """
     random = np.random.default_rng(0)
-    stored = []
+    stored: list[dict[str, Any]] = []
     for number in range(GROUPS * SIZE):
-        if number % SIZE == 0:
-            prompt = random.integers(1, VOCABULARY, PROMPT)
-        own = random.integers(1, VOCABULARY, 5 + 3 * (number % 10))
-        tokens = np.append(prompt, own).astype(np.int32)
-        mask = np.arange(len(tokens)) >= PROMPT
+        kind = number % SIZE
+        if kind == 0:
+            context = random.integers(1, VOCABULARY, PROMPT)
+        elif kind == 2:
+            before = stored[-2]["tokens"][: PROMPT + 3]
+            context = np.append(before, random.integers(1, VOCABULARY, 4))
+        elif kind == 3:
+            context = stored[-1]["tokens"][: PROMPT + 3 + 4 + 4]
+        own = random.integers(1, VOCABULARY, 5 + 3 * (number % 7))
+        tokens = np.append(context, own).astype(np.int32)
+        mask = np.arange(len(tokens)) >= len(context)
         stored.append({"tokens": tokens, "loss_mask": mask, "prompt": number // SIZE})
     return stored
 
@@ -82,7 +90,7 @@ def error(kind: str, family: str, attention: str) -> float:
         dist.barrier()
         replay.gradient_divisor = gradient_divisor(trainer.trained)
         for step in replay.rollout():
-            assert step.shared_tokens > 0
+            assert step.shared_tokens > 2 * PROMPT
             for number, micro in enumerate(step):
                 inputs = micro.model_inputs(trainer.trained)
 
@@ -99,7 +107,7 @@ def error(kind: str, family: str, attention: str) -> float:
         tokens = torch.from_numpy(response["tokens"]).long()[None]
         logits = reference(input_ids=tokens, use_cache=False).logits[0, :-1]
         losses = F.cross_entropy(logits, tokens[0, 1:], reduction="none")
-        sums = sums + losses[PROMPT - 1 :].sum()
+        sums = sums + losses[torch.from_numpy(response["loss_mask"][1:])].sum()
     (sums / sum(int(response["loss_mask"].sum()) for response in stored)).backward()
     most = 0.0
     largest = 0.0
@@ -117,8 +125,6 @@ def errors(kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("zero2", 1), ("zero2", 2), ("zero3", 2), ("ddp", 2)])
-def test_windows_over_shared_prompts_give_the_gradient_of_one_process(
-    kind: str, ranks: int
-) -> None:
+def test_shared_prefixes_give_the_gradient_of_one_process(kind: str, ranks: int) -> None:
     for found in call_with_engines(ranks, errors, kind):
         assert max(found) < 2e-6, dict(zip(CASES, found, strict=True))

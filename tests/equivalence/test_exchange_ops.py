@@ -122,7 +122,8 @@ def test_draws_arrive_as_they_were_made(
             ),
             *(owner[asked], asked, need_of, 100, offset, node, int(takes_own)),
         )
-        samples, which = samples[: int(num_samples)], which[: int(num_samples)]
+        samples = samples[: int(num_samples)]
+        which = which[: int(num_samples)]
         known = torch.isin(torch.arange(count), asked) | (owner == node)
         expected = records.clone()
         expected[owner != node, Resolution.FIRST_ROW] = 0  # known where they go

@@ -309,4 +309,5 @@ def test_slot_priorities(cpu: Ops, data: st.DataObject) -> None:
         log[torch.arange(first, last) % len(log)] = torch.tensor(changed, dtype=torch.int64)
         initial = data.draw(st.sampled_from([0, 0x3F800000, 0x3F000001]))
         rest = slots, log, first, last, rule, int(unit), initial, 1 << 61, 40
-        kept, first = compare(cpu, "slot_priorities_", *kept, *rest), last
+        kept = compare(cpu, "slot_priorities_", *kept, *rest)
+        first = last

@@ -153,6 +153,18 @@ def test_a_curriculum_trains_in_both_orders(tmp_path: Path) -> None:
         assert 0 < found[sampler]["mixed"] <= 1
 
 
+def test_demonstrations_and_groups_in_one_batch(tmp_path: Path) -> None:
+    def change(made: dict[str, Any]) -> None:
+        made["gear"]["tables"]["demonstrations"]["data"] = str(tmp_path / "demonstrations")
+
+    config = own("sft_and_grpo.json", tmp_path, change)
+    options = ("--config", config, "--batches", "3", "--demonstrations", "60")
+    found = result_of("sft_and_grpo.py", 1, *options)
+    assert set(found) == {"before", "demonstrations", "grpo", "both"}
+    assert all(0 <= accuracy <= 1 for accuracy in found.values())
+    assert len((EXAMPLES / "sft_and_grpo.py").read_text().splitlines()) <= 150
+
+
 def test_grpo_with_pictures() -> None:
     found = result_of("vision_grpo.py", 1, "--iterations", "2")
     assert set(found) == {"reward_first", "reward_last", "accuracy", "iterations", "seconds"}
@@ -182,12 +194,15 @@ def result_of_warm(program: str, *arguments: str) -> dict[str, Any]:
 
 def test_distillation_of_two_teachers() -> None:
     result = result_of_warm("distillation.py", "--steps", "8")
-    first, last = result["first"], result["last"]
+    first = result["first"]
+    last = result["last"]
     assert last["loss"] < 0.6 * first["loss"]
     assert last["whole"] < 0.6 * first["whole"]
     for values in (first, last):  # tokens beyond the top ones count as one, which loses divergence
         assert 0.6 * values["whole"] < values["loss"] <= values["whole"]
     assert result["largest_error"] <= 2e-3  # of float16
+    fewest, most = result["values"]
+    assert 1 <= fewest < most < 16, "the supports differ by token"
 
 
 def test_replayed_experts_make_log_probabilities_agree() -> None:

@@ -179,10 +179,8 @@ def test_converted_rows_at_any_address(
             for size, dtype in ((rows.numel(), source), (samples * 9 * elements, target))
         )
         column.view(rows.shape).copy_(rows)
-        out, mask = (
-            out.view(samples, 9, elements),
-            torch.zeros(samples, 9, dtype=torch.bool, device=device),
-        )
+        out = out.view(samples, 9, elements)
+        mask = torch.zeros(samples, 9, dtype=torch.bool, device=device)
         counters = torch.zeros(3, dtype=torch.int64, device=device)
         lists = [column.view(rows.shape)], [shift.to(device)], [gain.to(device)]
         places = resolutions.to(device), None, spec, [7.0], threads, order.to(device)

@@ -112,7 +112,8 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
             if data.draw(st.booleans()):
                 if late is not None:
                     scene.streams[0].release(key - 1)
-                late, key = take(scene, key), key + 1
+                late = take(scene, key)
+                key = key + 1
                 check_priorities(scene, known)
                 known.update(set_priorities(scene, late))
             check_whole(scene.table, scene.streams)
@@ -254,7 +255,8 @@ def test_the_cheapest_run_is_made(gaps: list[int], wanted: int, data: st.DataObj
     cheap = [i for i in sorted(ends) if costs[i, ends[i]] <= CHEAP * wanted]
     first = cheap[0] if cheap else min(ends, key=lambda i: (costs[i, ends[i]], i), default=None)
     with laid_out(gaps, lengths, can_move) as scene:
-        table, extents = scene.table, scene.table.extents
+        table = scene.table
+        extents = scene.table.extents
         before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         places = np.cumsum(gaps, dtype=np.int64)[:-1] + before[:-1]
         if first is not None and sum(gaps) - wanted >= table.spec.least_free_rows:

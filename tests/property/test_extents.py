@@ -156,7 +156,8 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.held[slot] = SlotState.COMMITTED, rows, steps
         self.old.append(slot)
         self.noted.append(slot)
-        self.inserted, self.steps_inserted = self.inserted + 1, self.steps_inserted + steps
+        self.inserted = self.inserted + 1
+        self.steps_inserted = self.steps_inserted + steps
 
     @precondition(lambda self: self.open & set(self.old))
     @rule(data=st.data())

@@ -223,7 +223,8 @@ class Oracle:
                 mask = batch.mask[name][i]
                 wanted, real = self.window(number, anchor, field)
                 if field.get("length") is None:
-                    found, mask = found[None], mask[None]
+                    found = found[None]
+                    mask = mask[None]
                 assert mask.tolist() == real
                 pad = field.get("pad", "zero")
                 constant = torch.zeros_like(found[0]) + (0 if isinstance(pad, str) else pad)

@@ -438,10 +438,8 @@ def test_native_transitions_are_those_of_python(
             case "nan":
                 rows["next_obs"] = np.where(base == base.max(), np.float32("nan"), base)
             case "column":
-                rows["reward"], rows["action"] = (
-                    rows["reward"].reshape(-1, 1),
-                    rows["action"].reshape(-1, 1),
-                )
+                rows["reward"] = rows["reward"].reshape(-1, 1)
+                rows["action"] = rows["action"].reshape(-1, 1)
             case "negative zero":
                 rows["next_obs"] = base * np.float32(-0.0)
         found = [outcome(held.add, obs=obs, **rows) for held in buffers]

@@ -204,7 +204,8 @@ class PriorityMachine(RuleBasedStateMachine):
         for stream in self.streams:
             stream.release(self.key)
         self.drawn = [*self.drawn[-2:], (self.samples, records)]
-        self.key, self.samples = self.key + 1, self.samples + self.batch
+        self.key = self.key + 1
+        self.samples = self.samples + self.batch
 
     @property
     def alpha_at(self) -> float:

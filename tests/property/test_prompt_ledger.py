@@ -129,7 +129,9 @@ class Run:
             return
         end = min(self.ends, key=lambda one: one[0])
         self.ends.remove(end)
-        self.now, lease, _ = max(self.now, end[0]), end[1], end[2]
+        self.now = max(self.now, end[0])
+        lease = end[1]
+        _ = end[2]
         chance = self.words.random()
         try:
             if chance < 0.05:

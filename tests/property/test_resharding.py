@@ -226,8 +226,11 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
     shards = 1
     for length in rows:
         if used + 1 > slots or filled + length > most:
-            used, filled, shards = 0, 0, shards + 1
-        used, filled = used + 1, filled + length
+            used = 0
+            filled = 0
+            shards = shards + 1
+        used = used + 1
+        filled = filled + length
         if slots < 1 or length > most:  # it fits nowhere
             shards = count + 1
     try:

@@ -42,7 +42,8 @@ def chi_square(counts: Any, expected: Any, degrees: int = 0, spread: float = 1.0
     There are `degrees` of freedom, or one less than counts; `spread` is the variance of a count, in
     parts of what is expected.
     """
-    counts, expected = np.asarray(counts, float), np.asarray(expected, float)
+    counts = np.asarray(counts, float)
+    expected = np.asarray(expected, float)
     statistic = float(((counts - expected) ** 2 / expected).sum()) / spread
     return float(chi2.sf(statistic, degrees or counts.size - 1))
 
@@ -235,7 +236,8 @@ def p_value(counts: np.ndarray, masses: np.ndarray) -> float:
     expected = masses / masses.sum() * counts.sum()
     cells = np.where(expected < 10, 0, np.arange(1, len(masses) + 1))
     found, wanted = (np.bincount(cells, each) for each in (counts, expected))
-    found, wanted = found[wanted >= 10], wanted[wanted >= 10]
+    found = found[wanted >= 10]
+    wanted = wanted[wanted >= 10]
     return chi_square(found, wanted / wanted.sum() * found.sum()) if len(found) > 1 else 1.0
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.batching.field_rows import affine
-from deepspeed_gear.config.field_checks import ResolvedField
+from deepspeed_gear.config.resolved_field import ResolvedField
 from deepspeed_gear.data import column_scan, dataset_statistics
 from deepspeed_gear.data.array_file import Workers
 from deepspeed_gear.data.dataset import Dataset

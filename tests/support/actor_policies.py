@@ -33,7 +33,8 @@ class Counting(gymnasium.Env):
         self, *, seed: int | None = None, options: Any = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        self.episode, self.at = self.episode + 1, 0
+        self.episode = self.episode + 1
+        self.at = 0
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:

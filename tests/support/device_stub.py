@@ -140,7 +140,8 @@ class DeviceStub(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs, op = dict(kwargs or {}), func.overloadpacket
+        kwargs = dict(kwargs or {})
+        op = func.overloadpacket
         every = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         there = [tensor for tensor in every if isinstance(tensor, DeviceTensor)]
         for tensor in there:

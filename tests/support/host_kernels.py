@@ -15,6 +15,7 @@ from gear_support import ROOT
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
 from deepspeed_gear.ops import toolchain
+from deepspeed_gear.ops.jit import build_lock
 
 HOST = ROOT / "tests" / "host"
 # Found by the compiler, reported by cuda_runtime.h: accesses that are not aligned to their type.
@@ -40,12 +41,13 @@ def library(folders: pytest.TempPathFactory) -> Path:
     parts = [repr((toolchain.compiler_version(), torch.__version__)).encode()]
     parts += [file.read_bytes() for file in (*sources, Path(__file__))]
     kept = ROOT / "build" / f"kernels_on_host-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
-    if not kept.exists():
-        made = build(folders.mktemp("kernels_on_host"))
-        kept.parent.mkdir(exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(made, part)
-        part.replace(kept)
+    kept.parent.mkdir(exist_ok=True)
+    with build_lock(kept.with_suffix(".lock"), 3600.0):  # lanes of tests run beside each other
+        if not kept.exists():
+            made = build(folders.mktemp("kernels_on_host"))
+            part = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(made, part)
+            part.replace(kept)
     return kept
 
 

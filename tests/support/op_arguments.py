@@ -274,7 +274,8 @@ def assert_equal(got: Any, expected: Any) -> None:
         found = a.cpu()
         wanted = b.cpu()
         if found.shape == (RingState.NUM_WORDS,):
-            found, wanted = found.clone(), wanted.clone()
+            found = found.clone()
+            wanted = wanted.clone()
             found[SCRATCH] = wanted[SCRATCH] = 0
         assert torch.equal(found, wanted)
 

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deepspeed_gear.batching.micro_batch import MicroBatch, pack_of_tokens
 from deepspeed_gear.batching.pack_rows import PackShape
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.prefixes import Prefixes
 
 VOCABULARY = 64
 WIDTHS = "hidden_size n_embd d_model word_embed_proj_dim"
@@ -129,7 +129,8 @@ def difference(
 
     `wanted` is what `alone` returned for the same weights; else it is called.
     """
-    wanted, most = wanted or alone(model, micro), 0.0
+    wanted = wanted or alone(model, micro)
+    most = 0.0
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         packed = model(**inputs).logits[0]
     for at, expected in zip(places(micro), wanted, strict=True):
@@ -158,7 +159,8 @@ def flash(
     """
     count = query.shape[2]
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
     scores = (
         query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     )

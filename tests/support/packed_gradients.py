@@ -40,12 +40,34 @@ LOSSES: dict[str, dict[str, Any]] = {
     "group, masked ones count": {"normalize": "group", "count_masked": True, "narrowed": True},
     "constant": {"normalize": {"constant": 50.0}},
     "constant, masked ones count": {"normalize": {"constant": 50.0}, "count_masked": True},
+    "groups and supervised": {"normalize": "token", "mixture": True},
+    "groups and supervised, by table": {
+        "normalize": "group",
+        "narrowed": True,
+        "mixture": True,
+        "by_table": {"responses": 0.75, "supervised": {"weight": 0.5, "normalize": "token"}},
+    },
+    "groups of members and supervised, by table": {
+        "normalize": "sequence",
+        "by": "member",
+        "mixture": True,
+        "by_table": {"responses": 2.0, "supervised": 0.25},
+    },
 }
+#: Options of the program in LOSSES, and not of `gear.loss`.
+OF_PROGRAM = ("narrowed", "mixture")
+IN_GROUPS = 6  # groups of a mixture that stay groups; the others are supervised trajectories
 COLUMNS = {
     "tokens": {"dtype": "uint8", "role": "token"},
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},
     "prompt": {"dtype": "int64", "rows": "1"},
     "member": {"dtype": "int64", "rows": "1"},
+    "advantage": {"dtype": "float32"},
+}
+SUPERVISED = {
+    "tokens": COLUMNS["tokens"],
+    "loss_mask": COLUMNS["loss_mask"],
+    "scale": {"dtype": "float32"},
 }
 
 
@@ -70,8 +92,13 @@ def responses() -> list[dict[str, Any]]:
         if is_shared:
             tokens[:prompt] = group + np.arange(prompt)
         own = {"prompt": np.int64(group), "member": np.int64(member)}
+        own |= {name: words.random(length, np.float32) for name in ("advantage", "scale")}
         found.append({"tokens": tokens, "loss_mask": np.arange(length) >= prompt, **own})
     return found
+
+
+def is_supervised(response: dict[str, Any], loss: dict[str, Any]) -> bool:
+    return bool(loss.get("mixture")) and response["prompt"] >= IN_GROUPS
 
 
 def kept(number: int, length: int) -> np.ndarray:
@@ -148,16 +175,49 @@ def unpacked(model: nn.Module, stored: list[dict[str, Any]], loss: dict[str, Any
             counted = counted & kept(number, len(counted))
         mask = torch.from_numpy(counted[1:])
         values = F.cross_entropy(logits, tokens[0, 1:], reduction="none")
+        if loss.get("mixture"):
+            column = "scale" if is_supervised(response, loss) else "advantage"
+            values = values * torch.from_numpy(response[column][1:])
         sums.append((values * mask).sum())
         counts.append(int(mask.sum()))
-    normalize = loss["normalize"]
+
+    def mean(chosen: list[int], normalize: Any) -> Tensor:
+        return mean_of(stored, loss, normalize, {n: (sums[n], counts[n]) for n in chosen})
+
+    every = list(range(len(stored)))
+    supervised = [n for n in every if is_supervised(stored[n], loss)]
+    tables = {"responses": [n for n in every if n not in supervised], "supervised": supervised}
+    whole = torch.zeros(())
+    for name, part in loss.get("by_table", {}).items():
+        options = part if isinstance(part, dict) else {"weight": part}
+        normalize = options.get("normalize", loss["normalize"])
+        whole = whole + options["weight"] * mean(tables[name], normalize)
+    if "by_table" not in loss:
+        whole = mean(every, loss["normalize"])
+    model.zero_grad()
+    whole.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mean_of(
+    stored: list[dict[str, Any]],
+    loss: dict[str, Any],
+    normalize: Any,
+    values: dict[int, tuple[Tensor, int]],
+) -> Tensor:
+    """Return the intended mean over trajectories, from the sum and count of each one's loss."""
     by_member = loss.get("by") == "member"
     by_group = normalize == "group"
+    sums = {number: one[0] for number, one in values.items()}
+    counts = {number: one[1] for number, one in values.items()}
     units: dict[Any, list[int]] = {}  # the trajectories of each sequence or group
-    for number, response in enumerate(stored):
+    for number in values:
+        response = stored[number]
         group = int(response["prompt"])
         member = int(response["member"])
         unit = group if by_group else (group, member) if by_member else number
+        # A supervised trajectory is a sequence and a group of its own.
+        unit = number if is_supervised(response, loss) else unit
         units.setdefault(unit, []).append(number)
     means = []
     num_units = 0
@@ -168,12 +228,9 @@ def unpacked(model: nn.Module, stored: list[dict[str, Any]], loss: dict[str, Any
         means.append(
             total / (normalize["constant"] if isinstance(normalize, dict) else max(count, 1))
         )
-    whole = (
-        torch.stack(sums).sum() / sum(counts) if normalize == "token" else sum(means) / num_units
-    )
-    model.zero_grad()
-    whole.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if normalize == "token":
+        return torch.stack(list(sums.values())).sum() / sum(counts.values())
+    return torch.stack(means).sum() / num_units
 
 
 def deviation(before: Weights, after: Weights, wanted: Weights) -> float:
@@ -197,7 +254,10 @@ def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
     if is_slice:
         inputs["block_mask"] = micro.block_mask
     logits = model(**inputs).logits
-    return F.cross_entropy(logits[0], micro.targets[0], reduction="none")[None]
+    values = F.cross_entropy(logits[0], micro.targets[0], reduction="none")[None]
+    if "scale" in micro:  # a mixture, each of whose tables lacks one of the columns
+        values = values * micro["advantage"] * micro["scale"]
+    return values
 
 
 def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]:
@@ -211,7 +271,8 @@ def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]
     }
     sampler = {"kind": "fifo"}
     size = {"trajectories": GROUPS * SIZE}
-    if loss["normalize"] == "group" or loss.get("by") == "member":
+    is_mixture = loss.get("mixture", False)
+    if loss["normalize"] == "group" or loss.get("by") == "member" or is_mixture:
         table["group"] = {
             "column": "prompt",
             "size": 2,
@@ -219,16 +280,29 @@ def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]
             "max_trajectories": SIZE,
         }
         sampler, size = {**sampler, "unit": "group"}, {"groups": GROUPS}
+    tables = {"responses": table}
+    fields: dict[str, Any] = {"tokens": {}}
+    given: dict[str, Any] = {"kind": "fifo", **sampler}
+    if is_mixture:
+        plain = {name: value for name, value in table.items() if name != "group"}
+        tables["supervised"] = {**plain, "schema": {"columns": SUPERVISED}}
+        alone = (GROUPS - IN_GROUPS) * SIZE
+        size = {"groups": IN_GROUPS + alone}
+        shares = {"responses": IN_GROUPS / (IN_GROUPS + alone)}
+        shares["supervised"] = 1 - shares["responses"]
+        by_table = {"supervised": {"kind": "epoch", "unit": "trajectory"}}
+        given = {"kind": "mixture", "shares": shares, "of": sampler, "by_table": by_table}
+        fields |= {"advantage": {"absent": 1}, "scale": {"absent": 1}}
     pack = {"tokens": tokens, "pad": {"multiple": 8}}
     if "group" in table and not is_slice:
         pack["prefix"] = "share"
     return {
-        "tables": {"responses": table},
-        "sampler": sampler,
-        "fields": {"tokens": {}},
+        "tables": tables,
+        "sampler": given,
+        "fields": fields,
         "pack": pack,
         "rollout" if loss.get("narrowed") else "batch": size,
-        "loss": {option: value for option, value in loss.items() if option != "narrowed"},
+        "loss": {option: value for option, value in loss.items() if option not in OF_PROGRAM},
         "shared_memory": {"prefix": prefix()},
     }
 
@@ -245,9 +319,10 @@ def trainer_of(kind: str) -> EngineTrainer | ModuleTrainer:
 def narrowed_step(rollout: Rollout) -> TrainStep:
     """Take tokens out of the loss mask of a rollout batch; return its step."""
     places = []
-    for number, length in zip(
-        rollout.trajectory_id.tolist(), rollout.lengths.tolist(), strict=True
-    ):
+    # Ids count by table: the supervised trajectories come after those of groups.
+    first = torch.tensor([0, IN_GROUPS * SIZE])[rollout.table[rollout.group]]
+    numbers = (rollout.trajectory_id + first).tolist()
+    for number, length in zip(numbers, rollout.lengths.tolist(), strict=True):
         places.append(np.append(kept(number, length)[1:], False))  # at predicting places
     if dist.get_world_size() > 1:  # refused on all ranks, and nothing changes
         with pytest.raises(PeerError, match=r"rollout\.mask: keep"):
@@ -267,7 +342,9 @@ def train(
     with Replay(config, place=place) as replay:
         if dist.get_rank() == 0:
             for response in stored:
-                replay.add(response)
+                table = "supervised" if is_supervised(response, loss) else "responses"
+                columns = replay.tables[table].schema.names
+                replay.add({name: response[name] for name in columns}, table=table)
         dist.barrier()
         replay.gradient_divisor = divisor
         step = narrowed_step(replay.rollout()) if loss.get("narrowed") else replay.step()

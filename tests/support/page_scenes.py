@@ -231,7 +231,8 @@ def prompts_run(**table: Any) -> dict[str, Any]:
         """Commit so many groups, as rollout workers do."""
         with RolloutWorker.attach("ds_config.json") as worker:
             for lease in worker.lease(leases, timeout_s=10):
-                prompt, answer = lease.prompt["tokens"], lease.prompt["answer"]
+                prompt = lease.prompt["tokens"]
+                answer = lease.prompt["answer"]
                 tokens_of_all = generate(None, prompt, count=8)
                 lease.commit([response(tokens, prompt, answer) for tokens in tokens_of_all])
 

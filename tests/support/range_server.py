@@ -120,7 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not match or not self.server.has_ranges:
             self._send(200, content, headers)
             return
-        first, last = int(match[1]), min(int(match[2]), len(content) - 1)
+        first = int(match[1])
+        last = min(int(match[2]), len(content) - 1)
         if first > last:
             self._send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
             return

@@ -324,5 +324,6 @@ def every_death(
         scene.close()
         if not died:
             break
-        line, deaths = line + stride, deaths + 1
+        line = line + stride
+        deaths = deaths + 1
     assert deaths * stride > 80, "too few places of death: the trace saw nothing"

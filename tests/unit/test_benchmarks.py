@@ -67,6 +67,7 @@ RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
         },
         ["ms", "limit_ms", "ratio", "batches_per_s"],
     ),
+    "packing_turns": ([], {"what": {"turns"}, "turns": {5}}, ["own", "share", "saved"]),
     "scale": ([], {"nodes": {1, 2, 4}, "samples": {8, 16, 32}}, []),
     "ingest": (["--parts", *INGEST], {"what": set(INGEST)}, ["adds_per_s", "mb_per_s"]),
     "disk_writing": (

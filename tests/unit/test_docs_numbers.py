@@ -207,7 +207,8 @@ def tables_of_results(text: str) -> list[tuple[str, int, str]]:
             rows.append((number, line))
         elif line.startswith("## "):
             found += [(name, at, row) for at, row in rows if name]
-            name, rows = "", []
+            name = ""
+            rows = []
     return found
 
 

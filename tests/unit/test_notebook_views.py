@@ -14,7 +14,7 @@ from gear_support import SCHEMA, config_of, trajectory, write_dataset
 from rollout_support import rolled_out
 
 from deepspeed_gear import Batch, Column, Dataset, DatasetWriter, Replay, Schema
-from deepspeed_gear.batching.batch import BatchSamples
+from deepspeed_gear.batching.batch_samples import BatchSamples
 from deepspeed_gear.batching.tensor_views import MOST_ELEMENTS, sampled_values
 from deepspeed_gear.data import dataset_sample
 from deepspeed_gear.data.dataset_sample import DatasetSample, sampled_steps

@@ -121,8 +121,52 @@ def test_files_are_read_with_less_memory_than_data(run_python: Any, checkout: Pa
     assert [row["work"].partition(":")[0][:9] for row in rows].count("from disk") == len(rows) - 2
     for row in rows:
         if "left out" in row:  # no root, or no controller
-            assert row["left out"].startswith("no control group"), row
+            known = ("no control group", "not installed: apt-get install fio")
+            assert row["left out"].startswith(known), row
+        elif row["system"] == "fio":
+            assert row["pages_s"] > 0
+            assert row["queue_depth"] == 32
     assert all(row["read_mb"] > 0.01 for row in rows if "batches_s" in row)
+
+
+def test_pages_are_compared_with_those_that_fio_reads(
+    work: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_rate = importlib.import_module("speed.disk_rate")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "rows").write_bytes(os.urandom(1 << 20))
+    core = min(os.sched_getaffinity(0))
+    read = {"work": "disk", "system": "gear", "batches_s": 100.0, "read_mb": 0.8192}
+    killed = {"work": "disk", "system": "limit", "left out": "killed"}
+    disk = disk_rate.DiskRate(tmp_path / "set", 8, core, tmp_path)
+    disk.run(2, 0.2)
+    *others, fio = disk.rows("disk", [read, killed])
+    assert others[1] == killed
+    if "left out" in fio:
+        pytest.skip(fio["left out"])
+    assert fio["queue_depth"] == 8
+    assert fio["pages_s"] > 0
+    assert (tmp_path / "cgroup.procs").read_text() == "0\n"  # it has joined its group
+    assert others[0]["pages_s"] == 20_000
+    assert others[0]["of_fio"] == pytest.approx(20_000 / fio["pages_s"], rel=0.01, abs=0.001)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    disk = disk_rate.DiskRate(tmp_path / "set", 8, core, tmp_path)
+    disk.run(2, 0.2)
+    (absent,) = disk.rows("disk", [])
+    assert absent["left out"] == "not installed: apt-get install fio"
+
+
+def test_a_refusal_of_fio_is_its_row(
+    work: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_rate = importlib.import_module("speed.disk_rate")
+    (tmp_path / "rows").write_bytes(b"1")
+    (tmp_path / "fio").write_text("#!/bin/sh\necho engine $5 is unknown >&2; exit 1\n")
+    (tmp_path / "fio").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    disk = disk_rate.DiskRate(tmp_path, 8, min(os.sched_getaffinity(0)), tmp_path)
+    disk.run(1, 0.1)
+    assert disk.rows("disk", [])[0]["left out"].startswith("fio: engine ")
 
 
 def test_rows_of_other_steps_are_found(work: ModuleType) -> None:
@@ -154,6 +198,15 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
             "batches_s": 2.5,
             "read_mb": 1234.5,
             "read_ahead": "1 B",
+            "pages_s": 753479,
+            "of_fio": 0.9,
+        },
+        {
+            "work": "disk",
+            "system": "fio",
+            "pages_s": 837199,
+            "queue_depth": 128,
+            "engine": "psync",
         },
         {"work": "windows", "system": "reverb", "left out": "took over 240 s"},
     ]
@@ -166,6 +219,7 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
     assert "| windows | 5 | 1,234 |" in text
     assert "(the device reads 1 B ahead)" in text
     assert "| disk | 2.5, 1,234.5 |" in text
+    assert "fio with 128 requests at a time (psync) 837,199, deepspeed_gear 753,479 (0.90)" in text
     assert "- Reverb, windows: took over 240 s" in text
 
 

@@ -126,7 +126,8 @@ OF_OTHERS = set(
     "context.ranks self._engine.global_samples deepspeed.initialize sys.excepthook "
     "accelerator.get_op_builder accelerator.create_op_builder extension.CUDA_HOME "
     "stream.thread_type stream.codec_context.options wrapped._gear_wrapped self._broken.__cause__ "
-    "sys.unraisablehook args.ignore_data_skip".split()
+    "sys.unraisablehook args.ignore_data_skip trainer.replay_buffer "
+    "trainer.dataloader_pin_memory".split()
 ) | {"weakref.finalize(memory, remove, entry).atexit"}
 
 
@@ -221,8 +222,7 @@ def paired_assignments(tree: ast.Module) -> Iterator[str]:
         if not isinstance(node.targets[0], ast.Tuple):
             continue
         assigned = {ast.unparse(target) for target in node.targets[0].elts}
-        read = {ast.unparse(child) for child in ast.walk(node.value) if isinstance(child, ast.expr)}
-        if not assigned & read:
+        if not assigned & {ast.unparse(value) for value in node.value.elts}:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
@@ -231,11 +231,11 @@ def test_a_statement_assigns_one_value(trees: dict[str, ast.Module]) -> None:
     assert {
         module: found for module, tree in trees.items() if (found := [*paired_assignments(tree)])
     } == {}
-    swap, unpacking, pair = (
+    swap, unpacking, pair, updates = (
         [*paired_assignments(ast.parse(source))]
-        for source in ("a, b = b, a + b", "a, b = f()", "a, b = x, y")
+        for source in ("a, b = b, a + b", "a, b = f()", "a, b = x, y", "a, b = a + x, b + y")
     )
-    assert (len(swap), len(unpacking), len(pair)) == (0, 0, 1)
+    assert (len(swap), len(unpacking), len(pair), len(updates)) == (0, 0, 1, 1)
 
 
 # ---- errors --------------------------------------------------------------------------------------

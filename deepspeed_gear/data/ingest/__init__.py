@@ -19,7 +19,7 @@ from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic n
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer
+from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer, described_folder
 from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d3rlpy import D3rlpyReader
@@ -124,6 +124,14 @@ def _open_path(
             check_no_pointer(path / SCHEMA_FILE)
             raise DataError(
                 str(path), "must not be a data set already", None, "train from it as it is"
+            )
+        folder = described_folder(path) if format == "auto" else None
+        if folder is not None and (path.is_dir() or first_bytes(path, 64).lstrip()[:1] == b"{"):
+            raise DataError(
+                str(path),
+                "must be a source, not what describes one",
+                None,
+                f"give its folder: {folder}",
             )
         check_source(path, expansion)
         kind = _recognised(path) if format == "auto" else _reader_class(format)

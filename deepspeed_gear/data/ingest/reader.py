@@ -202,6 +202,10 @@ class ColumnSelection:
         kept = self._kept
         return kept is None or _matches(name, kept) or self._is_kept_whole(self._group(name), kept)
 
+    def excludes(self, name: str) -> bool:
+        """Return whether a pattern after "!" matches a name."""
+        return _matches(name, self._without)
+
     def _group(self, name: str) -> str:
         return self._groups.get(name, name.split(".")[0])
 
@@ -263,7 +267,8 @@ def make_column(
     have the shape ().
     """
     remedy = LEAVE_OUT if "." in name or role == "other" else CONVERT
-    stored, shape = stored_dtype(where, dtype, remedy), () if role in SCALARS else shape
+    stored = stored_dtype(where, dtype, remedy)
+    shape = () if role in SCALARS else shape
     if any(n < 1 for n in shape):
         raise DataError(where, "must have rows with at least one value", list(shape), remedy)
     if role in ("terminated", "truncated"):
@@ -406,7 +411,7 @@ class RowReader:
         self.block_rows = max(1, block_rows(dataset) // self._chunk) * self._chunk
         if not dataset.chunks:  # nothing is read twice, so rows are in a cache when they are used
             self.block_rows = max(1, self.block_rows // 8)
-        self._reads_into = isinstance(dataset, h5py.Dataset) and not dataset.dtype.hasobject
+        self._takes_buffers = isinstance(dataset, h5py.Dataset)
         self._first = 0
         self._block = np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
 
@@ -437,10 +442,11 @@ class RowReader:
     def _read(self, first: int, begin: int, end: int) -> NDArray[Any]:
         """Return rows [first, end), of which those before `begin` are in the block."""
         known = self._block[first - self._first :] if begin > first else self._block[:0]
-        if not self._reads_into:
-            rows = read_rows(self._where, self._dataset, begin, end)
+        shape = (end - first, *self.shape[1:])
+        if not (self._takes_buffers and self._buffers.lends(shape, self.dtype)):
+            rows = read_rows(self._where, self._dataset, begin, end)  # faster for a few rows
             return np.concatenate([known, rows]) if len(known) else rows
-        block = self._buffers.empty((end - first, *self.shape[1:]), self.dtype)
+        block = self._buffers.empty(shape, self.dtype)
         block[: len(known)] = known
         read_rows(self._where, self._dataset, begin, end, block[len(known) :])
         return block

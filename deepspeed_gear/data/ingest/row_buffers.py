@@ -47,11 +47,15 @@ class RowBuffers:
                 cls._shared = weakref.ref(known)
             return known
 
+    def lends(self, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
+        """Return whether the memory of such an array is used again: of 64 KiB or more."""
+        return math.prod(shape) * dtype.itemsize >= _LEAST_BYTES and not dtype.hasobject
+
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return an array without a certain content, in C order."""
-        size = math.prod(shape) * dtype.itemsize
-        if size < _LEAST_BYTES or dtype.hasobject:
+        if not self.lends(shape, dtype):
             return np.empty(shape, dtype)
+        size = math.prod(shape) * dtype.itemsize
         loan = _Loan(self, self._buffer(-(-size // _STEP_BYTES) * _STEP_BYTES))
         return np.asarray(loan)[:size].view(dtype).reshape(shape)
 

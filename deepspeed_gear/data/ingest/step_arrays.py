@@ -30,6 +30,7 @@ from deepspeed_gear.data.ingest.reader import (
 )
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.step_blocks import BlockRows, EpisodeBounds, Int64, episode_name
+from deepspeed_gear.data.ingest.step_order import check_order
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
@@ -102,6 +103,7 @@ class Steps:
         self._find_ends(reader.options.get("episode_length"), arrays.get("episode_returns"))
         if reader.options.get("last_step") is None:
             self._check_limit(reader.options.get("episode_length"))
+        check_order(reader, self.where, self.arrays, self.ends)
         if self._has_last_row:
             self._move_flags()
         for name, array in self.arrays.items():
@@ -209,6 +211,7 @@ class Steps:
         ends = np.logical_or.reduce([no_flag, *given.values()])
         done = given.get("done", no_flag)
         truncated = given.get("truncated", no_flag)
+        self._flagged = np.flatnonzero(ends) + 1  # rows after those with an end flag
         if limit is not None:
             # `first` is the first row of each row's episode by the flags; a limit divides it. With
             # an end at row 0 and limit 2, rows 0, 1, 2, 3 are steps 1, 1, 2, 1 of their episodes.
@@ -224,18 +227,28 @@ class Steps:
         self.is_open = not (self.terminated[-1] or self.truncated[-1])
 
     def _check_limit(self, limit: int | None) -> None:
-        """Refuse arrays without flags that have limit + 1 rows for each episode of a limit."""
-        has_flags = not self.arrays.keys().isdisjoint(FLAG_KINDS)
-        if limit is None or has_flags or self._has_last_row:
+        """Refuse arrays that have limit + 1 rows for each episode of a limit.
+
+        Flags after every limit + 1 rows show it; without flags, the number of rows does.
+        """
+        if limit is None or self._has_last_row:
             return
-        if self.length % (limit + 1) == 0 and self.length % limit:
+        if self.arrays.keys().isdisjoint(FLAG_KINDS):
+            has_last_rows = bool(self.length % (limit + 1) == 0 and self.length % limit)
+        else:
+            has_last_rows = bool((np.diff(self._flagged, prepend=0) == limit + 1).all())
+            has_last_rows &= len(self._flagged) > 0
+        # Flags of terminal states alone would make all these limits terminal.
+        rename = f"--rename {self.keys['terminated']}=dones " if "terminated" in self.arrays else ""
+        if has_last_rows:
             raise DataError(
                 f"{self.where}--episode-length {limit}",
                 f"must come with --last-step where a source has {limit + 1} rows for each episode",
                 f"{self.length} rows",
-                "--last-step action: a row has the action and the reward of the step before it "
-                "(DrQ-v2, ExORL, V-D4RL); --last-step observation: the last row holds only an "
-                "observation (RLDS); --last-step transition: each row is a step",
+                f"{rename}--last-step action: a row has the action and the reward of the step "
+                f"before it (DrQ-v2, ExORL, V-D4RL); {rename}--last-step observation: the last row "
+                "holds only an observation (RLDS, OGBench); --last-step transition: each row is a "
+                "step",
             )
 
     def _move_flags(self) -> None:

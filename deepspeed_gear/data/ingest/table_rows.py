@@ -334,7 +334,8 @@ def _parquet_batches(
                 pages = column_pages(arrow, content, group.column(number), width, most)
             stated += max(pages.num_values * least, pages.stored_bytes)
             expansion.check(where, stated, file_bytes)
-            longest, decoded = max(longest, pages.longest), decoded + pages.decoded_bytes
+            longest = max(longest, pages.longest)
+            decoded += pages.decoded_bytes
         rows = min(rows, max(1, most // max(1, longest)))
         if not width and decoded > most and column.max_repetition_level:
             in_lists.append(column.path)

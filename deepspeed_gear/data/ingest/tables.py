@@ -26,6 +26,7 @@ from deepspeed_gear.data.ingest.reader import (
 )
 from deepspeed_gear.data.ingest.row_images import RowImages
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.step_order import check_order
 from deepspeed_gear.data.ingest.table_agents import TableAgents, divided, has_agents
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
@@ -268,7 +269,8 @@ class TableReader(Reader):
         number = self.num_steps = 0
         first = ""
         for label, arrays, length in self._trajectories():
-            number, self.num_steps = number + 1, self.num_steps + length
+            number += 1
+            self.num_steps += length
             first = first or f"{self.path}: {label}"
             for name, value in arrays.items():
                 where = f"{self.path}: {label}: {name}"
@@ -386,6 +388,7 @@ class TableReader(Reader):
                 arrays[column] = value if array is None else array
             length = _num_steps(where, arrays)
             if not is_chat:
+                check_order(self, f"{where}: ", arrays)
                 limit = self.options.get("episode_length")
                 if limit is not None and length > limit:
                     raise DataError(

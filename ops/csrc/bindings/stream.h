@@ -90,13 +90,22 @@ inline PyObject* TakeSelection(cpu::Stream& stream, int64_t number, int64_t alph
                        THPVariable_Wrap(std::move(weights)));
 }
 
-// Appends priorities of this process's samples to its log; false: Python must do it.
+// Whether the values of a tensor lie in host memory one after the other, as they are.
+inline bool IsPlain(const at::Tensor& tensor, at::ScalarType type, int64_t dims) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_nested() &&
+         tensor.scalar_type() == type && tensor.dim() == dims && tensor.is_contiguous() &&
+         !tensor.is_neg() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+// Appends priorities of this process's samples, one for each, to its log. False: Python must do it,
+// which also converts them or raises the error.
 inline bool ReportPriorities(cpu::Stream& stream, const at::Tensor& resolutions,
                              const at::Tensor& priorities, int64_t batch) {
+  if (!IsPlain(priorities, at::kFloat, 1) || !IsPlain(resolutions, at::kLong, 2)) return false;
   const int64_t count = priorities.numel();
+  if (resolutions.size(0) != count || !cpu::HasRoom(stream, count)) return false;
   const Resolution* records = Rows<Resolution>(resolutions, "resolutions", count);
   const float* values = Values<float>(priorities, "priorities");
-  if (!cpu::HasRoom(stream, count)) return false;
   CheckPriorities(values, count);
   return cpu::Publish(stream, records, values, count, batch);
 }

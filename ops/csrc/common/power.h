@@ -102,9 +102,7 @@ struct PowerTables {
   const uint64_t *inverse, *logs, *powers;
 };
 
-GEAR_HOST_DEVICE PowerTables TablesInMemory() {
-  return {InverseTable(), LogTable(), PowerTable()};
-}
+GEAR_HOST_DEVICE PowerTables TablesInMemory() { return {InverseTable(), LogTable(), PowerTable()}; }
 
 // log2(x) in [0, 1], Q62, for x in [1, 2), Q63; exactly 0 for 1.
 GEAR_HOST_DEVICE uint64_t Log2OfSignificand(uint64_t x,
@@ -122,8 +120,7 @@ GEAR_HOST_DEVICE uint64_t Log2OfSignificand(uint64_t x,
 }
 
 // 2^x in [1, 2), Q62, for x in [0, 1), Q64; exactly 1 for 0.
-GEAR_HOST_DEVICE uint64_t Exp2Fraction(uint64_t x,
-                                       const PowerTables& tables = TablesInMemory()) {
+GEAR_HOST_DEVICE uint64_t Exp2Fraction(uint64_t x, const PowerTables& tables = TablesInMemory()) {
   const uint64_t power = tables.powers[x >> (64 - kTableBits)];
   const uint64_t rest = x << kTableBits >> kTableBits;
   uint64_t b = 713668068253643u;
@@ -170,16 +167,33 @@ GEAR_HOST_DEVICE bool IsPriority(uint32_t bits) {
 // The bits of a priority without the sign of -0.0: they are ordered as the priorities are.
 GEAR_HOST_DEVICE uint32_t OrderOf(uint32_t bits) { return bits & 0x7FFFFFFFu; }
 
-// priority^alpha; alpha in [0, 1] as Q62. `bits`: of a float32 that is finite and above 0.
-GEAR_HOST_DEVICE Power PowerOfPriority(uint32_t bits, uint64_t alpha, const PowerTables& tables) {
+// A float32 that is finite and above 0: mantissa * 2^exponent.
+struct FloatParts {
+  uint64_t mantissa;
+  int exponent;
+};
+
+GEAR_HOST_DEVICE FloatParts PartsOf(uint32_t bits) {
   const uint32_t biased = bits >> 23, low = bits & 0x7FFFFFu;
-  const uint64_t mantissa = biased != 0 ? (low | 0x800000u) : low;
-  const int exponent = (biased != 0 ? static_cast<int>(biased) : 1) - 150;
+  return {biased != 0 ? (low | 0x800000u) : low,
+          (biased != 0 ? static_cast<int>(biased) : 1) - 150};
+}
+
+// log2(priority^alpha); alpha in [0, 1] as Q62. `bits`: of a priority above 0.
+GEAR_HOST_DEVICE int64_t LogOfPriority(uint32_t bits, uint64_t alpha,
+                                       const PowerTables& tables = TablesInMemory()) {
+  const FloatParts x = PartsOf(bits);
+  return Scale(Log2(x.mantissa, tables) + x.exponent * (int64_t{1} << kLogBits), alpha);
+}
+
+// priority^alpha, likewise.
+GEAR_HOST_DEVICE Power PowerOfPriority(uint32_t bits, uint64_t alpha, const PowerTables& tables) {
   if (alpha == kOneQ62) {  // exact
-    const int top = HighestBit(mantissa);
-    return {mantissa << (62 - top), top + exponent};
+    const FloatParts x = PartsOf(bits);
+    const int top = HighestBit(x.mantissa);
+    return {x.mantissa << (62 - top), top + x.exponent};
   }
-  return Exp2(Scale(Log2(mantissa, tables) + exponent * (int64_t{1} << kLogBits), alpha), tables);
+  return Exp2(LogOfPriority(bits, alpha, tables), tables);
 }
 
 // How priorities become masses.
@@ -193,19 +207,22 @@ struct Mass {
   bool clamped;  // the power is above the largest mass, or so small that rounding changes it
 };
 
-// round(priority^alpha * 2^24), halves up, clamped to [1, 2^most_bits]; 0 for priority 0. `bits`:
-// of a priority, see IsPriority.
+// round(power * 2^24), halves up, clamped to [1, 2^most_bits].
+GEAR_HOST_DEVICE Mass MassOfPower(Power power, int most_bits) {
+  const int shift = 62 - kMassBits - power.exponent;
+  if (shift > 63) return {1, true};
+  const int least_shift = 62 - most_bits;
+  if (shift < least_shift || (shift == least_shift && power.significand > kOneQ62))
+    return {uint64_t{1} << most_bits, true};
+  const uint64_t mass = ((power.significand >> (shift - 1)) + 1) >> 1;
+  return {mass, mass < (uint64_t{1} << kExactMassBits)};
+}
+
+// The mass of priority^alpha; 0 for priority 0. `bits`: of a priority, see IsPriority.
 GEAR_HOST_DEVICE Mass MassOfPriority(uint32_t bits, MassScale scale,
                                      const PowerTables& tables = TablesInMemory()) {
   if (OrderOf(bits) == 0) return {0, false};
-  const Power power = PowerOfPriority(bits, scale.alpha, tables);
-  const int shift = 62 - kMassBits - power.exponent;
-  if (shift > 63) return {1, true};
-  const int least_shift = 62 - scale.most_bits;
-  if (shift < least_shift || (shift == least_shift && power.significand > kOneQ62))
-    return {uint64_t{1} << scale.most_bits, true};
-  const uint64_t mass = ((power.significand >> (shift - 1)) + 1) >> 1;
-  return {mass, mass < (uint64_t{1} << kExactMassBits)};
+  return MassOfPower(PowerOfPriority(bits, scale.alpha, tables), scale.most_bits);
 }
 
 // The float32 nearest to a power, ties to even; the largest one beyond the range, 0 below the

@@ -33,32 +33,44 @@ struct Hit {
   uint64_t remainder;  // in [0, mass of item)
 };
 
-// One step from a node of level + 1 down to the child that holds the remainder. From the root {0,
-// coordinate}, with coordinate in [0, total), down to level 0 it ends at the item that the
-// coordinate hits. Cost: 31 additions: first the part of the children that holds the remainder,
-// then the child.
+// A descent: from the root {0, coordinate}, with coordinate in [0, total), down to level 0 it ends
+// at the item that the coordinate hits. Each level takes two steps of few additions: from a node to
+// the part of its children that holds the remainder, and from the part to the child.
 //
-// The sums before each part and child are in arrays, which a count of comparisons indexes: compilers
-// make branches of a choice between variables, and each one that is predicted wrongly ends the
-// overlap of cache misses between draws. This takes half the time.
-GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, int level, Hit hit) {
-  constexpr int kParts = 4, kPart = kFanOut / kParts;
-  const uint64_t* children = sums + shape.offset[level] + hit.item * kFanOut;
-  uint64_t before[kParts] = {0};
-  for (int part = 1; part < kParts; ++part) {
+// The sums before each part and child are in arrays, which a count of comparisons indexes:
+// compilers make branches of a choice between variables, and each one that is predicted wrongly
+// ends the overlap of cache misses between draws. This takes half the time.
+inline constexpr int kNodeParts = 4, kPartSize = kFanOut / kNodeParts;
+
+// From a node of the level above to the part of its children, item * kNodeParts + part.
+GEAR_HOST_DEVICE void EnterPart(const uint64_t* level, Hit* hit) {
+  const uint64_t* children = level + hit->item * kFanOut;
+  uint64_t before[kNodeParts] = {0};
+  for (int part = 1; part < kNodeParts; ++part) {
     uint64_t sum = 0;
-    for (int i = 0; i < kPart; ++i) sum += children[(part - 1) * kPart + i];
+    for (int i = 0; i < kPartSize; ++i) sum += children[(part - 1) * kPartSize + i];
     before[part] = before[part - 1] + sum;
   }
   int part = 0;
-  for (int i = 1; i < kParts; ++i) part += hit.remainder >= before[i];
-  const uint64_t rest = hit.remainder - before[part];
-  const uint64_t* first = children + part * kPart;
-  uint64_t before_child[kPart] = {0};
-  for (int i = 1; i < kPart; ++i) before_child[i] = before_child[i - 1] + first[i - 1];
+  for (int i = 1; i < kNodeParts; ++i) part += hit->remainder >= before[i];
+  *hit = {hit->item * kNodeParts + part, hit->remainder - before[part]};
+}
+
+// From a part to the child, part * kPartSize + child.
+GEAR_HOST_DEVICE void EnterChild(const uint64_t* level, Hit* hit) {
+  const uint64_t* children = level + hit->item * kPartSize;
+  uint64_t before[kPartSize] = {0};
+  for (int i = 1; i < kPartSize; ++i) before[i] = before[i - 1] + children[i - 1];
   int child = 0;
-  for (int i = 1; i < kPart; ++i) child += rest >= before_child[i];
-  return {hit.item * kFanOut + part * kPart + child, rest - before_child[child]};
+  for (int i = 1; i < kPartSize; ++i) child += hit->remainder >= before[i];
+  *hit = {hit->item * kPartSize + child, hit->remainder - before[child]};
+}
+
+// Both steps, from a node of level + 1.
+GEAR_HOST_DEVICE Hit Descend(const uint64_t* sums, const TreeShape& shape, int level, Hit hit) {
+  EnterPart(sums + shape.offset[level], &hit);
+  EnterChild(sums + shape.offset[level], &hit);
+  return hit;
 }
 
 // Sets the mass of an item and repairs the nodes above it.

@@ -53,6 +53,20 @@ void SetItem(const Priorities& priorities, const TreeShape& shape, int64_t item,
   counts[kDrawable] += int64_t{mass > 0} - int64_t{before > 0};
 }
 
+// The masses of up to kBlock priorities. All logarithms are computed before the first power: see
+// DescendTogether.
+void MassesTogether(const uint32_t* priorities, int64_t count, MassScale scale, Mass* masses) {
+  if (scale.alpha == kOneQ62) {
+    for (int64_t i = 0; i < count; ++i) masses[i] = MassOfPriority(priorities[i], scale);
+    return;
+  }
+  int64_t logs[kBlock];
+  for (int64_t i = 0; i < count; ++i)  // of a priority of 0 that of another one
+    logs[i] = LogOfPriority(Max(priorities[i], uint32_t{1}), scale.alpha);
+  for (int64_t i = 0; i < count; ++i)
+    masses[i] = priorities[i] == 0 ? Mass{0, false} : MassOfPower(Exp2(logs[i]), scale.most_bits);
+}
+
 // The k highest of a sequence in the order of the leaves.
 class Highest {
  public:
@@ -142,9 +156,14 @@ void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* ma
 void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator, uint64_t count,
                 uint64_t beta, float* weights) {
   const int64_t log_ratio = Log2(numerator) - Log2(count);
-  for (int64_t i = 0; i < size; ++i)
-    weights[i] =
-        BitCast<float>(ImportanceBits(log_ratio, static_cast<uint64_t>(resolutions[i].mass), beta));
+  int64_t logs[kBlock];
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t n = Min(kBlock, size - begin);
+    for (int64_t i = 0; i < n; ++i)  // all before the first power, as in MassesTogether
+      logs[i] = log_ratio - Log2(static_cast<uint64_t>(resolutions[begin + i].mass));
+    for (int64_t i = 0; i < n; ++i)
+      weights[begin + i] = BitCast<float>(ImportanceOfLog(logs[i], beta));
+  }
 }
 
 void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima) {
@@ -225,16 +244,18 @@ int64_t ItemsOf(const Slot* slots, int64_t num_slots, const AnchorRule& rule, in
 void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
                 int64_t count, MassScale scale, int64_t* counts) {
   const TreeShape shape = ShapeOfTree(priorities.num_items);
+  uint32_t given[kBlock];  // bits of the priorities
   Mass masses[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t n = Min(kBlock, count - begin);
     for (int64_t i = 0; i < n; ++i)
       if (items[begin + i] >= 0) PrefetchItem(priorities, shape, items[begin + i]);
     // Computing the masses takes as long as the loads.
-    for (int64_t i = 0; i < n; ++i) masses[i] = MassOfPriority(OrderOf(updates[begin + i]), scale);
+    for (int64_t i = 0; i < n; ++i) given[i] = OrderOf(updates[begin + i]);
+    MassesTogether(given, n, scale, masses);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t item = items[begin + i];
-      const uint32_t priority = OrderOf(updates[begin + i]);
+      const uint32_t priority = given[i];
       counts[kHighestPriority] = Max(counts[kHighestPriority], int64_t{priority});
       counts[item >= 0 ? kApplied : kStale] += 1;
       if (item < 0) continue;

@@ -2,30 +2,10 @@
 #include "common/permutation.h"
 #include "common/prefetch.h"
 #include "common/tree.h"
+#include "select/descend.h"
 #include "select/select.h"
 
 namespace gear::cpu {
-namespace {
-
-// Finds the items that up to kBlock coordinates hit. They descend the tree together, level by
-// level, so that their cache misses overlap; `prefetch` starts the load of what follows an item.
-template <typename Prefetch>
-void DescendTogether(const uint64_t* sums, const TreeShape& shape, const int64_t* coordinates,
-                     int64_t count, Hit* hits, const Prefetch& prefetch) {
-  for (int64_t i = 0; i < count; ++i) hits[i] = {0, static_cast<uint64_t>(coordinates[i])};
-  for (int level = shape.levels - 1; level >= 0; --level) {
-    for (int64_t i = 0; i < count; ++i) {
-      hits[i] = Descend(sums, shape, level, hits[i]);
-      if (level > 0)
-        PrefetchNode(sums + shape.offset[level - 1] + hits[i].item * kFanOut);
-      else
-        prefetch(hits[i].item);
-    }
-  }
-}
-
-}  // namespace
-
 void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count,
           int64_t* coordinates) {
   Word128 words[kBlock];

@@ -1,8 +1,6 @@
 // The lock of a store, and the word of its holder, for a scope. As StoreLock of
 // deepspeed_gear/store/store_lock.py, except that it repairs nothing: that is left to Python.
 #pragma once
-#include <unistd.h>
-
 #include <cstdint>
 
 #include "store/mutex.h"
@@ -20,12 +18,12 @@ class Held {
     }
     if (locked == Locked::kOwnerDied) MutexConsistent(mutex);
     if (locked == Locked::kOwnerDied || *holder != 0) {
-      if (*holder == 0) *holder = getpid();  // the next holder repairs
+      if (*holder == 0) *holder = ProcessId();  // the next holder repairs
       MutexUnlock(mutex);
       refusal_ = kMustRecover;
       return;
     }
-    *holder = getpid();
+    *holder = ProcessId();
   }
   ~Held() {
     if (refusal_ != 0) return;

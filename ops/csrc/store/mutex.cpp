@@ -20,7 +20,18 @@ void Pause() {
 #endif
 }
 
+int64_t known_process = 0;
+
 }  // namespace
+
+int64_t ProcessId() {
+  // Each forked process sets it again, while it has one thread.
+  static const bool is_kept = [] {
+    known_process = getpid();
+    return pthread_atfork(nullptr, nullptr, [] { known_process = getpid(); }) == 0;
+  }();
+  return is_kept ? known_process : getpid();
+}
 
 void MutexInit(SharedMutex* mutex) {
   pthread_mutexattr_t attributes;
@@ -54,7 +65,7 @@ Locked MutexLock(SharedMutex* mutex, double timeout_s) {
   }
   if (error == ETIMEDOUT) return Locked::kTimeout;
   if (error != 0 && error != EOWNERDEAD) return Locked::kBroken;
-  mutex->owner = getpid();
+  mutex->owner = ProcessId();
   return error == 0 ? Locked::kYes : Locked::kOwnerDied;
 }
 

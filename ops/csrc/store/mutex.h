@@ -14,6 +14,9 @@ static_assert(sizeof(SharedMutex) <= 128, "a store's header reserves 128 bytes f
 
 enum class Locked : int { kYes = 0, kOwnerDied = 1, kTimeout = 2, kBroken = 3 };
 
+// The id of this process, without a system call: each takes as long as a free mutex.
+int64_t ProcessId();
+
 void MutexInit(SharedMutex* mutex);
 
 // kOwnerDied: the caller holds the mutex, must rebuild state that the dead owner may have left

@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Batch, Replay
-from deepspeed_gear.batching.batch import BatchSamples
+from deepspeed_gear.batching.batch_samples import BatchSamples
 from deepspeed_gear.config.field_names import SAMPLE_NAMES
 from deepspeed_gear.errors import (
     ConfigError,

@@ -270,6 +270,49 @@ def test_places_that_are_not_those_of_the_images_are_refused(
             next(micros(replay)).model_inputs(model)
 
 
+CONTEXT = [5, BEGIN, *[IMAGE] * 6, END, 7]
+
+
+def add_branches(replay: Replay, *each: tuple[list[int], list[int]]) -> None:
+    """Add a group of trajectories of a context, with an image at step 2, and an output."""
+    for context, output in each:
+        mask = [False] * len(context) + [True] * len(output)
+        row = {"tokens": [*context, *output], "loss_mask": mask, "prompt": 0}
+        replay.add({**row, "image": {2: media(0, 4, 6)}})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_branches_share_an_image_and_a_part_of_an_output(family: str) -> None:
+    model = tiny(family)
+    with Replay(gear_section("share", groups=1)) as replay:
+        add_branches(replay, (CONTEXT, [10, 11, 12]), ([*CONTEXT, 10, 11, 8, 9], [13, 14]))
+        micro = next(each := micros(replay))
+        assert micro.pack_shape.prefixes is not None
+        assert micro.pack_shape.prefixes.steps.tolist() == [0, len(CONTEXT) + 1]
+        with torch.no_grad():
+            packed = model(**micro.model_inputs(model)).logits[0]
+            for at in places(micro):
+                ids = micro["tokens"][:, at]
+                image = {n: torch.as_tensor(v) for n, v in media(0, 4, 6).columns.items()}
+                kinds = (ids == IMAGE).int()
+                wanted = model(
+                    input_ids=ids, use_cache=False, mm_token_type_ids=kinds, **image
+                ).logits[0]
+                assert (packed[at] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+        each.close()
+
+
+def test_a_branch_within_an_image_is_refused() -> None:
+    """The image has no token after it, and a step is not shared whose next token differs."""
+    with Replay(gear_section("share", groups=1)) as replay:
+        add_branches(replay, (CONTEXT[:8], [10]), ([*CONTEXT[:8], 9], [11, 12]))
+        micro = next(each := micros(replay))
+        text = "trajectory 1 must not leave another trajectory within an image, at step 7; keep"
+        with pytest.raises(DataError, match=text):
+            micro.model_inputs(tiny("qwen2_vl"))
+        each.close()
+
+
 def test_images_without_a_column_of_media_are_refused() -> None:
     config = gear_section()
     table = config["tables"]["main"]

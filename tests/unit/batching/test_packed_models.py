@@ -20,7 +20,7 @@ from packed_families import alone, difference, kernels, pack, tiny  # noqa: E402
 from deepspeed_gear.batching import packed_models  # noqa: E402
 from deepspeed_gear.batching.pack_masks import attention_mask  # noqa: E402
 from deepspeed_gear.batching.packed_models import BY_KERNELS, BY_MASKS, BY_POSITIONS, PackedModel  # noqa: E402
-from deepspeed_gear.batching.packing_plan import Prefixes  # noqa: E402
+from deepspeed_gear.batching.prefixes import Prefixes  # noqa: E402
 from deepspeed_gear.errors import ConfigError  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "packed-models.md"
@@ -31,8 +31,8 @@ LENGTHS = [23, 7, 40, 1, 18]
 ROWS = 96
 STARTS = [0, 23, 30, 70, 71]
 WHOLE = pack(LENGTHS, ROWS)
-PREFIXES = Prefixes(np.array([0, 9, 9, 0, 1]), np.array([0, 0, 0, 3, 3]))
-SHARED = pack([23, 16, 49, 2, 19], ROWS, None, PREFIXES)  # with places as in WHOLE, but for one
+PREFIXES = Prefixes(np.array([0, 9, 12, 0, 1]), np.array([0, 0, 1, 3, 3]))
+SHARED = pack([23, 16, 52, 2, 19], ROWS, None, PREFIXES)  # with places as in WHOLE, but for one
 
 
 def layers(model: Any) -> str:

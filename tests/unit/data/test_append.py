@@ -145,7 +145,8 @@ def test_a_kill_at_any_line_leaves_the_old_or_the_new(
         dataset.files.check()
         np.testing.assert_array_equal(now.columns["task"][: len(dataset)], dataset.columns["task"])
         found["new" if len(now) > len(dataset) else "old"] += 1
-        line, dataset = line + 1, now
+        line = line + 1
+        dataset = now
     assert min(found["old"], found["new"]) > 3
     assert exchanges == (not found["moved back"])
     assert len(grow(dest)) > len(dataset)

@@ -18,8 +18,8 @@ from deepspeed_gear.cli import init as init_command
 from deepspeed_gear.cli import inspect as inspect_command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.ingest import ingest, open_source
-from deepspeed_gear.data.ingest.reader import Reader, RowReader
+from deepspeed_gear.data.ingest import ingest, open_source, row_buffers
+from deepspeed_gear.data.ingest.reader import Reader, RowReader, read_rows
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError
 from deepspeed_gear.schema import Column
 
@@ -231,21 +231,20 @@ def test_threads_are_a_positive_integer(tmp_path: Path, d4rl: Maker, threads: An
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("least_bytes", [1, 100, 1 << 16])
 def test_row_reader_serves_any_rising_ranges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deepspeed_gear.data.ingest.reader._BLOCK_BYTES", 40)
     values = np.arange(33 * 2, dtype=np.int32).reshape(33, 2)
     reads: list[tuple[int, int]] = []
 
-    def read_rows(
-        where: str, dataset: h5py.Dataset, low: int, high: int, into: np.ndarray
-    ) -> np.ndarray:
+    def counted(where: str, dataset: h5py.Dataset, low: int, high: int, *into: Any) -> np.ndarray:
         reads.append((low, high))
-        into[:] = dataset[low:high]
-        return into
+        return read_rows(where, dataset, low, high, *into)
 
-    monkeypatch.setattr("deepspeed_gear.data.ingest.reader.read_rows", read_rows)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.reader.read_rows", counted)
+    monkeypatch.setattr(row_buffers, "_LEAST_BYTES", least_bytes)
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         file.create_dataset("x", data=values, chunks=(4, 1), compression="gzip")
         file["y"] = values

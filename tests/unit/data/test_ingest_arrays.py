@@ -188,6 +188,30 @@ def test_terminals_that_are_time_limits_are_refused(tmp_path: Path) -> None:
     assert [len(e["action"]) for e in read(source, episode_length=6)] == [5, 5, 5]
 
 
+def test_flags_one_row_after_the_limit_are_refused(tmp_path: Path) -> None:
+    """The rows of 4 steps and a last observation: a limit of 4 would make single steps of these."""
+    source = ogbench(tmp_path / "a.npz", (5, 5, 5), rewards=np.zeros(15))
+    assert refusal(source, episode_length=4).startswith(
+        "FILE: --episode-length 4 must come with --last-step where a source has 5 rows for each "
+        "episode, got '15 rows'; --rename terminals=dones --last-step action: a row has the action"
+    )
+    options: dict[str, Any] = {"episode_length": 4, "rename": {"terminals": "dones"}}
+    found = read(source, last_step="observation", **options)
+    assert [e["action"][:, 0].tolist() for e in found] == [
+        [0, -1, -2, -3],
+        [-5, -6, -7, -8],
+        [-10, -11, -12, -13],
+    ]
+    assert not any(e["terminated"].any() for e in found)
+    assert all(e["truncated"].tolist() == [False] * 3 + [True] for e in found)
+    given = read(source, episode_length=4, last_step="transition")
+    assert [int(e["terminated"][-1]) for e in given] == [0, 1] * 3
+    assert refusal(source, **options).startswith("FILE: --episode-length 4 must come with")
+    for lengths in ((5, 5, 4), (5, 6), (10, 5)):
+        one = ogbench(tmp_path / "b.npz", lengths, rewards=np.zeros(sum(lengths)))
+        assert sum(int(e["terminated"][-1]) for e in read(one, episode_length=4)) == len(lengths)
+
+
 def test_other_arrays_of_steps(tmp_path: Path, d4rl: Callable[..., Any]) -> None:
     """Stable-Baselines' recordings, next observations after a reset, D4RL without timeouts."""
     starts = np.array([1, 0, 0, 1, 0], bool)

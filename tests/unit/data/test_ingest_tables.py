@@ -626,6 +626,25 @@ def test_files_that_describe_a_source_are_none(tmp_path: Path) -> None:
     (tmp_path / "a.npz").touch()
     with pytest.raises(DataError, match=r"got 'no folder'; make one with gear ingest .*a.npz DEST"):
         Dataset.open(tmp_path / "a.npz")
+    info = tmp_path / "set" / "meta" / "info.json"
+    info.parent.mkdir()
+    info.write_text('{"codebase_version": "v2.1"}')
+    for path in (info, info.parent):
+        with pytest.raises(
+            DataError, match=rf"not what describes .*; give its folder: {tmp_path}/set"
+        ):
+            open_source(path)
+    with pytest.raises(
+        DataError, match=rf"make one with gear ingest {tmp_path}/set DEST, and name"
+    ):
+        Dataset.open(info)
+    rows = tmp_path / "metadata.json"  # an array is a table, as it is with a format that is given
+    rows.write_text(json.dumps([{"tokens": [1, 2]}]))
+    assert len(ingest([rows], tmp_path / "made")) == 1
+    rows.write_text(json.dumps({"tokens": [1, 2]}))
+    assert open_source(rows, "table").num_steps == 2
+    with pytest.raises(DataError, match=rf"name the folder that it lies in: {tmp_path}/made$"):
+        Dataset.open(tmp_path / "made" / "schema.json")
     (tmp_path / "set" / "schema.json").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(DataError, match=r"schema.json must contain the data, got 'a Git LFS"):
         open_source(tmp_path / "set")

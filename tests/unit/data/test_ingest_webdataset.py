@@ -122,7 +122,8 @@ def test_a_shard_is_no_archive_of_its_last_file_and_no_hdf5_file_of_its_first(
         with h5py.File(file, "w") as group:
             for name, rows in steps.items():
                 group[name] = rows
-            group["terminals"], group["timeouts"] = [0, 0, 1], [0] * 3
+            group["terminals"] = [0, 0, 1]
+            group["timeouts"] = [0] * 3
         other = file.getvalue()
     files = {"0.h5": other, "0.npz": episode, "1.npz": episode}
     source = write(tmp_path / "part.tar", files)

@@ -193,7 +193,8 @@ def test_batches_are_equal_in_every_order_of_calls(
                         num_empty += 1
                         continue
                     assert_same(*both.batches)
-                    has_batch, num_compared = True, num_compared + 1
+                    has_batch = True
+                    num_compared = num_compared + 1
                 elif has_batch:
                     values = torch.tensor([choose.choice([0.5, 1, 2, 7, 50]) for _ in range(3)])
                     both.report(values * (call == "report"))

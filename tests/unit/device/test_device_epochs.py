@@ -70,7 +70,8 @@ def test_a_data_set_gives_the_batches_of_host_memory(
 @pytest.mark.parametrize("kind", EPOCHS)
 def test_rollouts_that_replace_each_other_give_the_batches_of_host_memory(kind: str) -> None:
     """Each is read for whole epochs, as by PPO, until the next one evicts it."""
-    num, longest = 12, 10
+    num = 12
+    longest = 10
     room = {"capacity_steps": num * longest, "max_length": longest, "capacity_trajectories": num}
     fields = {"observation": {"offset": -2, "length": 4, "pad": "edge"}, "action": {}, "task": {}}
     section = {
@@ -100,7 +101,10 @@ def test_rollouts_that_replace_each_other_give_the_batches_of_host_memory(kind: 
 
 # ---- PPO -----------------------------------------------------------------------------------------
 
-ENVS, LENGTH, MINIBATCHES, PASSES = 4096, 24, 4, 2
+ENVS = 4096
+LENGTH = 24
+MINIBATCHES = 4
+PASSES = 2
 
 
 def ppo_section(**options: Any) -> dict[str, Any]:
@@ -140,7 +144,8 @@ class Agent:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.actor, self.critic = nn.Linear(3, 5), nn.Linear(3, 1)
+        self.actor = nn.Linear(3, 5)
+        self.critic = nn.Linear(3, 1)
         self.parameters = [*self.actor.parameters(), *self.critic.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, 1e-2)
 
@@ -161,11 +166,13 @@ class Agent:
 def test_a_ppo_update_is_a_loop_over_the_permuted_rollout() -> None:
     """4,096 environments x 24 steps, bit for bit: rollout storage, its permutation, minibatches."""
     ops = load_backend("cpu")
-    agent, other = Agent(), Agent()
+    agent = Agent()
+    other = Agent()
     total = ENVS * LENGTH
     with DeviceReplay(ppo_section(), "cpu") as replay:
         batch = replay.new_batch()
-        seed, key = replay._mixture.tables[0].seed, replay._mixture.tables[0].random_key
+        seed = replay._mixture.tables[0].seed
+        key = replay._mixture.tables[0].random_key
         for update in range(2):
             rollout = rollout_of(update)
             replay.add_(rollout)

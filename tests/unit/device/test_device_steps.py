@@ -49,7 +49,8 @@ class Episodes:
     def begin(self, which: Tensor) -> None:
         count = int(which.sum())
         self.episode[which] = torch.arange(self.begun, self.begun + count)
-        self.at[which], self.begun = 0, self.begun + count
+        self.at[which] = 0
+        self.begun = self.begun + count
 
     def step(self, autoreset: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Step; return the columns, the state after the step, and the first of an episode that has

@@ -79,7 +79,8 @@ class Engine:
 
 
 def attached(source: Source | None = None, owns: bool = True) -> tuple[Any, Source]:
-    engine, source = Engine(), source or Source()
+    engine = Engine()
+    source = source or Source()
     attach_packed(engine, cast(Any, source), owns)
     return engine, source
 

@@ -255,7 +255,10 @@ for number in range(first, first + 100000):
 
 
 def test_nothing_that_was_put_is_lost_by_kills(tmp_path: Path) -> None:
-    """Processes are killed while they put and clear: what they reported is there and whole."""
+    """verl-project/verl#7579 asks for a buffer that a crash does not empty.
+
+    Processes are killed while they put and clear: what they reported is there and whole.
+    """
     folder = tmp_path / "values"
     random = np.random.default_rng(0)
     kept: set[int] = set()

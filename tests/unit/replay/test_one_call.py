@@ -173,7 +173,7 @@ def test_native_reports_refuse_what_python_refuses() -> None:
     with filled((9, 4), fields={"code": {}}, sampler=sampler) as replay:
         batch = replay.sample()
         reports = streams_of(replay)["train"].state.with_priorities.reports
-        assert reports._publish is not None
+        assert reports._append is not None
         with pytest.raises(DataError, match="priority 3 must be finite"):
             replay.update_priorities(batch, torch.tensor([1.0] * 3 + [torch.nan] + [1.0] * 4))
         for _ in range(reports.rule.log_size // 8):
@@ -183,3 +183,30 @@ def test_native_reports_refuse_what_python_refuses() -> None:
         late_updates_of(replay).check()
         replay.sample()
         assert replay.statistics()["priorities_applied"] == reports.rule.log_size // 8 * 8
+
+
+def test_priorities_in_any_form_are_reported_as_plain_ones() -> None:
+    plain = torch.arange(8.0) + 1
+    forms: dict[str, Any] = {
+        "plain": plain,
+        "strided": torch.stack([plain, plain], 1)[:, 0],
+        "with a graph": plain.clone().requires_grad_(),
+        "negated": torch.complex(torch.zeros(8), -plain).conj().imag,
+        "sparse": plain.to_sparse(),
+        "float64": plain.double(),
+        "list": plain.tolist(),
+    }
+    found = {}
+    for name, values in forms.items():
+        sampler = {"kind": "prioritized", "unit": "step"}
+        with filled((9, 4), fields={"code": {}}, sampler=sampler) as replay:
+            batch = replay.sample()
+            if name == "sparse":
+                with pytest.raises(DataError, match="dense"):
+                    replay.update_priorities(batch, values)
+                values = plain
+            replay.update_priorities(batch, values)
+            items = batch.trajectory_id.clone(), batch.anchor.clone()
+            replay.sample()
+            found[name] = replay.priorities(*items).tolist()
+    assert all(priorities == found["plain"] for priorities in found.values()), found

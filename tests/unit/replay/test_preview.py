@@ -286,7 +286,7 @@ def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
         rollout={"groups": 2},
     )
     shown = shown_by({"gear": shared}, "--lengths", str(text)).splitlines()[-1]
-    assert shown.startswith('planned without shared prompts ("prefix": "share")')
+    assert shown.startswith('planned without shared prefixes ("prefix": "share")')
 
 
 @pytest.mark.filterwarnings("ignore:loadtxt")

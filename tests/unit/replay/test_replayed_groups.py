@@ -160,7 +160,7 @@ def test_configs_that_are_refused(tmp_path: Path) -> None:
         ),
         (
             {"by_table": {"again": {"kind": "fifo"}}},
-            r"by_table must have in table again the unit of gear.sampler.of \(group\)",
+            r"again\.group must not be given unless the table is sampled with sampler\.unit",
         ),
     ]
     for change, match in wrong:

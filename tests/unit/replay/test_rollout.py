@@ -623,7 +623,10 @@ MASKED = [
 def test_steps_without_loss_tokens_are_logged_once(
     source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Marked are first tokens only, which nothing predicts."""
+    """huggingface/trl#6668: a run trained batches in which every token was masked, without a word.
+
+    Marked are first tokens only, which nothing predicts.
+    """
     size: dict[str, Any] = {"batch": {"trajectories": 4}}
     if source == "rollout":
         size = {"rollout": {"trajectories": 8, "minibatches": 2}}

@@ -85,7 +85,8 @@ def test_corrections_are_those_of_their_formulas(
         flags = np.split(mask, starts)
         ratios = ratios_by_numpy(level, [one[flag] for one, flag in zip(logs, flags, strict=True)])
         flat = np.concatenate(ratios)
-        cap, low = 1.1, 0.9 if kind == "icepop" else 0.0
+        cap = 1.1
+        low = 0.9 if kind == "icepop" else 0.0
         rejected = (flat > cap) | (flat < low) if kind != "tis" else np.zeros(len(flat), bool)
         wanted = np.where(rejected, 0, np.minimum(flat, cap))
 

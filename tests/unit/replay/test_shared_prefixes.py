@@ -1,4 +1,6 @@
-"""`"prefix": "share"` of `gear.pack`: a group's prompt once in a pack, all else as without."""
+"""`"prefix": "share"` of `gear.pack`: prompts of groups and contexts of branches once in a pack,
+all else as without.
+"""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
 from deepspeed_gear import Replay
 from deepspeed_gear.batching import micro_batch, packed_models
 from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.batching.packing_plan import PlannedPacks, Prefixes
+from deepspeed_gear.batching.packing_plan import PlannedPacks
+from deepspeed_gear.batching.prefixes import CommonPrefixes
 from deepspeed_gear.config.cross_checks import check_ranks
 from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError
@@ -27,10 +30,10 @@ from deepspeed_gear.replay.rollout import Rollout
 
 WORDS = 50
 SIZE = 4
+BRANCHES = 12  # trajectories of a group of branches
 MOST = 60
-GROUP = {"column": "prompt", "size": SIZE}
 SCHEMA = {"columns": {**COLUMNS, "value": {"dtype": "float32", "rows": "T+1"}}}
-TABLE = {"capacity_steps": 9000, "max_length": MOST, "schema": SCHEMA, "group": GROUP}
+TABLE = {"capacity_steps": 9000, "max_length": MOST, "schema": SCHEMA}
 FIELDS = {"tokens": {}, "logp": {}, "reward": {}, "value": {"offset": 0}}
 OPS = load_backend("cpu").on_host()
 
@@ -54,25 +57,54 @@ def responses(groups: int, seed: int = 0) -> list[dict[str, Any]]:
         mask = np.arange(length) >= len(own)
         if kind == 2 or number // SIZE == 3:
             mask[:] = False
-        tokens = np.append(own, words.integers(1, WORDS, length - len(own))).astype(np.int32)
-        found.append(
-            {
-                "tokens": tokens,
-                "loss_mask": mask,
-                "logp": -words.random(length, dtype=np.float32),
-                "value": words.random(length + 1, dtype=np.float32),
-                "reward": np.float32(words.random()),
-                "prompt": np.int64(number // SIZE),
-            }
-        )
+        tokens = np.append(own, words.integers(1, WORDS, length - len(own)))
+        found.append(trajectory(tokens, mask, number // SIZE, words))
     return found
 
 
-def gear(prefix: str, tokens: int = 128, **options: Any) -> dict[str, Any]:
+def trajectory(
+    tokens: np.ndarray, mask: np.ndarray, group: int, words: np.random.Generator
+) -> dict[str, Any]:
+    return {
+        "tokens": tokens.astype(np.int32),
+        "loss_mask": mask,
+        "logp": -words.random(len(tokens), dtype=np.float32),
+        "value": words.random(len(tokens) + 1, dtype=np.float32),
+        "reward": np.float32(words.random()),
+        "prompt": np.int64(group),
+    }
+
+
+def branches(groups: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return groups of trees, in any order: a trajectory leaves an earlier one anywhere, also among
+    its loss tokens, goes on with context and loss tokens in turns, and may repeat what others have.
+    """
+    words = np.random.default_rng(seed)
+    found = []
+    for group in range(groups):
+        made = [words.integers(1, WORDS, int(words.integers(1, 20)))]
+        tree = []
+        for _ in range(BRANCHES):
+            before = made[words.integers(len(made))]
+            before = before[: words.integers(1, min(len(before), MOST - 20) + 1)]
+            more = words.integers(1, 4, int(words.integers(1, 20)))
+            tokens = np.append(before, more)
+            mask = np.append(np.zeros(len(before), bool), np.sort(words.random(len(more))) < 0.5)
+            mask = (
+                mask if words.integers(2) else np.append(mask[: len(before)], ~mask[len(before) :])
+            )
+            made.append(tokens)
+            tree.append(trajectory(tokens, mask, group, words))
+        found += [tree[i] for i in words.permutation(BRANCHES)]
+    return found
+
+
+def gear(prefix: str, tokens: int = 128, size: int = SIZE, **options: Any) -> dict[str, Any]:
     pack = {"tokens": tokens, "pad": {"multiple": 16}, "prefix": prefix, **options.pop("pack", {})}
     sampler = {"kind": "fifo", "unit": "group"}
     given = {"fields": FIELDS, "rollout": {"groups": 6, "minibatches": 2}, **options}
-    return section(tables={"main": TABLE}, sampler=sampler, pack=pack, **given)
+    table = {**TABLE, "group": {"column": "prompt", "size": size}}
+    return section(tables={"main": table}, sampler=sampler, pack=pack, **given)
 
 
 @contextmanager
@@ -118,13 +150,17 @@ def check_trajectories(micro: MicroBatch, stored: list[dict[str, Any]], most: in
 
 
 @pytest.mark.parametrize(("tokens", "seed"), [(64, 0), (64, 1), (256, 2), (48, 3)])
-def test_loss_places_columns_and_weights_are_those_without(tokens: int, seed: int) -> None:
+@pytest.mark.parametrize("kind", ["prompts", "branches"])
+def test_loss_places_columns_and_weights_are_those_without(
+    kind: str, tokens: int, seed: int
+) -> None:
     """On any ranks; a budget of 48 cuts trajectories."""
-    stored = responses(6, seed)
+    size = SIZE if kind == "prompts" else BRANCHES
+    stored = responses(6, seed) if kind == "prompts" else branches(6, seed)
     seen = []
     cut = {"too_long": "truncate" if tokens < MOST else "refuse"}
     for prefix in ("own", "share"):
-        with rolled_out(gear(prefix, tokens, pack=cut), stored) as rollout:
+        with rolled_out(gear(prefix, tokens, size, pack=cut), stored) as rollout:
             for micro in rollout.forward("x", tokens=2 * tokens):
                 micro.fill(
                     x=(micro["tokens"] * 1000 + micro.position_ids + micro.targets / 64).float()
@@ -150,7 +186,7 @@ def test_loss_places_columns_and_weights_are_those_without(tokens: int, seed: in
                 assert (shared > 0) == (prefix == "share")
             seen.append({**found, "ids": sorted(found["ids"])})
     assert seen[0] == seen[1]
-    assert seen[0]["ids"] == sorted([*range(6 * SIZE)] * 2)
+    assert seen[0]["ids"] == sorted([*range(len(stored))] * 2)
 
 
 @given(st.data())
@@ -165,7 +201,9 @@ def test_plans(data: Any) -> None:
     lengths = steps + np.array([data.draw(st.integers(1, 24)) for _ in steps])
     most = data.draw(st.integers(64, 300))
     size = data.draw(st.integers(1, 9))
-    found = Prefixes(steps, prompt).bundled(lengths, size, most)
+    order = np.arange(len(steps))
+    found = CommonPrefixes(order, np.where(prompt == order, 0, steps + 1), steps)
+    found = found.share(lengths, size, most)
     assert (prompt[found.leader] == prompt).all()
     assert (found.leader <= np.arange(len(lengths))).all()
     assert (found.steps == np.where(found.leader == np.arange(len(lengths)), 0, steps)).all()
@@ -233,6 +271,31 @@ def test_prompts_are_compared_token_by_token() -> None:
             check_trajectories(micro, stored, MOST)
 
 
+def test_a_branch_shares_the_outputs_before_it() -> None:
+    """An agent's context is edited after its first output, and again after its second one."""
+    prompt, output, edited = ([1, 2, 3], [10, 11, 12, 13], [20, 21])
+    trees = [
+        (prompt, [*output, 30, 31]),  # shares nothing: it is the first one
+        ([*prompt, *output, *edited], [14, 15]),  # 6: the next token after these differs
+        ([*prompt, *output, *edited, 14, 5], [16]),  # 9, of the one above
+        ([*prompt[:2], 9], output),  # 1
+    ]
+    words = np.random.default_rng(0)
+    stored = []
+    for context, own in trees:
+        tokens = np.array([*context, *own])
+        stored.append(trajectory(tokens, np.arange(len(tokens)) >= len(context), 0, words))
+    # Of the first and the last one, with equal bounds, the first one that was added has no prefix.
+    for order, packed in (([0, 1, 2, 3], [0, 1, 2, 3]), ([2, 3, 0, 1], [3, 0, 1, 2])):
+        members = [stored[i] for i in order]
+        with rolled_out(gear("share", rollout={"groups": 1}), members) as rollout:
+            step = rollout.step(0)
+            assert step.shared_tokens == 6 + 9 + 1
+            (micro,) = step
+            check_trajectories(micro, members, MOST)
+            assert [order[number] for number in micro.trajectory_id.tolist()] == packed
+
+
 def test_a_step_continues_after_a_load(tmp_path: Path) -> None:
     config = gear("share", rollout={"groups": 6, "minibatches": 3})
     seen = []
@@ -280,10 +343,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
         columns = {
             name: column for name, column in SCHEMA["columns"].items() if name != "loss_mask"
         }
-        config["tables"] = {"main": {**TABLE, "schema": {"columns": columns}}}
+        config["tables"]["main"]["schema"] = {"columns": columns}
     elif "sampler" in options:
-        table = {name: value for name, value in TABLE.items() if name != "group"}
-        config |= {**options, "tables": {"main": table}}
+        config |= {**options, "tables": {"main": TABLE}}
     with pytest.raises(ConfigError, match=re.escape(text)):
         Replay(config)
 
@@ -306,10 +368,14 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
         ("llama4_text", "sdpa"),
     ],
 )
-def test_gradients_are_those_of_one_trajectory_at_a_time(family: str, attention: str) -> None:
+@pytest.mark.parametrize("kind", ["prompts", "branches"])
+def test_gradients_are_those_of_one_trajectory_at_a_time(
+    family: str, attention: str, kind: str
+) -> None:
     """In float32, as part of the largest gradient. Flex attention has none on a CPU."""
     model = tiny(family, attention)
-    stored = responses(6)
+    size = SIZE if kind == "prompts" else BRANCHES
+    stored = responses(6) if kind == "prompts" else branches(6)
     for response in stored:
         tokens = torch.from_numpy(response["tokens"]).long()
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
@@ -319,7 +385,7 @@ def test_gradients_are_those_of_one_trajectory_at_a_time(family: str, attention:
     count = sum(int(response["loss_mask"][1:].sum()) for response in stored)
     most = max(float(gradient.abs().max()) for gradient in wanted.values())
     model.zero_grad()
-    with rolled_out(gear("share", 256, rollout={"groups": 6}), stored) as rollout:
+    with rolled_out(gear("share", 256, size, rollout={"groups": 6}), stored) as rollout:
         for step in rollout:
             assert step.shared_tokens > 100
             for micro in step:

@@ -38,7 +38,9 @@ class Recorder(gymnasium.Env[Any, Any]):
         return np.array([self.number, self.episode, self.at], np.float32)
 
     def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        self.episode, self.at, self.length = self.episode + 1, 0, int(self.random.integers(1, 41))
+        self.episode = self.episode + 1
+        self.at = 0
+        self.length = int(self.random.integers(1, 41))
         return self._observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -186,7 +188,8 @@ def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
                 ends,
                 ~ends & False,
             )
-            at, left = np.where(ends[:, None], at + 5, at + 1), np.where(ends, 40, left)
+            at = np.where(ends[:, None], at + 5, at + 1)
+            left = np.where(ends, 40, left)
             assert min(number, size) <= len(held) <= most
         oldest = min(one[7] for one in sampled(held, 4))
         assert number - most - longest * num_envs <= oldest <= number - size

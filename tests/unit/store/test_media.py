@@ -210,7 +210,8 @@ def test_packs_have_the_items_that_their_places_name(prefix: str) -> None:
             repeated = micro.media.per_place()
             assert torch.equal(repeated["grid"][:, 0], torch.tensor(which))
             assert torch.equal(repeated["grid"], grids[media.item])
-            counted, every = counted + len(which), every | set(which)
+            counted = counted + len(which)
+            every = every | set(which)
         assert every == {0, 1, 2, 3, 20, 30, 31, 32, 33, 40}
         # A shared prompt is there once for the four responses of a group, if they are in one pack.
         assert counted == 4 * 4 * SIZE if prefix == "own" else counted < 4 * 4 * SIZE

@@ -69,7 +69,8 @@ def test_several_columns_are_filled_together(config: dict[str, Any]) -> None:
         "teacher": {"dtype": "float32", "shape": [2], "late": True},
     }
     config["tables"]["main"]["schema"] = {"columns": {**COLUMNS, **teacher}}
-    ids, logp = np.arange(6).reshape(3, 2), -np.ones((3, 2), np.float32)
+    ids = np.arange(6).reshape(3, 2)
+    logp = -np.ones((3, 2), np.float32)
     with Replay(config) as replay, FillWorker.attach(config, ["teacher", "ids"]) as worker:
         for sample in range(3):
             add(replay, 1, sample)

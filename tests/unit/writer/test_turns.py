@@ -334,3 +334,71 @@ def test_a_lease_commits_members_of_turns(tmp_path: Path) -> None:
             for micro in step:
                 own = micro["advantage"][micro.loss_mask]
                 assert {*own.tolist()} == {-1.0, 0.0, 1.0}
+
+
+def rollout_without_reasoning(words: np.random.Generator) -> list[Turn]:
+    """Return turns that start from a prompt of 8 tokens; each context lacks the reasoning of the
+    turns before. The last one edits the second context, in the middle of its answer.
+    """
+
+    def ids(count: int) -> list[int]:
+        return [*map(int, words.integers(0, 64, count))]
+
+    context = [*range(8)]
+    turns = []
+    for number in range(3):
+        answer = ids(4)
+        output = ids(6) + answer
+        turns.append(Turn(context, output, -words.random(len(output)), number))
+        context = context + answer + ids(3)
+    output = ids(5)
+    edited = turns[1].prompt_ids + turns[1].output_ids[:8] + ids(2)
+    turns.append(Turn(edited, output, -words.random(len(output)), 3))
+    return turns
+
+
+def test_members_that_leases_commit_share_contexts(tmp_path: Path) -> None:
+    """The store has the prompt of a group once, and packs have all that trajectories share: also
+    more than the store does.
+    """
+    model = tiny("llama", "sdpa")
+    data = write_prompts(tmp_path / "prompts", 4)
+    found: list[tuple[dict[Any, Any], dict[str, torch.Tensor]]] = []
+    for sharing in ("own", "share"):
+        config = section(data)
+        config["pack"]["prefix"] = sharing
+        words = np.random.default_rng(2)
+        with Replay(config) as replay:
+            worker = replay.rollout_worker()
+            for lease in worker.lease(2, timeout_s=0):
+                turns = [rollout_without_reasoning(words) for _ in range(SIZE)]
+                lease.commit([trajectories_from_turns(one, {"reward": 1.0}) for one in turns])
+            shared = replay.tables["rollouts"].shared_prompts
+            assert shared is not None
+            assert shared[:, 0].max() == 7
+            places = {}
+            model.zero_grad()
+            for step in replay.rollout():
+                # The second turn shares 7 of the 8 tokens of the first context, the third one 14 of
+                # the second one's 15, and the last one all but one of these and 8 more.
+                least = 2 * SIZE * (7 + 14 + 22)
+                assert step.shared_tokens >= least if sharing == "share" else not step.shared_tokens
+                for micro in step:
+                    inputs = micro.model_inputs(model)
+                    losses = F.cross_entropy(
+                        model(**inputs).logits[0], micro.targets[0], reduction="none"
+                    )
+                    micro.sum(losses).backward()
+                    at = micro.loss_mask[0].nonzero()[:, 0]
+                    ids = micro.trajectory_id[micro.sequence[0, at]].tolist()
+                    columns = (micro["tokens"], micro.targets, micro["logp"], micro["version"])
+                    rows = torch.stack([one[0, at].double() for one in (*columns, micro.weight)])
+                    keys = zip(ids, micro.position_ids[0, at].tolist(), strict=True)
+                    places.update(zip(keys, rows.T.tolist(), strict=True))
+            gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+            found.append((places, gradients))
+    assert found[0][0] == found[1][0]
+    assert len(found[0][0]) == 2 * SIZE * (3 * 10 + 5)
+    most = max(float(gradient.abs().max()) for gradient in found[0][1].values())
+    for name, wanted in found[0][1].items():
+        assert float((found[1][1][name] - wanted).abs().max()) < 2e-6 * most, name
