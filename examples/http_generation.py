@@ -4,9 +4,9 @@ rollout_worker.py.
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs
     python -m sglang.launch_server --model-path FOLDER
 
-    generator = HttpGeneration("http://127.0.0.1:8000", VLLM, model, board, Path(FOLDER),
-    max_tokens=1024) worker = Worker(RolloutWorker.attach(config), generator, reward, size=8,
-    max_prompt=1024)
+    url = "http://127.0.0.1:8000"
+    generator = HttpGeneration(url, VLLM, model, board, Path(FOLDER), max_tokens=1024)
+    worker = Worker(RolloutWorker.attach(config), generator, reward, size=8, max_prompt=1024)
 
 A request is a group: the prompt's token ids, and `n` responses. The answer has token ids and their
 log-probabilities, so no text is tokenized again. The server batches continuously.

@@ -99,7 +99,7 @@ class RemoteLedger(LeaseLedger):
         names = frozenset(self._schema.names)
         number = {str(self._hello["group"]): np.int64(lease.number)}
         for one in given:
-            arguments.mapping(f"{name}: trajectory", one, "column -> rows")
+            arguments.mapping(f"{name}: trajectory", one, "give rows by column")
         if self._hello["place"] is not None:
             number[str(self._hello["place"])] = np.int64(lease.place)
         flat = [flatten(name, {**number, **one}, names) for one in given]

@@ -266,7 +266,7 @@ class TrajectoryWriter(WriterBase):
         Args:
             at_once: Look for the rank now; else only if the latest look was `_CHECK_S` ago.
         Raises:
-            StoreError: The writer is closed, or the ranks have ended.
+            StoreError: The writer is closed; StoreGoneError: the ranks have ended.
         """
         if self._open and not self._is_attached:
             return  # called before every step of a rank's environments: costs one comparison
@@ -278,7 +278,8 @@ class TrajectoryWriter(WriterBase):
         if at_once or now - self._looked > _CHECK_S:
             self._looked = now
             if not self._table.has_living_rank and not is_kept(self._table.memory.fd):
-                raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+                rule = "must belong to a living run"
+                raise StoreGoneError(name, rule, None, "its ranks have ended")
 
     _check = check_goes_on
 

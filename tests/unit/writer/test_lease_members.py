@@ -248,6 +248,18 @@ REFUSED: list[tuple[dict[str, Any], Callable[[Lease], Any], type[GearError], str
     ({}, lambda lease: lease.commit([[5], [5]]), DataError, "trajectory must be a mapping by na"),  # type: ignore
     ({}, lambda lease: lease.commit(["ab", "c"]), DataError, "trajectory must be a mapping by"),  # type: ignore
     (
+        {},
+        lambda lease: lease.commit(2 * [[Turn([1], [2])]]),  # type: ignore[list-item]
+        DataError,
+        "got 'Turn'; give rows by column; trajectories_from_turns makes trajectories of turns",
+    ),
+    (
+        {},
+        lambda lease: lease.commit(2 * [[{"tokens": np.arange(3)}]]),
+        DataError,
+        "must be in every trajectory; give it with the trajectory, or take the column out of the",
+    ),
+    (
         {"member": None, "max_trajectories": None},
         of(1, 2, sample=0),
         DataError,

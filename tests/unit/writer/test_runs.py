@@ -15,7 +15,7 @@ from process_support import in_child, kill, reapers
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.actors.start_actors import start_actors
 from deepspeed_gear.cli.main import main
-from deepspeed_gear.errors import ConfigError, GearError, StoreError
+from deepspeed_gear.errors import ConfigError, GearError, StoreError, StoreGoneError
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import HEADER
 from deepspeed_gear.writer import trajectory_writer
@@ -217,7 +217,7 @@ def test_a_writer_that_outlives_its_run() -> None:
     writer.add(episode())
     kill(child)
     with pytest.raises(
-        StoreError, match="table main must belong to a living run; its ranks have ended"
+        StoreGoneError, match="table main must belong to a living run; its ranks have ended"
     ):
         wait_until(lambda: writer.add(episode()) < 0, "the error")
     assert len(shared_files(prefix())) == 1
