@@ -167,7 +167,7 @@ def test_demonstrations_and_groups_in_one_batch(tmp_path: Path) -> None:
 
 def test_grpo_with_pictures() -> None:
     found = result_of("vision_grpo.py", 1, "--iterations", "2")
-    assert set(found) == {"reward_first", "reward_last", "accuracy", "iterations", "seconds"}
+    assert set(found) == {"reward_first", "reward_last", "accuracy", "iterations"}
     assert 0 <= found["accuracy"] <= 1
     assert len((EXAMPLES / "vision_grpo.py").read_text().splitlines()) <= 150
 
