@@ -29,7 +29,7 @@ BATCH = f"""{MAPPING}
     trajectory_id tree valid"""
 MICRO_BATCH = f"""{MAPPING}
     block_mask cu_seqlens fill fraction group index is_weight lengths loss_mask mask_mod max_seqlen
-    media model_inputs num_tokens num_trajectories opaque per_sequence position_ids ragged sequence sum targets
+    media model_inputs num_tokens num_trajectories opaque per_place per_sequence position_ids ragged sequence sum targets
     table trajectory_id weight"""
 ROLLOUT = """
     advantages close column columns correct forward group lengths mask num_items num_tokens num_trajectories number

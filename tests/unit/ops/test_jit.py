@@ -78,6 +78,7 @@ class Workshop:
             "CXX": str(compiler),
             "LOG": str(self.log),
             "GATE": "",
+            "CCACHE_DISABLE": "1",  # torch puts an installed ccache in front of the compiler
         }
         self.folder = folder
 
