@@ -48,6 +48,7 @@ if ((${#alone[@]})); then
 fi
 mkdir -p tests/results
 export HF_HUB_OFFLINE=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"  # processes that tests start import the package, too
 status=0
 "$folder/bin/python" -m pytest -q "${tests[@]}" "$@" | tee "build/$name.log" || status=$?
 {
