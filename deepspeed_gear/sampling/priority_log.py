@@ -186,7 +186,7 @@ class PriorityLog:
             self._write(samples, priorities, self._asked_words[self._peer])
 
     def add_plain(self, samples: torch.Tensor, priorities: torch.Tensor) -> bool:
-        """Append priorities of samples, as `add`, if one native call can, whatever they are.
+        """Append priorities of samples, as `add`, if one native call can.
 
         Returns:
             Whether it could: both are dense and contiguous tensors in host memory, of as many rows
