@@ -12,8 +12,8 @@ import torch
 
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics
 from deepspeed_gear.data.opaque_rows import decode
+from deepspeed_gear.data.statistics.dataset_statistics import LEAST_SPREAD, ColumnStatistics
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution, Source

@@ -20,7 +20,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer, described_folder
-from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d3rlpy import D3rlpyReader
 from deepspeed_gear.data.ingest.episode_numbers import EpisodeNumbers
@@ -45,6 +45,7 @@ from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
 from deepspeed_gear.data.ingest.webdataset import WebdatasetReader, is_pattern, pattern_shards
 from deepspeed_gear.data.ingest.zarr import ZarrReader
+from deepspeed_gear.data.partial_folder import check_destination
 from deepspeed_gear.data.sources import check_local, is_address, source_path
 from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import ConfigError, DataError, near_name, undo_on_error
