@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset_files import check_no_pointer
-from deepspeed_gear.data.ingest.lerobot_metadata import (
+from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
+from deepspeed_gear.data.ingest.decoding.lerobot_metadata import (
     IMAGES,
     INFO,
     CheckedValues,
@@ -26,17 +27,16 @@ from deepspeed_gear.data.ingest.lerobot_metadata import (
     read_info,
     read_lines,
 )
-from deepspeed_gear.data.ingest.reader import (
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
+from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
     LEAVE_OUT,
-    Reader,
     column_name,
     convert,
-    decode_images,
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_names import KINDS
 from deepspeed_gear.data.ingest.table_rows import arrow_block, null_place, read_table
 from deepspeed_gear.data.sources.opened_files import is_below

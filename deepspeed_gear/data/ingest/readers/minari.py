@@ -15,19 +15,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.exported import SCHEMA_KEY, read_schema
+from deepspeed_gear.data.ingest.decoding.hdf5_arrays import (
+    hdf5_arrays,
+    hdf5_members,
+    open_hdf5,
+    read_rows,
+    single_attributes,
+)
+from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.readers.exported import SCHEMA_KEY, read_schema
 from deepspeed_gear.data.ingest.source_checks import (
     Expansion,
     check_description,
     pyarrow_for,
     read_source_json,
 )
+from deepspeed_gear.data.ingest.source_columns import (
+    LEAVE_OUT,
+    column_name,
+    convert,
+    end_episode,
+    make_column,
+    stored_dtype,
+)
 from deepspeed_gear.data.ingest.table_rows import read_table, readable
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
-
-from . import reader
-from .reader import LEAVE_OUT, Reader, column_name, convert, decode_images, end_episode, make_column
 
 Key = tuple[str, ...]
 _MAIN_FILE = "main_data.hdf5"
@@ -70,7 +84,7 @@ class Hdf5Store:
 
         `total_steps` is returned even if it is no number, for its check.
         """
-        attributes = reader.single_attributes(self._file[f"episode_{number}"])
+        attributes = single_attributes(self._file[f"episode_{number}"])
         return {
             name: value
             for name, value in attributes.items()
@@ -79,9 +93,7 @@ class Hdf5Store:
 
     def keys(self, number: int) -> list[Key]:
         """Return the paths of all arrays of an episode."""
-        return [
-            tuple(key.split("/")) for key in reader.hdf5_arrays(self._file[f"episode_{number}"])
-        ]
+        return [tuple(key.split("/")) for key in hdf5_arrays(self._file[f"episode_{number}"])]
 
     def load(self, number: int, key: Key) -> NDArray[Any]:
         """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
@@ -93,8 +105,8 @@ class Hdf5Store:
             file_bytes = array.file.id.get_filesize()
             frames = self._ragged(where, array, file_bytes)
             return decode_images(where, frames, self._expansion, file_bytes)
-        reader.stored_dtype(where, array.dtype, LEAVE_OUT)  # before texts of any length are read
-        rows = reader.read_rows(where, array, 0, len(array))
+        stored_dtype(where, array.dtype, LEAVE_OUT)  # before texts of any length are read
+        rows = read_rows(where, array, 0, len(array))
         packed = (
             array.dtype == np.uint8
             and array.ndim == 2
@@ -114,7 +126,7 @@ class Hdf5Store:
         rows: list[bytes] = []
         num_bytes = 0
         for number in range(len(array)):
-            (row,) = reader.read_rows(where, array, number, number + 1)
+            (row,) = read_rows(where, array, number, number + 1)
             num_bytes += row.nbytes
             self._expansion.check(where, num_bytes, file_bytes)
             rows.append(row.tobytes())
@@ -135,7 +147,7 @@ class MinariReader(Reader):
     def recognises(cls, path: Path) -> bool:
         if path.is_dir():
             return _is_minari(path / "data") or _is_minari(path)
-        return any(re.fullmatch(r"episode_\d+", name) for name in reader.hdf5_members(path))
+        return any(re.fullmatch(r"episode_\d+", name) for name in hdf5_members(path))
 
     def open(self) -> None:
         """Check the layout by the first episode, and the metadata by all."""
@@ -233,7 +245,7 @@ class MinariReader(Reader):
             raise DataError(
                 str(file), "must exist", None, "the data set is incomplete; download it again"
             )
-        return Hdf5Store(file, self.files.enter_context(reader.open_hdf5(file)), self.expansion)
+        return Hdf5Store(file, self.files.enter_context(open_hdf5(file)), self.expansion)
 
     def _ordered_keys(self, number: int) -> list[Key]:
         """Return an episode's keys: groups in Minari's order, then by name, and tuples by index."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.data.ingest.last_steps as last_steps
-from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
-from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
+from deepspeed_gear.data.ingest.decoding.array_pickles import PICKLED, load_pickle
+from deepspeed_gear.data.ingest.decoding.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.reader import LEAVE_OUT
+from deepspeed_gear.data.ingest.decoding.tfrecord import crc32c
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, optional
-from deepspeed_gear.data.ingest.tfrecord import crc32c
+from deepspeed_gear.data.ingest.source_columns import LEAVE_OUT
 from deepspeed_gear.errors import DataError
 
 _EXTRA = "'deepspeed_gear[zarr]'"

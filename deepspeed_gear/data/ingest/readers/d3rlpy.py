@@ -8,7 +8,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, hdf5_members, open_hdf5
+from deepspeed_gear.data.ingest.decoding.hdf5_arrays import (
+    RowReader,
+    hdf5_arrays,
+    hdf5_members,
+    open_hdf5,
+)
 from deepspeed_gear.data.ingest.source_checks import DAMAGED
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.errors import DataError

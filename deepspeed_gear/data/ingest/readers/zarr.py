@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.reader import (
+from deepspeed_gear.data.ingest.decoding.hdf5_arrays import RowReader
+from deepspeed_gear.data.ingest.decoding.zarr_arrays import METADATA, ZarrArray, ZarrFiles
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion
+from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
     LEAVE_OUT,
-    Reader,
-    RowReader,
     column_name,
     convert,
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS
 from deepspeed_gear.data.ingest.step_blocks import EpisodeBounds, episode_name
-from deepspeed_gear.data.ingest.zarr_arrays import METADATA, ZarrArray, ZarrFiles
 from deepspeed_gear.data.sources.opened_files import is_zip, zip_file
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.decoding.zarr_codecs import ChunkCodecs
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, files_in
-from deepspeed_gear.data.ingest.zarr_codecs import ChunkCodecs
 from deepspeed_gear.data.sources.opened_files import is_zip, zip_file
 from deepspeed_gear.errors import DataError
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.array_values import as_array
-from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
-from deepspeed_gear.data.ingest.reader import NEEDED, Reader
+from deepspeed_gear.data.ingest.decoding.npz_entries import NPY, read_entry
+from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, pyarrow_for
+from deepspeed_gear.data.ingest.source_columns import NEEDED
 from deepspeed_gear.data.ingest.table_rows import arrow_block, json_bytes, record_batches
 from deepspeed_gear.data.sources.opened_files import arrow_file, is_zip, zip_file
 from deepspeed_gear.errors import DataError, SchemaError

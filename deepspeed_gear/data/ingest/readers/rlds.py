@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.dataset_files import check_no_pointer
-from deepspeed_gear.data.ingest.reader import (
+from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
+from deepspeed_gear.data.ingest.decoding.tfrecord import parse_example, records
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, read_source_json
+from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
     LEAVE_OUT,
-    Reader,
     column_name,
     convert,
-    decode_images,
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, read_source_json
 from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
-from deepspeed_gear.data.ingest.tfrecord import parse_example, records
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
 

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.reader import (
+from deepspeed_gear.data.ingest.decoding.hdf5_arrays import (
     RowReader,
     hdf5_arrays,
     hdf5_members,

@@ -16,15 +16,15 @@ import deepspeed_gear.arguments as arguments
 import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.ingest.message_masks import is_messages
 from deepspeed_gear.data.ingest.preferences import divide
-from deepspeed_gear.data.ingest.reader import (
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.row_images import RowImages
+from deepspeed_gear.data.ingest.source_columns import (
     LEAVE_OUT,
     SCALARS,
-    Reader,
     column_name,
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.row_images import RowImages
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.step_order import check_order
 from deepspeed_gear.data.ingest.table_agents import TableAgents, divided, has_agents

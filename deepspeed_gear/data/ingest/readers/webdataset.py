@@ -19,11 +19,12 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import check_no_pointer
-from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry, read_npy
-from deepspeed_gear.data.ingest.reader import column_name, decode_images
+from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
+from deepspeed_gear.data.ingest.decoding.npz_entries import NPY, read_entry, read_npy
+from deepspeed_gear.data.ingest.readers.tables import TableReader, has_meaning, usual_name
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_bytes
+from deepspeed_gear.data.ingest.source_columns import column_name
 from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
-from deepspeed_gear.data.ingest.tables import TableReader, has_meaning, usual_name
 from deepspeed_gear.data.ingest.token_rows import may_be_read, take_rows
 from deepspeed_gear.data.sources import is_address, pattern_paths, source_path
 from deepspeed_gear.data.sources.brace_patterns import check_none_missing, expand

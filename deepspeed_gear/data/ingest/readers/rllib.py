@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
+from deepspeed_gear.data.ingest.decoding.array_pickles import PICKLED, load_pickle
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, optional
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.errors import DataError
