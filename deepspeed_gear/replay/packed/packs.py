@@ -24,12 +24,9 @@ from deepspeed_gear.batching.packing_plan import PlannedPacks, plan_step
 from deepspeed_gear.batching.ragged_rows import RaggedReader
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.rollout_columns import (
-    MASK,
-    TARGETS,
-    RolloutColumns,
-    TableRows,
-)
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_context import MASK, TARGETS
+from deepspeed_gear.replay.packed.table_rows import TableRows
 from deepspeed_gear.row_exchange.trajectory_places import Moves
 
 

@@ -23,19 +23,16 @@ from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError
 from deepspeed_gear.notebook_views import safe_view
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
-from deepspeed_gear.replay.packs import Packs
-from deepspeed_gear.replay.rollout_advantages import (
+from deepspeed_gear.replay.packed.packs import Packs
+from deepspeed_gear.replay.packed.rollout_advantages import (
     GroupBaseline,
     set_advantages,
     whiten_column,
 )
-from deepspeed_gear.replay.rollout_columns import (
-    READ,
-    FilledColumns,
-    RolloutColumns,
-)
-from deepspeed_gear.replay.rollout_correction import correct
-from deepspeed_gear.replay.rollout_views import rollout_view, step_view
+from deepspeed_gear.replay.packed.rollout_columns import FilledColumns, RolloutColumns
+from deepspeed_gear.replay.packed.rollout_context import READ
+from deepspeed_gear.replay.packed.rollout_correction import correct
+from deepspeed_gear.replay.packed.rollout_views import rollout_view, step_view
 
 
 class Rollout(PublicNames):

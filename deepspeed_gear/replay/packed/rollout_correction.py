@@ -6,7 +6,8 @@ import numpy as np
 
 from deepspeed_gear.batching.policy_correction import Correction, CorrectionBounds, correction
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.replay.rollout_columns import READ, RolloutColumns
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_context import READ
 
 
 def correct(

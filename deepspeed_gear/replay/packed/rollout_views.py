@@ -7,7 +7,7 @@ import numpy as np
 from deepspeed_gear.batching.tensor_views import tensor_table
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.notebook_views import histogram_svg, view_html
-from deepspeed_gear.replay.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
 
 
 def rollout_view(number: int, columns: RolloutColumns, steps_done: str, is_closed: bool) -> str:

@@ -14,7 +14,8 @@ from deepspeed_gear.batching.group_advantages import ESTIMATORS, group_advantage
 from deepspeed_gear.config.option_errors import translate
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay.rollout_columns import READ, RolloutColumns
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_context import READ
 
 EPSILON = 1e-8  # added to the variance of a column that is whitened
 

@@ -20,15 +20,11 @@ from deepspeed_gear.distributed.sequence_sum import SequenceSum
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay.packs import Packs
-from deepspeed_gear.replay.rollout_columns import (
-    MASK,
-    PackSettings,
-    RolloutColumns,
-    RolloutContext,
-    TableRows,
-)
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
+from deepspeed_gear.replay.packed.packs import Packs
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_context import MASK, PackSettings, RolloutContext
+from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
+from deepspeed_gear.replay.packed.table_rows import TableRows
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.late_columns import absent, fill_each, fill_ragged
 from deepspeed_gear.store.table import Table

@@ -27,14 +27,10 @@ from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.log_warnings import EqualRewardsWarning, LossWarning
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_columns import (
-    MASK,
-    PackSettings,
-    RolloutColumns,
-    RolloutContext,
-    TableRows,
-)
+from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_context import MASK, PackSettings, RolloutContext
+from deepspeed_gear.replay.packed.table_rows import TableRows
 from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head

@@ -12,7 +12,7 @@ from deepspeed_gear.batching.pack_rows import PackShape
 from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
 from deepspeed_gear.batching.prefixes import Prefixes
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.replay.rollout_columns import PackSettings
+from deepspeed_gear.replay.packed.rollout_context import PackSettings
 
 _EXACT = 1e-4  # relative difference admitted in float32
 _ROUNDED = 3e-2  # in 16 bits
