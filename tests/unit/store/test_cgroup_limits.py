@@ -5,8 +5,8 @@ real refusal.
 import pytest
 
 from deepspeed_gear.errors import StoreFullError
-from deepspeed_gear.store import memory_limits
-from deepspeed_gear.store.memory_limits import MemoryLimit, cgroup_folders, tightest
+from deepspeed_gear.store import cgroup_limits
+from deepspeed_gear.store.cgroup_limits import MemoryLimit, cgroup_folders, tightest
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 MIB = 1 << 20
@@ -120,9 +120,9 @@ def test_missing_files_are_no_limit(missing: str) -> None:
 def test_a_store_above_the_limit_is_refused_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = memory_limits.read_file
+    real = cgroup_limits.read_file
     monkeypatch.setattr(
-        memory_limits,
+        cgroup_limits,
         "read_file",
         lambda path: meminfo(10) if path == "/proc/meminfo" else real(path),
     )

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/given_rows.h"
+#include "bindings/row_conversion.h"
 #include "bindings/store.h"
 #include "store/store.h"
 

@@ -8,9 +8,10 @@
 
 namespace gear::cpu {
 
-class Held {
+class ScopedLock {
  public:
-  Held(SharedMutex* mutex, int64_t* holder, double timeout_s) : mutex_(mutex), holder_(holder) {
+  ScopedLock(SharedMutex* mutex, int64_t* holder, double timeout_s)
+      : mutex_(mutex), holder_(holder) {
     const Locked locked = MutexLock(mutex, timeout_s);
     if (locked == Locked::kTimeout || locked == Locked::kBroken) {
       refusal_ = locked == Locked::kTimeout ? kLockTimeout : kLockBroken;
@@ -25,13 +26,13 @@ class Held {
     }
     *holder = ProcessId();
   }
-  ~Held() {
+  ~ScopedLock() {
     if (refusal_ != 0) return;
     *holder_ = 0;
     MutexUnlock(mutex_);
   }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
+  ScopedLock(const ScopedLock&) = delete;
+  ScopedLock& operator=(const ScopedLock&) = delete;
   int64_t refusal() const { return refusal_; }  // why the lock was not taken; 0: it was
 
  private:

@@ -215,9 +215,9 @@ inline ColumnRows ReadColumn(const RowForm& form, PyObject* object, bool single,
 }
 
 // Reads the rows of one column of environments' steps, call after call. Not thread-safe.
-class GivenRows {
+class StepRowReader {
  public:
-  explicit GivenRows(RowForm form) : form_(std::move(form)) {}
+  explicit StepRowReader(RowForm form) : form_(std::move(form)) {}
 
   const RowForm& form() const { return form_; }
 

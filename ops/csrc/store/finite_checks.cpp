@@ -1,4 +1,4 @@
-#include "store/finite.h"
+#include "store/finite_checks.h"
 
 #include <algorithm>
 #include <cstring>
