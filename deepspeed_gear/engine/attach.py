@@ -31,7 +31,7 @@ from deepspeed_gear.replay.device_replay import DeviceReplay
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.replay.replay_base import ReplayBase
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize

@@ -36,7 +36,7 @@ from deepspeed_gear.row_exchange.resolution_exchange import (
 )
 from deepspeed_gear.row_exchange.row_messages import RowExchange
 from deepspeed_gear.row_exchange.trajectory_exchange import TrajectoryExchange
-from deepspeed_gear.sampling.batch_info import TRAIN, Turns
+from deepspeed_gear.sampling.batch_sizes import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_rounds import RateRounds
 from deepspeed_gear.sampling.selection_rounds import SelectionRounds

@@ -39,7 +39,7 @@ from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.replay_tables import ReplayTables
-from deepspeed_gear.sampling.batch_info import BatchInfo, Turns
+from deepspeed_gear.sampling.batch_sizes import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import PROGRESS
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_admission import ItemsHeld, NothingToSampleError
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.priority_log import Append
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import Selection, SelectionReaders
 from deepspeed_gear.sampling.selection_rounds import SelectionRounds

@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.sampling.batch_admission import NodeRate
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.store.records import Head
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ import torch
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.sampling.batch_admission import NothingToSampleError
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
 from deepspeed_gear.sampling.samplers.kinds import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT, NodeDraws, ShardDraws

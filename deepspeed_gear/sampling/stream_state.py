@@ -13,9 +13,9 @@ import torch
 from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_admission import LimiterWait, SelectionLimiter
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import LimiterWait, SelectionLimiter
 from deepspeed_gear.sampling.sample_counts import SampleCounts
 from deepspeed_gear.sampling.selection import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness

@@ -3,8 +3,8 @@
 #include "ring/ring.h"
 
 #include "common/launch_cuda.h"
-#include "ring/mend_cuda.h"
-#include "ring/weigh_cuda.h"
+#include "ring/cleared_masses_cuda.h"
+#include "ring/importance_weights_cuda.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {
@@ -39,7 +39,7 @@ __device__ void TakeOut(const Ring& ring, const TreeShape& tree, int64_t item, i
   }
   for (int level = 1; level < tree.levels; ++level) {
     __syncwarp();  // the level below is complete
-    MendNode(ring, tree, level, item >> (level * kFanOutBits), lane);
+    ComputeNode(ring, tree, level, item >> (level * kFanOutBits), lane);
   }
 }
 

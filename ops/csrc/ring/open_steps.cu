@@ -5,7 +5,7 @@
 #include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
-#include "ring/mend_cuda.h"
+#include "ring/cleared_masses_cuda.h"
 
 namespace gear::cuda {
 namespace {
@@ -207,7 +207,7 @@ __global__ void MendAboveKernel(const Ring ring, const TreeShape tree, int level
       first = ring.rule.by_row ? ring.slots[at].first_row : at;
       items = ring.rule.by_row ? ring.slots[at].num_steps : 1;
     }
-    MendRun(ring, tree, level, first, items, lane);
+    ComputeNodesAbove(ring, tree, level, first, items, lane);
   }
 }
 

@@ -2,7 +2,7 @@
 #include "ring/ring.h"
 
 #include "common/launch_cuda.h"
-#include "ring/mend_cuda.h"
+#include "ring/cleared_masses_cuda.h"
 
 namespace gear::cuda {
 namespace {
@@ -42,8 +42,8 @@ __global__ void MendRemovedKernel(const Ring ring, const TreeShape tree, int lev
     const int64_t at = removed[i];
     if (at < 0) continue;
     const Slot& slot = ring.slots[at];
-    MendRun(ring, tree, level, by_row ? slot.first_row : at,
-            by_row ? slot.num_rows - ring.shape.final_row : 1, lane);
+    ComputeNodesAbove(ring, tree, level, by_row ? slot.first_row : at,
+                      by_row ? slot.num_rows - ring.shape.final_row : 1, lane);
   }
 }
 

@@ -20,7 +20,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.replay import node_stores
 from deepspeed_gear.sampling import batch_stream
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 SCHEMA = Schema(
     [

@@ -1,5 +1,7 @@
-"""Rate limiting of selections: the rate limiter of a table, on one node or several, and limits of
-draws.
+"""Batch admission: whether the rate limiter and `max_times_sampled` admit the next global batch.
+
+One node decides by its own store. Several nodes send each other a `NodeRate`, from which all of
+them compute the same answer, and divide what the rate limiter still admits to writers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of a batch."""
+"""Batch sizes: samples of a micro batch and of a global batch, for the parallel ranks there are."""
 
 from __future__ import annotations
 

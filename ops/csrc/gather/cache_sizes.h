@@ -1,4 +1,5 @@
-// The caches of this machine, and the size of a batch from which its rows are stored past them.
+// Sizes of this machine's caches, and the size of a batch from which its rows are stored past them
+// (streaming stores).
 #pragma once
 #include <sched.h>
 

@@ -1,4 +1,5 @@
-// Weights of the samples of a ring, and its state after them.
+// PER weights of the samples that are drawn from a ring, in a kernel: by the least mass of the
+// batch or of the table, or not normalised.
 #pragma once
 #include "common/convert.h"
 #include "common/launch_cuda.h"

@@ -21,7 +21,7 @@ from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.cli.inspect import of_living
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.sampling.rate_limiting import NodeRate
+from deepspeed_gear.sampling.batch_admission import NodeRate
 from deepspeed_gear.store.group_spec import GroupSpec
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.rate_limiter import RateLimiter
