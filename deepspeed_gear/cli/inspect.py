@@ -23,8 +23,8 @@ from deepspeed_gear.checkpoint.table_files import open_rows, read_table
 from deepspeed_gear.cli import Options, check_one_source, dataset_plots, grid_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, show_bytes
 from deepspeed_gear.ops.records import Slot, SlotState

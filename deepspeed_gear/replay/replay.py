@@ -19,7 +19,7 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
