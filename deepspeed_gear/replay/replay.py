@@ -24,19 +24,21 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.plan.resolved_plan import resolve_plan
-from deepspeed_gear.replay import metrics, table_access, table_forward
+from deepspeed_gear.replay import metrics
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.log_warnings import warnings_of
 from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.normalizer import OnlineStatistics
-from deepspeed_gear.replay.packing_check import check_packing
+from deepspeed_gear.replay.packed import table_forward
+from deepspeed_gear.replay.packed.copied_items import copy_items
+from deepspeed_gear.replay.packed.packing_check import check_packing
+from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
+from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.replay_tables import ReplayTables
-from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_sizes import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import PROGRESS
@@ -151,7 +153,7 @@ class Replay(ReplayTables):
             target = self.store(table)
             report = None if priorities is None else self._priorities.reporter(table)
             add = partial(self.add, table=table)
-            return table_access.copy_items(columns, target, add, report, chosen, priorities)
+            return copy_items(columns, target, add, report, chosen, priorities)
 
         return columns.context.agree(copy)
 

@@ -92,7 +92,7 @@ class BatchStream:
             None  # global batch that the program waits for; None: any that it gets
         )
         self._is_online = self.table.spec.dataset is None
-        self._events = self.table.bells if self._is_online and self.spec.name == TRAIN else None
+        self._events = self.table.events if self._is_online and self.spec.name == TRAIN else None
         self._pause_s = _IDLE_S
         self._next_cleaning = 0.0
         self._native = NativeStream(state) if is_plain(state) else None

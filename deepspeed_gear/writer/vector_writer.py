@@ -15,7 +15,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
-from deepspeed_gear.writer.autoreset import ResetCheck
+from deepspeed_gear.writer.autoreset_modes import ResetCheck
 from deepspeed_gear.writer.episode_returns import EpisodeReturns
 from deepspeed_gear.writer.open_rows import OpenRows
 from deepspeed_gear.writer.partial_publish import (

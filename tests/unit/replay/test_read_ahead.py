@@ -236,7 +236,7 @@ def test_closing_leaves_no_thread_and_no_file(data: Path) -> None:
 def test_data_larger_than_memory_are_read_ahead(
     data: Path, available: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deepspeed_gear.store.memory_limits import MemoryLimit
+    from deepspeed_gear.store.cgroup_limits import MemoryLimit
 
     limit = MemoryLimit("memory.max", available, "of a test")
     monkeypatch.setattr(node_stores, "tightest", lambda read: limit)
