@@ -1,4 +1,4 @@
-"""Rows that a field of a batch reads: where they lie, and how they are converted."""
+"""Rows of a field: source, dtype, conversion and padding of what is read, and opaque values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of a batch, gathered in one pass into a ring of preallocated tensors."""
+"""Gather: fields of a batch into a ring of preallocated tensors, n-step returns, and advantages."""
 
 from __future__ import annotations
 

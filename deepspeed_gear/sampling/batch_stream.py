@@ -1,5 +1,4 @@
-"""Batch stream: global batches of one purpose (train, eval), selected once per node, read by its
-ranks.
+"""Batch stream: selects each global batch once per node, and waits for items, late ranks or nodes.
 
 The first process that requests a batch selects it under the store's lock; the others read it from a
 ring in the store, and the sum tree never changes during a draw. Where a table lies on several

@@ -1,4 +1,4 @@
-"""Rate rounds: what a table's rate limiter admits, decided by all nodes outside of a selection.
+"""Rate rounds: writers' quotas, `can_sample` and missing groups, decided by all nodes together.
 
 Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections
 renew these. Before the first selection, after a load, and when `can_sample` or `missing_groups` is

@@ -1,4 +1,4 @@
-"""Selector: decides the samples of a global batch and commits them as an entry of the ring.
+"""Selector: draws a global batch's samples, walks epochs, and commits them as an entry of the ring.
 
 A store alone and the stores of several nodes are selected from in one way. Every node computes all
 coordinates, and resolves those that fall into its own store. A store that holds all items, alone or

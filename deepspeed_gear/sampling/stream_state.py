@@ -1,6 +1,6 @@
-"""State of a batch stream, in shared memory: tree, waiting priority updates, position, and a ring
-of selections; its copy in a checkpoint. Every process of a node has a `StreamState` over the same
-memory.
+"""State of a batch stream in shared memory: position, ring of selections, repair, checkpoint.
+
+Every process of a node has a `StreamState` over the same memory.
 """
 
 from __future__ import annotations

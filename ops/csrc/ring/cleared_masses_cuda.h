@@ -1,4 +1,4 @@
-// Clears the masses of items that leave a ring, and computes the sums and minima above them anew.
+// Clears the masses of items that leave a ring, and mends the sums and minima above them.
 #pragma once
 #include "common/launch_cuda.h"
 #include "common/tree.h"
@@ -20,8 +20,8 @@ __device__ inline uint64_t ClearItems(const Ring& ring, int64_t first, int64_t c
 }
 
 // The sum and the least non-zero mass of a node's children. All lanes of the warp take part.
-__device__ inline void ComputeNode(const Ring& ring, const TreeShape& tree, int level, int64_t node,
-                                   int lane) {
+__device__ inline void MendNode(const Ring& ring, const TreeShape& tree, int level, int64_t node,
+                                int lane) {
   const uint64_t* below = ring.sums + tree.offset[level - 1] + node * kFanOut;
   const uint64_t sum = SumOfWarp(below[lane]);
   if (lane == 0) ring.sums[tree.offset[level] + node] = sum;
@@ -32,12 +32,12 @@ __device__ inline void ComputeNode(const Ring& ring, const TreeShape& tree, int 
 }
 
 // The nodes of one level above a run of items. All lanes of the warp take part.
-__device__ inline void ComputeNodesAbove(const Ring& ring, const TreeShape& tree, int level,
-                                         int64_t first, int64_t count, int lane) {
+__device__ inline void MendRun(const Ring& ring, const TreeShape& tree, int level, int64_t first,
+                               int64_t count, int lane) {
   const int shift = level * kFanOutBits;
   if (count == 0) return;
   for (int64_t node = first >> shift; node <= (first + count - 1) >> shift; ++node)
-    ComputeNode(ring, tree, level, node, lane);
+    MendNode(ring, tree, level, node, lane);
 }
 
 }  // namespace gear::cuda

@@ -39,7 +39,7 @@ __device__ void TakeOut(const Ring& ring, const TreeShape& tree, int64_t item, i
   }
   for (int level = 1; level < tree.levels; ++level) {
     __syncwarp();  // the level below is complete
-    ComputeNode(ring, tree, level, item >> (level * kFanOutBits), lane);
+    MendNode(ring, tree, level, item >> (level * kFanOutBits), lane);
   }
 }
 

@@ -207,7 +207,7 @@ __global__ void MendAboveKernel(const Ring ring, const TreeShape tree, int level
       first = ring.rule.by_row ? ring.slots[at].first_row : at;
       items = ring.rule.by_row ? ring.slots[at].num_steps : 1;
     }
-    ComputeNodesAbove(ring, tree, level, first, items, lane);
+    MendRun(ring, tree, level, first, items, lane);
   }
 }
 

@@ -42,8 +42,8 @@ __global__ void MendRemovedKernel(const Ring ring, const TreeShape tree, int lev
     const int64_t at = removed[i];
     if (at < 0) continue;
     const Slot& slot = ring.slots[at];
-    ComputeNodesAbove(ring, tree, level, by_row ? slot.first_row : at,
-                      by_row ? slot.num_rows - ring.shape.final_row : 1, lane);
+    MendRun(ring, tree, level, by_row ? slot.first_row : at,
+            by_row ? slot.num_rows - ring.shape.final_row : 1, lane);
   }
 }
 
