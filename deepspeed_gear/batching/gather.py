@@ -1,4 +1,4 @@
-"""Fields of a batch, gathered in one pass into a ring of preallocated tensors."""
+"""Gather: fields of a batch into a ring of preallocated tensors, n-step returns, and advantages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
 from deepspeed_gear.batching.batch import Batch, BatchLifetime, storage_of
-from deepspeed_gear.batching.field_rows import SOURCES, FieldRows, Rows, affine, byte_rows
+from deepspeed_gear.batching.field_rows import SOURCES, FieldRows, Rows, byte_rows
+from deepspeed_gear.batching.normalisation import shift_and_gain
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.config.field_names import N_STEP_NAMES
@@ -336,7 +337,7 @@ class Gatherer:
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
             if field.normalize is None:
                 continue
-            shift, gain = affine(field, known, rows.shape)
+            shift, gain = shift_and_gain(field, known, rows.shape)
             for group in self._groups():
                 if number in group.which:
                     at = group.which.index(number)

@@ -1,4 +1,4 @@
-"""Rows of packs: the trajectories of a rollout batch, their places in a pack, and what is gathered.
+"""Rows of packs: a rollout batch's trajectories, their places in a pack, gathered fields and media.
 
 A rollout batch has `RolloutTrajectories`. Some of them make a pack, whose `PackShape` has the place
 of each. `PackGatherer` copies their rows there, and `MediaReader` reads the media that rows name.

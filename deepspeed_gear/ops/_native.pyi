@@ -486,10 +486,10 @@ def stream_report(
         not one in host memory, the log lacks room, or the lock was refused.
     """
 
-def bell_ring(bell: int, /) -> None:
+def futex_notify(event: int, /) -> None:
     """Add one to a 32-bit word in shared memory, named by its address, and wake its waiters."""
 
-def bell_wait(bell: int, seen: int, timeout_s: float, /) -> int:
+def futex_wait(event: int, seen: int, timeout_s: float, /) -> int:
     """Return the word once it is not `seen`, or after the time or a signal; releases the GIL
     meanwhile.
     """

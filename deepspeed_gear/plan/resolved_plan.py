@@ -43,7 +43,7 @@ from deepspeed_gear.plan.stream_resolution import (
 from deepspeed_gear.plan.table_resolution import ArrivalRoom, store_of, with_arrivals, writing_of
 from deepspeed_gear.plan.table_sizes import check_holds_batch
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema

@@ -26,7 +26,7 @@ from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.batch_loader import Evaluation
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.normalizer import Normalizer
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 
 if TYPE_CHECKING:  # tables on devices are imported by those who have one

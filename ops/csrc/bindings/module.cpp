@@ -4,14 +4,14 @@
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "bindings/direct.h"
+#include "bindings/direct_calls.h"
 #include "bindings/gather_call.h"
 #include "bindings/statistics.h"
 #include "bindings/store.h"
 #include "bindings/stream.h"
+#include "bindings/trajectory_reader.h"
 #include "bindings/vector_steps.h"
-#include "bindings/whole_rows.h"
-#include "store/bell.h"
+#include "store/futex.h"
 #include "store/mutex.h"
 
 namespace gear::direct {
@@ -61,8 +61,9 @@ PyMethodDef kMethods[] = {
         "stream_take(stream, number, alpha, beta, part, num_parts, call) -> part or None"),
     Function<gear::python::ReportPriorities, true>(
         "stream_report", "stream_report(stream, resolutions, priorities, batch) -> whether done"),
-    Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
-    Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
+    Function<gear::cpu::FutexNotify>("futex_notify", "futex_notify(event) -> None"),
+    Function<gear::cpu::FutexWait, true>("futex_wait",
+                                         "futex_wait(event, seen, timeout_s) -> count"),
     Function<gear::cpu::Fence>("fence", "fence() -> None"),
     Function<gear::python::AddRowMoments, true>(
         "row_moments_add",

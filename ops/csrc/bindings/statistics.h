@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "statistics/statistics.h"
-#include "store/finite.h"
+#include "store/finite_checks.h"
 
 namespace gear::python {
 
