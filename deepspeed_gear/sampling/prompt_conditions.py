@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.sampling.mass_rules import Condition
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import expand, gear_config
-from deepspeed_gear.data.trajectory_checks import split_episodes
+from deepspeed_gear.data.episode_split import split_episodes
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.sampling.mass_rules import check_weight
