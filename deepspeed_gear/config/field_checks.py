@@ -1,4 +1,4 @@
-"""The fields of a batch with all defaults filled in, checked against the table's schema."""
+"""Fields of a batch: defaults, dtypes and columns, checked against the schemas of the tables."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def check_against(
     fields = {
         name: _fields(config, name, schemas[name], statistics) for name in config.sampled_tables
     }
-    for other in others if config.pack is not None else ():
-        _check_packed(config, first, other, schemas)
     if config.pack is not None:
+        for other in others:
+            _check_packed(first, other, schemas)
         _check_members(config)
     joined = _joined(config, fields)
     _check_pipeline(config, [field.name for field in joined if not field.is_opaque])
@@ -188,11 +188,8 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
                 )
 
 
-def _check_packed(
-    config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]
-) -> None:
+def _check_packed(first: str, other: str, schemas: Mapping[str, Schema]) -> None:
     """Reject tables of one packed batch with different tokens or loss masks."""
-    remedy = "give the tables equal columns, or sample one of them"
     for role in ("token", "loss_mask"):
         columns = [schemas[table].role(role) for table in (first, other)]
         known = [
@@ -203,7 +200,7 @@ def _check_packed(
                 dotted("gear", "tables", other),
                 f"must have the column of the role {role} of table {first}, {known[0]}",
                 known[1],
-                remedy,
+                "give the tables equal columns, or sample one of them",
             )
 
 
