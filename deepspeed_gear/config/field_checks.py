@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
-from deepspeed_gear.config.device_checks import ON_HOST
+from deepspeed_gear.config.device_checks import check_device_columns
 from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
@@ -128,15 +128,8 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     """Reject options of a table that name a column which is missing or does not suit them."""
     at = dotted("gear", "tables", name)
     table = config.resolved_tables[name]
-    opaque = [column for column in schema if not column.is_tensor]
-    if opaque and table.placement == "device":
-        kind = "with max_values" if opaque[0].is_ragged else f"of dtype {opaque[0].dtype}"
-        raise ConfigError(
-            at,
-            f"must not have a column {kind} on devices",
-            opaque[0].name,
-            ON_HOST,
-        )
+    if table.placement == "device":
+        check_device_columns(at, schema)
     numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
     if (group := table.group) is not None:
         integers = [c for c in numbers if not c.is_floating and not c.late]
