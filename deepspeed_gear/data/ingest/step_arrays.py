@@ -27,7 +27,7 @@ from deepspeed_gear.data.ingest.source_columns import (
     make_column,
     stored_dtype,
 )
-from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, ROW_FLAGS, meaning
 from deepspeed_gear.data.ingest.step_blocks import (
     BlockRows,
     EpisodeBounds,
@@ -390,8 +390,7 @@ class ArrayReader(Reader):
 
     def judged(self, key: str) -> tuple[str, ...]:
         """Return the kind of a key's array (`KINDS`) or its name, and the parts of a dict below."""
-        head, *rest = self.names.name(key.replace("/", ".")).split(".")
-        return (KINDS.get(head, head), *rest)
+        return meaning(self.names.name(key.replace("/", ".")))
 
     def kind(self, key: str) -> str:
         """Return the kind of a key's array, or its name where it has none."""
@@ -503,23 +502,23 @@ class ArrayReader(Reader):
         agents = self._agents.names
         if agents:
             self.description.update(agents=agents)
-        unused = ", ".join(first.left_out)
-        short = f"the last step of {num_short} episodes that do not terminate"
-        notes = {
-            self._agents.note: agents,
-            f"{unused}: not arrays of numbers with a row per step, left out": unused,
-            f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,
-            "next observations at ends are those of the next episodes: not used there": num_resets,
-            "next observations are not the shifted observations: stored as columns": (
-                self._has_own_next
-            ),
-            f"{short} is left out, as the observation after it is missing": num_short,
-            f"{num_empty} episodes of one row have no step: left out": num_empty,
-            "end flags are taken as terminated, as they do not distinguish a "
-            "terminal state from a time limit: --episode-length N takes an end after N "
-            "steps as truncated": not has_cause,
-        }
-        self.notes += [note for note, is_so in notes.items() if is_so]
+        self.note("{}", self._agents.note)
+        self.note("{}: not arrays of numbers with a row per step, left out", first.left_out)
+        self.note("{} episodes have no end flag: kept as truncated episodes", num_open)
+        self.note(
+            "next observations at ends are those of the next episodes: not used there", num_resets
+        )
+        self.note(
+            "next observations are not the shifted observations: stored as columns",
+            self._has_own_next,
+        )
+        self.note(
+            "the last step of {} episodes that do not terminate is left out, as the observation "
+            "after it is missing",
+            num_short,
+        )
+        self.note("{} episodes of one row have no step: left out", num_empty)
+        self.note(last_steps.ENDS_TERMINATE, not has_cause)
 
     def _columns_of(self, steps: Steps) -> Iterator[Column]:
         kinds = ["observation", *_STATES[: int(self._has_own_next)], "action", "reward"]

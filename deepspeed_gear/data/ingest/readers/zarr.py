@@ -21,9 +21,10 @@ from deepspeed_gear.data.ingest.source_columns import (
     LEAVE_OUT,
     column_name,
     convert,
+    in_order_of_roles,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, meaning
 from deepspeed_gear.data.ingest.step_blocks import (
     EpisodeBounds,
     RowsByName,
@@ -37,7 +38,6 @@ from deepspeed_gear.schema import Column
 
 _ENDS = "meta/episode_ends"
 _ROOT = re.compile(rf"(.*/)?{_ENDS}/({'|'.join(map(re.escape, METADATA))})")
-_ORDER = ("observation", "action", "reward")
 _LOSSY = 20  # factor by which images may compress more than other chunks
 
 
@@ -86,10 +86,7 @@ class ZarrReader(Reader):
         arrays = [*self._arrays(names)]
         self._check_sizes([array for _, array in arrays])
         columns = [*self._columns(arrays), *self._columns_of_episodes(keys)]
-        order = {role: place for place, role in enumerate(_ORDER)}
-        columns.sort(key=lambda column: order.get(column.role, len(order)))
-        at = sum(column.role in order for column in columns)
-        self.columns = (*columns[:at], *FLAGS, *columns[at:])
+        self.columns = in_order_of_roles([*columns, *FLAGS])
         self.num_steps = int(self._ends[-1])
         self.description.update(
             episodes=len(self._ends), steps=self.num_steps, zarr_format=self._format
@@ -115,8 +112,7 @@ class ZarrReader(Reader):
         """Yield the column's name and the array of each one that is kept."""
         others = []
         for name, key in names.items():
-            head, *rest = self.names.name(name.replace("/", ".")).split(".")
-            column = column_name(KINDS.get(head, head), *rest)
+            column = column_name(*meaning(self.names.name(name.replace("/", "."))))
             if column == "start" or (column not in FLAG_KINDS and not self.select(column)):
                 continue
             if column in self._places:
@@ -133,8 +129,7 @@ class ZarrReader(Reader):
                 raise DataError(where, rule, list(array.shape), remedy)
             self._places[column] = where
             yield column, array
-        if others:
-            self.notes.append(f"{', '.join(others)}: not arrays of numbers, left out")
+        self.note("{}: not arrays of numbers, left out", others)
 
     def _check_sizes(self, arrays: list[ZarrArray]) -> None:
         where = str(self._store.path)
@@ -162,10 +157,7 @@ class ZarrReader(Reader):
                 role = "observation"
                 taken.append(name)
             yield make_column(where, name, array.dtype, shape, role)
-        if taken:
-            self.notes.append(
-                f"taken as observations: {', '.join(taken)} (--role NAME=other changes it)"
-            )
+        self.note("taken as observations: {} (--role NAME=other changes it)", taken)
         if not {"terminated", "done"} & self._readers.keys():
             self.notes.append("there are no end flags: every episode is truncated at its last step")
 
@@ -185,8 +177,7 @@ class ZarrReader(Reader):
             column = make_column(where, name, array.dtype, array.shape[1:], rows="1")
             self._per_episode[name] = convert(where, array[()], column)
             yield column
-        if unused:
-            self.notes.append(f"{', '.join(unused)}: not one number for each episode, left out")
+        self.note("{}: not one number for each episode, left out", unused)
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         for block in self.blocks():
