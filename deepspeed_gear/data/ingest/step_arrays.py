@@ -1,4 +1,4 @@
-"""Arrays of steps that flags divide into episodes.
+"""Arrays of steps, divided into episodes by flags and limits; the observation after each step.
 
 The base of the readers of D4RL, npz, pickles, robomimic and RLlib.
 """

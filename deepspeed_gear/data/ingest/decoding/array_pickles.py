@@ -1,4 +1,4 @@
-"""An unpickler for arrays, which builds only NumPy arrays, scalars and builtins.
+"""Unpickler that runs no code: it builds only NumPy arrays, scalars and builtins.
 
 It is a stack machine of its own for the opcodes that such pickles contain; any other opcode is
 refused. Nothing in a pickle is ever called: a global is a name on the stack, and REDUCE builds the

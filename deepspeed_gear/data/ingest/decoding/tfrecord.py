@@ -1,4 +1,4 @@
-"""Files of TFRecords, and the protocol buffer `tf.train.Example` in each record.
+"""TFRecord files: records with their checksums (CRC-32C), and the `tf.train.Example` in each.
 
 A record is the length (8 bytes), the checksum of the length (4), the content and its checksum (4),
 all little endian. An Example maps names to a list of byte strings, float32 or int64.

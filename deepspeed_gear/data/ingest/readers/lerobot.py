@@ -1,4 +1,4 @@
-"""LeRobot v2 and v3: frames in Parquet, cameras in videos, and metadata of episodes and tasks."""
+"""Reader of LeRobot v2 and v3: frames in Parquet, cameras in videos, tasks in the metadata."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CODECS = ("av1", "h264", "hevc", "vp9", "mpeg4")  # LeRobot writes the first thr
 _LOSSY = 20  # factor by which video may compress more than other files
 _FILL = "fill it in, or leave the column out with --columns"
 _AGAIN = "the data set is incomplete; download it again"
-_AHEAD_BYTES = 256 << 20  # of results that are computed or wait
+AHEAD_BYTES = 256 << 20  # of results that are computed or wait
 _MOST_THREADS = 8
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -469,7 +469,7 @@ def read_ahead(
         try:
             for item in items:
                 size = num_bytes(item)
-                while waiting and size + sum(ahead for _, ahead in waiting) > _AHEAD_BYTES:
+                while waiting and size + sum(ahead for _, ahead in waiting) > AHEAD_BYTES:
                     yield waiting.popleft()[0].result()
                 waiting.append((pool.submit(read, item), size))
             while waiting:

@@ -1,4 +1,4 @@
-"""RLDS: data sets of TensorFlow Datasets whose examples are episodes, read without TensorFlow."""
+"""Reader of RLDS, TensorFlow Datasets whose examples are episodes, without TensorFlow."""
 
 from __future__ import annotations
 

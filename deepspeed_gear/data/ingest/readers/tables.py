@@ -1,4 +1,4 @@
-"""Reader of tables of episodes, steps or conversations.
+"""Reader of tables: a row is an episode, a step or a conversation, which the columns show.
 
 They are Parquet, Arrow, CSV and JSON files, or tables of a program.
 """

@@ -1,4 +1,4 @@
-"""WebDataset: shards in tar files, in which files of one key are a sample."""
+"""Reader of WebDataset: shards in tar files, in which files of one key are a sample."""
 
 from __future__ import annotations
 
