@@ -447,7 +447,7 @@ class ArrayReader(Reader):
             at_last = any(last for _, last in rewarded)
             self.last_step = last_steps.last_step(self.path, at_first, at_last)
         if has_row_flags or self.last_step != last_steps.TRANSITION:
-            self.notes.append(last_steps.note(self.last_step))
+            self.notes.append(last_steps.NOTES[self.last_step])
         first: Steps | None = None
         pairs = []
         is_shifted = True

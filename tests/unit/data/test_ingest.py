@@ -18,7 +18,7 @@ from deepspeed_gear.cli import init as init_command
 from deepspeed_gear.cli import inspect as inspect_command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.ingest import ingest, open_source, row_buffers
+from deepspeed_gear.data.ingest import READERS, ingest, open_source, readers, row_buffers
 from deepspeed_gear.data.ingest.decoding.hdf5_arrays import RowReader, read_rows
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError
@@ -26,6 +26,14 @@ from deepspeed_gear.schema import Column
 
 Maker = Callable[..., Any]
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
+
+
+def test_the_folder_of_readers_has_all_readers_and_nothing_else() -> None:
+    folder = Path(readers.__file__).parent
+    modules = {f"{readers.__name__}.{path.stem}" for path in folder.glob("*.py")}
+    assert modules - {f"{readers.__name__}.__init__"} == {
+        reader.__module__ for reader in READERS.values()
+    }
 
 
 def test_columns_and_flags_of_a_d4rl_file(tmp_path: Path, d4rl: Maker) -> None:

@@ -114,7 +114,7 @@ class RldsReader(Reader):
             episodes=self._num_episodes,
             steps=self.num_steps,
         )
-        self.notes.append(last_steps.note(self._last_step))
+        self.notes.append(last_steps.NOTES[self._last_step])
         self.note("{} episodes of one row have no step: left out", self._num_empty)
 
     def _described_shards(self) -> list[_Shard]:

@@ -246,7 +246,7 @@ class TableReader(Reader):
         self._per_row -= others
         if given is None:
             self._last_step = last_steps.last_step(self.path, at_first, at_last)
-        self.notes.append(last_steps.note(self._last_step))
+        self.notes.append(last_steps.NOTES[self._last_step])
 
     def _episodes_of_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the label and the columns, by the usual names, of each episode with row flags."""
@@ -295,9 +295,9 @@ class TableReader(Reader):
         return [facts for facts in known.values() if facts is not None]
 
     def _named(self, block: Block) -> Block:
-        if self._agents is not None:
-            return {self.names.name(name.replace("/", ".")): rows for name, rows in block.items()}
-        return {self.names.name(name): rows for name, rows in block.items()}
+        """Return a block by the names that the user gives."""
+        mark = "/" if self._agents is not None else "."  # between a name and its agent
+        return {self.names.name(name.replace(mark, ".")): rows for name, rows in block.items()}
 
     def _blocks(self, is_nested: bool) -> Iterator[Block]:
         return map(self._named, self._given_blocks(is_nested))
