@@ -1,4 +1,4 @@
-"""Rollout batch: selected once, trained for several optimizer steps, consumed as a whole.
+"""Rollout batch and its train steps: minibatches, micro batches, columns, means of losses.
 
 A `Rollout` is an iterable of `TrainStep`s, and a `TrainStep` of micro batches, which its `Packs`
 plan and read.
