@@ -23,12 +23,12 @@ from deepspeed_gear.errors import ConfigError, undo_on_error
 from deepspeed_gear.frameworks import deepspeed_compat, engine_place
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops import stale_locks
-from deepspeed_gear.ops.builder import register
+from deepspeed_gear.ops.op_builders import register
 from deepspeed_gear.replay.device_replay import DeviceReplay
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.replay.replay_base import ReplayBase
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize

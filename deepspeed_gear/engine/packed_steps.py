@@ -12,7 +12,7 @@ from deepspeed_gear.frameworks.gradient_divisor import check_accumulation, engin
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.packed.rollout import TrainStep
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 
 
 def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:

@@ -25,7 +25,7 @@ from deepspeed_gear.replay.async_priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_links import NodeLinks
 from deepspeed_gear.replay.node_stores import open_stores
-from deepspeed_gear.sampling.batch_info import TRAIN, Turns
+from deepspeed_gear.sampling.batch_sizes import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_rounds import RateRounds
 from deepspeed_gear.sampling.selector import Selector

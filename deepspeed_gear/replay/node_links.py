@@ -21,7 +21,7 @@ from deepspeed_gear.row_exchange.resolution_exchange import (
 )
 from deepspeed_gear.row_exchange.row_messages import RowExchange
 from deepspeed_gear.row_exchange.trajectory_exchange import TrajectoryExchange
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState

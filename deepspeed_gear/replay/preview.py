@@ -23,7 +23,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.row_exchange import exchange_plan
 from deepspeed_gear.row_exchange.exchange_plan import ReadNeeds
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 FIRST_IDS = 4
 T = TypeVar("T")

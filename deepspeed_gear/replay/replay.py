@@ -19,7 +19,7 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
@@ -39,7 +39,7 @@ from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.replay_tables import ReplayTables
-from deepspeed_gear.sampling.batch_info import BatchInfo, Turns
+from deepspeed_gear.sampling.batch_sizes import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import PROGRESS
 

@@ -23,7 +23,7 @@ from deepspeed_gear.replay.transition_spaces import (
 )
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
 
 # Steps of a trajectory, where no field reads other steps: rows for all of them are reserved, and
 # those left over are freed at its end.
