@@ -405,7 +405,8 @@ def test_means_of_metrics(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums + torch.eye(len(sums), dtype=sums.dtype)[-1]  # another rank has a fault
 
-    monkeypatch.setattr(step._context.control_plane, "sum", total)
+    control_plane = rollout.batch_columns.context.control_plane
+    monkeypatch.setattr(control_plane, "sum", total)
     with pytest.raises(
         PeerError, match=r"logp must have a number for each of the .*, got 'other numbers on 1"
     ):
@@ -440,8 +441,9 @@ def test_a_loop_that_ends_early_ends_the_rollout_batch(after: str, tmp_path: Pat
             if after == "inside a step":
                 next(iter(step))
             break
-        assert replay._loader.next_number == 1
-        assert replay.state_dict().get("rollout") is None
+        state = replay.state_dict()
+        assert [table["batches"] for table in state["train"].values()] == [1]
+        assert state.get("rollout") is None
         with pytest.raises(
             StoreError, match="rollout batch 0 must not be used after its loop has ended"
         ):
