@@ -25,7 +25,7 @@ from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.shard_placement import shards_of
-from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.distributed.topology import RankCoordinates, rank_grid
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.plan.table_sizes import capacity_of
@@ -88,7 +88,7 @@ def preview(
     batches: int,
 ) -> Preview:
     """Compute the first micro batch of every rank; nodes have equal numbers of ranks, in order."""
-    places = exchange_plan.grid(worlds)
+    places = rank_grid(worlds)
     if len(places) % num_nodes:
         raise ConfigError(
             "nodes", f"must divide the {len(places)} ranks", num_nodes, "change nodes or ranks"

@@ -79,9 +79,6 @@ class BatchStream:
         self.position = state.position  # the words of `Position`, in the store. [16], int64.
         self._check = check
         self._num_items = num_items
-        self._words = state.words
-        self._control = state.control
-        self._heads = state.head_words
         self._released: memoryview = state.consumed.data
         self._peer = self.table.memory.peer
         self._num_peers = len(state.consumed)
@@ -177,7 +174,7 @@ class BatchStream:
                 obstacle = self._obstacle(number, entry)
                 if obstacle is None and not self.spec.together:
                     obstacle = self._select_alone(number, entry)
-                if self._heads[entry][Head.NUMBER] == number:
+                if self.state.head_words[entry][Head.NUMBER] == number:
                     state.limiter_wait.end()
                     return self._read(number, entry)
             if obstacle is None:
@@ -194,10 +191,10 @@ class BatchStream:
         """
         state = self.state
         state.catch_up()
-        held = self._heads[entry][Head.NUMBER]
+        held = self.state.head_words[entry][Head.NUMBER]
         if held == number:
             return None
-        at = self._words[Head.NUMBER]
+        at = self.state.words[Head.NUMBER]
         skips = number > at and not self.spec.sampler.is_pass
         if held > number or number < at or skips:
             name = f"stream {self.spec.name}: global batch {number}"
@@ -218,7 +215,7 @@ class BatchStream:
         select.
         """
         if (
-            self.follows and self._words[Position.LIMITED]
+            self.follows and self.state.words[Position.LIMITED]
         ):  # the leader of this node waits for items
             if not self._is_ahead(number):
                 self._waits[0] += 1
@@ -260,7 +257,10 @@ class BatchStream:
         if reports is not None and number is not None:
             # It may be made by now, or another process makes it with other nodes.
             reports.withdraw(
-                lambda: self._words[Head.NUMBER] > number or bool(self._control[Control.SELECTING])
+                lambda: (
+                    self.state.words[Head.NUMBER] > number
+                    or bool(self.state.control[Control.SELECTING])
+                )
             )
 
     def give_up(self) -> None:
@@ -311,7 +311,7 @@ class BatchStream:
         """Evict stale trajectories; return whether a batch is selected already.
         Requires the lock.
         """
-        if number < self._words[Head.NUMBER]:
+        if number < self.state.words[Head.NUMBER]:
             return True
         ledger = self.table.ledger
         has_kept = isinstance(ledger, KeptLedger) and ledger.has_groups
@@ -320,7 +320,7 @@ class BatchStream:
             if ledger is not None:
                 ledger.update()  # also holds the kept groups that are admitted by now
             self._next_cleaning = time.monotonic() + _CLEAN_S
-        if self.state.staleness is not None and not self._control[Control.SELECTING]:
+        if self.state.staleness is not None and not self.state.control[Control.SELECTING]:
             self.masses.take_changes()
             self.state.staleness.drop(number)
         return False
@@ -339,15 +339,15 @@ class BatchStream:
     def _read(self, number: int, entry: int) -> Selection:
         state = self.state
         turn = (number + 1) % self._num_peers == self._peer
-        follows = self._words[Head.NUMBER] == number + 1
+        follows = self.state.words[Head.NUMBER] == number + 1
         shared = self._num_peers > 1 and not self.spec.together and not state.is_limited
         # Several ranks read the stream: draw for the next selection, if its ring entry is released.
         if turn and shared and follows:
-            held = self._heads[(number + 1) % self.spec.depth][Head.NUMBER]
+            held = self.state.head_words[(number + 1) % self.spec.depth][Head.NUMBER]
             if not self.readers.lagging(held + 1):
                 self.selector.draw_ahead(number + 1)
         origins = None if state.origins is None else state.origins[entry]
-        head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
+        head: list[int] = self.state.head_words[entry][: Head.NUM_SET].tolist()
         resolutions, epochs = state.entries[entry]
         return Selection(head, resolutions, None, epochs, origins)
 
@@ -355,7 +355,7 @@ class BatchStream:
         """Make a selection from this store if no process has; return the wait for items if it has
         too few. Requires the lock.
         """
-        if self._heads[entry][Head.NUMBER] == number:
+        if self.state.head_words[entry][Head.NUMBER] == number:
             return None
         empty = None
         try:
@@ -371,12 +371,12 @@ class BatchStream:
         """
         self._is_ahead(number)
         with self.table.lock:
-            self._control[Control.SELECTING] += 1  # its items must stay between the rounds
+            self.state.control[Control.SELECTING] += 1  # its items must stay between the rounds
         try:
             is_made = self.selector.select(number, entry)
         except Exception as error:
             with self.table.lock:
-                self._heads[entry][Head.NUMBER] = NOTHING
+                self.state.head_words[entry][Head.NUMBER] = NOTHING
             if not isinstance(error, NothingToSampleError) or self.state.joint_limiter is None:
                 self._end_wait()
                 if self.state.failure is not None:
@@ -389,11 +389,11 @@ class BatchStream:
             self.state.joint_limiter.note_empty()
         finally:
             with self.table.lock:
-                self._control[Control.SELECTING] -= 1
+                self.state.control[Control.SELECTING] -= 1
         if is_made:
             self._end_wait()
             return
-        self._words[Position.LIMITED] = (
+        self.state.words[Position.LIMITED] = (
             1  # for the node's other processes; then all nodes try again
         )
         if not self.state.limiter_wait.is_ahead:
@@ -450,12 +450,12 @@ class BatchStream:
             self._waits[0] += 1
         awaited = 0
         if self._events is not None:
-            self._control[Control.LISTENING] = 1
+            self.state.control[Control.LISTENING] = 1
             awaited = self._events.count(0)
         return partial(self._wait_for_items, awaited)
 
     def _end_wait(self) -> None:
-        self._words[Position.LIMITED] = 0
+        self.state.words[Position.LIMITED] = 0
         self._pause_s = _IDLE_S
         self.state.limiter_wait.end()
 

@@ -103,14 +103,15 @@ class PriorityLog:
         of an older one are deferred (`defer`), publish that one, so that others wait for them.
         """
         with self._mutex:
-            deferred = self._deferred
-            asked = self._asked_words
-            peer = self._peer
-            latest = self._current if deferred else asked[peer]
+            latest = self._latest
             if number != latest:
                 self._before = latest
             self._current = number
-            asked[peer] = deferred[0].batch if deferred else number
+            self._publish_request()
+
+    def _publish_request(self) -> None:
+        """Publish the batch that this process requests; the oldest one with deferred updates."""
+        self._asked_words[self._peer] = self._deferred[0].batch if self._deferred else self._current
 
     def restart(self, number: int) -> None:
         """Reset what all processes request, after a checkpoint at batch `number` was loaded."""
@@ -130,9 +131,7 @@ class PriorityLog:
         with self._mutex, self.table.lock:
             if not is_made():
                 self._current = self._before
-                self._asked_words[self._peer] = (
-                    self._deferred[0].batch if self._deferred else self._current
-                )
+                self._publish_request()
 
     def give_up(self) -> None:
         """Withdraw this process's request; its updates are then due at the next selection."""
@@ -225,9 +224,7 @@ class PriorityLog:
                 if priorities is not None:
                     self._write(samples, priorities, deferred.batch)
             finally:
-                self._asked_words[self._peer] = (
-                    self._deferred[0].batch if self._deferred else self._current
-                )
+                self._publish_request()
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
         call = self._append
