@@ -12,8 +12,8 @@ import torch
 from deepspeed_gear.batching.normalisation import shift_and_gain
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.opaque_rows import decode
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution, Source
 from deepspeed_gear.schema import DTYPES, Column, Schema

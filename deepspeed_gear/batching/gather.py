@@ -24,7 +24,7 @@ from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, lower
 from deepspeed_gear.ops.windows import is_no_sample, rows_of

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import LEAST_SPREAD, ColumnStatistics
 from deepspeed_gear.errors import ConfigError
 
 #: Shift and gain are repeated up to this many elements, so that inner loops are long.

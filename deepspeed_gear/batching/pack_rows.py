@@ -19,7 +19,7 @@ from deepspeed_gear.batching.gather import FieldGroup
 from deepspeed_gear.batching.prefixes import Prefixes
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.resolved_field import fields_in
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.conversion import convert

@@ -18,8 +18,8 @@ from deepspeed_gear.config import GearConfig, ResolvedField, gear_config, parse
 from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
 from deepspeed_gear.ops.conversion import arithmetic_dtype, widen
 from deepspeed_gear.plan.resolved_plan import fields_of, schemas_of, statistics_of

@@ -18,7 +18,7 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import save_folders, whole_saves
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
 from deepspeed_gear.plan.resolved_plan import Resolved

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 import numpy as np
 import torch
 
-from deepspeed_gear.data.running_moments import merge
+from deepspeed_gear.data.statistics.running_moments import merge
 from deepspeed_gear.distributed.node_channel import (
     NO_WORDS,
     LoneChannel,

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import torch
 
-from deepspeed_gear.data.running_moments import Moment, moments_size
+from deepspeed_gear.data.statistics.running_moments import Moment, moments_size
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_admission import LimiterWait, SelectionLimiter

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.batching.normalisation import shift_and_gain
 from deepspeed_gear.config.resolved_field import ResolvedField
-from deepspeed_gear.data import column_scan, dataset_statistics
-from deepspeed_gear.data.array_file import Workers
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import (
+from deepspeed_gear.data.dataset_writer import DatasetWriter
+from deepspeed_gear.data.file_threads import Workers
+from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.data.statistics import column_scan, dataset_statistics
+from deepspeed_gear.data.statistics.dataset_statistics import (
     QUANTILES,
     ColumnStatistics,
     KeptRows,
     column_statistics,
     compute_statistics,
 )
-from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.data.running_moments import Moment, add_rows
-from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.data.statistics.running_moments import Moment, add_rows
 from deepspeed_gear.data.trajectory_checks import as_float64
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.conversion import convert
@@ -136,7 +136,7 @@ def test_large_columns_have_exact_quantiles(
     threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Over the training trajectories; of columns of more bytes than are ordered at once."""
-    monkeypatch.setattr(dataset_statistics, "MOST_ORDERED_BYTES", 1000)
+    monkeypatch.setattr(dataset_statistics, "MOST_BINNED_BYTES", 1000)
     monkeypatch.setattr(dataset_statistics, "_BLOCK_BYTES", 4096)
     random = np.random.default_rng(0)
     schema = Schema(

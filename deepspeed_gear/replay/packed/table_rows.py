@@ -18,7 +18,7 @@ from deepspeed_gear.batching.pack_rows import (
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.builder import SpreadTrajectories
+from deepspeed_gear.replay.node_links import SpreadTrajectories
 from deepspeed_gear.replay.packed.rollout_context import RolloutContext
 from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.store.records import SlotRetention

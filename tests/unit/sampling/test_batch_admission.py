@@ -18,7 +18,7 @@ from replay_support import streams_of
 from store_support import StoreScene, reserve, stream_spec
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
-from deepspeed_gear.cli.inspect import of_living
+from deepspeed_gear.cli.table_contents import of_living
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.batch_admission import NodeRate

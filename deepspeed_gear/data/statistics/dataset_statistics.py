@@ -9,25 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.array_file import Task, Workers
-from deepspeed_gear.data.bracketed_neighbours import BracketedNeighbours
-from deepspeed_gear.data.column_scan import (
-    ColumnScan,
-    Neighbours,
-    block_rows,
-    is_image,
-    run_in_turn,
-)
-from deepspeed_gear.data.counted_neighbours import CountedNeighbours
-from deepspeed_gear.data.running_moments import Float64, Moment
-from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.data.file_threads import Task, Workers
+from deepspeed_gear.data.splits import TRAIN, split_of
+from deepspeed_gear.data.statistics.column_scan import ColumnScan, block_rows, is_image
+from deepspeed_gear.data.statistics.quantile_bins import QuantileBins
+from deepspeed_gear.data.statistics.quantile_brackets import QuantileBrackets
+from deepspeed_gear.data.statistics.quantile_digits import QuantileDigits
+from deepspeed_gear.data.statistics.quantiles import Int64, interpolated
+from deepspeed_gear.data.statistics.running_moments import Float64, Moment
+from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
 QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
-# Of a column whose values around quantiles are compared in its map, where brackets do not suit it;
-# those of larger ones are counted by digits.
-MOST_ORDERED_BYTES = 256 * 1024 * 1024
+# Of a column whose quantiles are found by bins where brackets do not find them; those of larger
+# ones are found by digits.
+MOST_BINNED_BYTES = 256 * 1024 * 1024
 # Least spread of normalised values, in units of the last place of their shift. A value is rounded
 # by at most half a unit, so it is off by at most 0.1% of the spread.
 LEAST_SPREAD = 2.0**9
@@ -35,8 +31,6 @@ _SPREADS = 1e-307, 1e307  # deviations whose reciprocals float64 can hold
 _BLOCK_BYTES = 4 * 1024 * 1024
 _LEVELS = np.array([float(level) for level in QUANTILES])
 _ARRAYS = ("mean", "std", "min", "max")
-
-Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +180,7 @@ class ColumnSummary:
         self._num_threads = num_threads
         # No method of this object, which would keep the map of the column until it is collected.
         self._blocks = _Blocks(values, column, rows)
-        self._neighbours: Neighbours | CountedNeighbours | BracketedNeighbours | None = None
+        self._around_quantiles: Float64 | None = None
 
     def scan(self) -> None:
         """Scan all rows of the column, a few MiB at a time, unless they were scanned before."""
@@ -206,32 +200,32 @@ class ColumnSummary:
         if is_image(column):
             return
         assert self._scan is not None
+        num_rows = self._rows.count(column)
         if self._scan.sample is not None:
-            bracketed = BracketedNeighbours(
+            brackets = QuantileBrackets(
                 self._blocks,
                 self._scan.sample,
                 self._scan.moments[Moment.COUNT],
-                self._rows.count(column),
+                num_rows,
                 column,
                 _LEVELS,
                 self._num_threads,
             )
-            self._neighbours = bracketed
-            yield from bracketed.rounds()
-            if bracketed.is_found:
+            yield from brackets.rounds()
+            if brackets.is_found:
+                self._around_quantiles = brackets.found
                 return
+        is_small = num_rows <= max(1, MOST_BINNED_BYTES // column.row_bytes)
         is_array = isinstance(self._values, np.ndarray)
-        is_small = self._rows.count(column) <= max(1, MOST_ORDERED_BYTES // column.row_bytes)
+        search: QuantileBins | QuantileDigits
         if is_small and is_array and self._values.flags.c_contiguous:
             runs = self._rows.runs(column)
-            neighbours = Neighbours(self._values, column, runs, _LEVELS, self._num_threads)
-            self._neighbours = neighbours
-            yield neighbours.tasks
-            return
-        size = len(self._values) * column.row_bytes
-        counted = CountedNeighbours(self._blocks, size, column, _LEVELS, self._num_threads)
-        self._neighbours = counted
-        yield counted.tasks
+            search = QuantileBins(self._values, column, runs, _LEVELS, self._num_threads)
+        else:
+            size = len(self._values) * column.row_bytes
+            search = QuantileDigits(self._blocks, size, column, _LEVELS, self._num_threads)
+        yield search.tasks
+        self._around_quantiles = search.found
 
     @np.errstate(over="ignore", invalid="ignore")
     def result(self) -> ColumnStatistics:
@@ -239,7 +233,7 @@ class ColumnSummary:
         assert self._scan is not None
         column = self._column
         count = self._rows.count(column)
-        if self._neighbours is None:
+        if self._around_quantiles is None:
             return _image_statistics(self._scan.bins, column, count)
         moments = self._scan.moments
         num_finite = moments[Moment.COUNT]
@@ -250,7 +244,7 @@ class ColumnSummary:
             return np.where(is_known, array + 0.0, np.nan).reshape(column.shape)
 
         squares = np.maximum(moments[Moment.SQUARES], 0.0)
-        quantiles = zip(QUANTILES, self._neighbours.quantiles(), strict=True)
+        quantiles = zip(QUANTILES, interpolated(self._around_quantiles, _LEVELS), strict=True)
         return ColumnStatistics(
             count=count,
             mean=shaped(moments[Moment.FIRST] + moments[Moment.MEAN]),
@@ -273,7 +267,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     summary = ColumnSummary(values, column, rows)
     summary.scan()
     for tasks in summary.order():
-        run_in_turn(tasks)
+        Workers(1).run(tasks)
     return summary.result()
 
 
@@ -337,23 +331,6 @@ def _image_statistics(bins: Int64, column: Column, num_rows: int) -> ColumnStati
     )
 
 
-def check_split(split: Mapping[str, float]) -> dict[str, float]:
-    """Return a split sorted by name; ConfigError if it is malformed."""
-    for name, share in split.items():
-        if not name or name == "train" or not 0 < share < 1:
-            raise ConfigError(
-                f"split.{name}",
-                "must name a held-out part (not train) and its share in (0, 1)",
-                share,
-                'for example {"eval": 0.05}',
-            )
-    if sum(split.values()) >= 1:
-        raise ConfigError(
-            "split", "must leave a share for training", dict(split), "use smaller shares"
-        )
-    return {name: float(split[name]) for name in sorted(split)}
-
-
 def statistics_of_groups(
     schema: Schema,
     columns: Mapping[str, NDArray[Any]],
@@ -391,8 +368,7 @@ def compute_statistics(
         scans: Scans of all rows of the columns, where there are any.
     Cost: as `column_statistics` for each column; without a pass where it was scanned.
     """
-    split = check_split(split)
-    keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == 0
+    keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == TRAIN
     if not keep.any():
         raise DataError(
             "split",

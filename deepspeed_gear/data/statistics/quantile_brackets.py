@@ -1,4 +1,4 @@
-"""The values around quantiles of a column, found by one pass over brackets that a sample gives."""
+"""The values around quantiles of a column, from one pass that counts brackets given by a sample."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.column_scan import CODES, Bool, interpolated
-from deepspeed_gear.data.row_sample import RowSample
-from deepspeed_gear.data.running_moments import Float64
+from deepspeed_gear.data.statistics.column_scan import CODES
+from deepspeed_gear.data.statistics.quantiles import Bool, UInt64, no_values, ranks_around
+from deepspeed_gear.data.statistics.row_sample import RowSample
+from deepspeed_gear.data.statistics.running_moments import Float64
+from deepspeed_gear.data.statistics.value_keys import keys_of, values_of
 from deepspeed_gear.data.trajectory_checks import not_finite
-from deepspeed_gear.data.value_keys import keys_of, values_of
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import Column
 
 #: Some blocks of rows in any order, each with which of its rows count; None: all of them do. The
 #: arguments are the number of the share, and the number of shares that all blocks are divided into.
 Shares = Callable[[int, int], Iterator[tuple[NDArray[np.generic], Bool | None]]]
-UInt64 = NDArray[np.uint64]
 
 _DEVIATIONS = 4.0  # half the width of a bracket: one in 15,000 does not have its quantile
 _LEAST_SAMPLED = 1024  # finite values, of which brackets are narrow enough
 _MOST_TIES = 16  # in a sample, of a value that is not counted by itself
 _KEY_BYTES = 512 << 20  # of collected keys, of all threads together
 _ROOM = 1.5  # for keys, as a multiple of their number that the sample shows
-_TILE = 4096  # keys beyond that number: at least a tile of CountBrackets
+_TILE = 4096  # keys beyond that number: at least a tile of CountQuantileBrackets
 
 
-class BracketedNeighbours:
-    """The finite values of each element of a column around quantiles, as `Neighbours`.
+class QuantileBrackets:
+    """The finite values of each element of a column around quantiles, found in one pass.
 
     A quantile of a sample is near that of all rows: its deviation is known. So each rank gets a
     bracket of keys, and a pass over the rows counts the keys below each bracket and collects those
@@ -69,18 +69,18 @@ class BracketedNeighbours:
         """
         self._shares = shares
         self._sample = sample
-        self._num_finite = num_finite.astype(np.int64)
         self._num_rows = num_rows
         self._column = column
         self._levels = levels
         self._num_threads = num_threads
         self._native = existing_native(num_rows * column.row_bytes)
-        has_long_keys = column.numpy_dtype.itemsize > 4
-        self._key_dtype = np.dtype(np.uint64 if has_long_keys else np.uint32)
+        self._key_dtype = np.dtype(np.uint64 if column.numpy_dtype.itemsize > 4 else np.uint32)
+        self._ranks = ranks_around(levels, num_finite.astype(np.int64))
         self._brackets: list[list[tuple[int, int]]] = []  # least and greatest key, by element
         self._counts: list[_Counts] = []
-        #: Number of finite values, lower values by level, higher ones: [1 + 2 * levels, elements].
-        self.found: Float64 = np.full((1 + 2 * len(levels), column.num_elements), np.nan)
+        #: What the tasks find, as in `no_values`.
+        self.found = no_values(levels, column.num_elements)
+        self.found[0] = num_finite
         #: Whether all values are found, after the tasks.
         self.is_found = True
 
@@ -97,10 +97,6 @@ class BracketedNeighbours:
         bounds = [num_elements * i // num_tasks for i in range(num_tasks + 1)]
         yield [functools.partial(self._select, *bound) for bound in pairwise(bounds)]
         self._counts.clear()
-
-    def quantiles(self) -> Float64:
-        """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""
-        return interpolated(self.found, self._levels)
 
     def _make_brackets(self) -> None:
         num_elements = self._column.num_elements
@@ -160,7 +156,7 @@ class BracketedNeighbours:
             if self._native is None:
                 self._count_plainly(rows if keep is None else rows[keep], counts)
                 continue
-            self._native.brackets_count(
+            self._native.quantile_brackets_count(
                 rows.ctypes.data,
                 CODES[column.dtype],
                 len(rows),
@@ -195,13 +191,9 @@ class BracketedNeighbours:
     def _select(self, first: int, end: int) -> None:
         """Find the values of elements [first, end)."""
         for element in range(first, end):
-            num_finite = int(self._num_finite[element])
-            self.found[0, element] = num_finite
-            if num_finite == 0:
+            if self.found[0, element] == 0:
                 continue
-            low = np.floor((num_finite - 1) * self._levels).astype(np.int64)
-            ranks = np.concatenate([low, np.minimum(low + 1, num_finite - 1)])
-            keys = self._keys_of_ranks(element, ranks)
+            keys = self._keys_of_ranks(element, self._ranks[:, element])
             if keys is None:
                 self.is_found = False
                 return
@@ -242,7 +234,7 @@ class BracketedNeighbours:
             return np.partition(keys, known)[known].astype(np.uint64)[places]
         bounds = np.ascontiguousarray(brackets)
         found = np.empty(len(known), np.uint64)
-        self._native.keys_select(
+        self._native.quantile_keys_select(
             keys.ctypes.data,
             keys.dtype == np.uint64,
             len(keys),

@@ -17,7 +17,7 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import toolchain
 from deepspeed_gear.ops.backends import load_native
-from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, nvcc_flags, register
+from deepspeed_gear.ops.op_builders import GearBuilder, GearCudaBuilder, nvcc_flags, register
 
 # What DeepSpeed sees
 
@@ -59,9 +59,9 @@ def test_the_op_is_loaded_through_deepspeed_and_once() -> None:
 SECOND_COPY = """
 import os, shutil, sys
 from deepspeed_gear.errors import BuildError
-from deepspeed_gear.ops import backends, builder, jit
+from deepspeed_gear.ops import backends, jit, op_builders
 backends.load_native()
-name = builder.GearBuilder().jit_name()
+name = op_builders.GearBuilder().jit_name()
 shutil.copytree(jit.build_folder(name), os.path.join(sys.argv[1], name))
 os.environ["TORCH_EXTENSIONS_DIR"] = sys.argv[1]
 jit._loaded.clear()

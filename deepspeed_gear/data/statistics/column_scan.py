@@ -1,42 +1,30 @@
-"""One pass over the rows of a column for its statistics, and the values around its quantiles.
+"""One pass over the rows of a column for its moments or its counts of pixel values.
 
-The native module computes both where a build of it exists (ops/csrc/statistics); NumPy gives the
-same bits otherwise, several times as slowly. A data set is written where no compiler is, so nothing
-is built for it.
+The native module computes statistics where a build of it exists (ops/csrc/statistics); NumPy gives
+the same bits otherwise, several times as slowly. A data set is written where no compiler is, so
+nothing is built for it.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.row_sample import RowSample
-from deepspeed_gear.data.running_moments import Float64, Moment, add_rows
+from deepspeed_gear.data.statistics.quantiles import Bool, Int64
+from deepspeed_gear.data.statistics.row_sample import RowSample
+from deepspeed_gear.data.statistics.running_moments import Float64, Moment, add_rows
 from deepspeed_gear.data.trajectory_checks import as_float64
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import DTYPES, Column
 
-Int64 = NDArray[np.int64]
-Bool = NDArray[np.bool_]
-
 _BLOCK_ELEMENTS = 1 << 15
 _BLOCK_ROWS = (16, 4096)  # fewest and most rows of a block
 CODES = {name: code for code, name in enumerate(DTYPES)}  # common/convert.h
-_GROUP_ELEMENTS = 16  # that one task orders
 SAMPLE_BYTES = 32 * 1024 * 1024
 _MOST_SAMPLED_ROW = 2048  # bytes: at least 2,048 rows are sampled
 _PIXEL_BYTES = 32 * 1024 * 1024
-
-
-def run_in_turn(tasks: list[Callable[[], None]]) -> None:
-    """Run tasks one after the other."""
-    for task in tasks:
-        task()
 
 
 def is_image(column: Column) -> bool:
@@ -132,99 +120,3 @@ def _pixels(column: Column) -> tuple[int, int, int]:
     if last <= first:
         return math.prod(rest), first * second, last
     return math.prod(rest) * first, second * last, 1
-
-
-def interpolated(found: Float64, levels: Float64) -> Float64:
-    """Interpolate the values around quantiles linearly, as `np.quantile` does.
-
-    Args:
-        found: As `Neighbours.found`.
-        levels: Ascending levels in [0, 1].
-    Returns:
-        The quantiles. [levels, elements].
-    """
-    low = found[1 : 1 + len(levels)]
-    high = found[1 + len(levels) :]
-    place = (np.maximum(found[0], 1) - 1) * levels[:, None]
-    share = place - np.floor(place)
-    with np.errstate(over="ignore", invalid="ignore"):
-        spread = high - low
-        values = np.where(share < 0.5, low + spread * share, high - spread * (1 - share))
-    return np.asarray(values)
-
-
-class Neighbours:
-    """The finite values of each element of a column around quantiles.
-
-    With n finite values in ascending order they are those at floor((n - 1) * level), and the next.
-    """
-
-    def __init__(
-        self,
-        rows: NDArray[np.generic],
-        column: Column,
-        runs: Int64,
-        levels: Float64,
-        num_threads: int = 1,
-    ) -> None:
-        """Prepare the tasks.
-
-        Args:
-            rows: Rows in the stored dtype, [*, *shape] in C order.
-            runs: First row and length of each run of rows that counts. [k, 2]
-            levels: Ascending levels in [0, 1].
-            num_threads: Threads for which the elements are divided.
-        """
-        num_elements = column.num_elements
-        self._rows = rows
-        self._column = column
-        self._runs = np.ascontiguousarray(runs)
-        self._levels = levels
-        #: Number of finite values, lower values by level, higher ones: [1 + 2 * levels, elements].
-        self.found: Float64 = np.full((1 + 2 * len(levels), num_elements), np.nan)
-        self.found[0] = 0
-        num_groups = max(-(-num_elements // _GROUP_ELEMENTS), min(num_threads, num_elements))
-        self._bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
-        self._native = existing_native(rows.nbytes)
-
-    @property
-    def tasks(self) -> list[Callable[[], None]]:
-        """Tasks that find the values; they may run at the same time."""
-        find = self._find_plainly if self._native is None else self._find
-        return [functools.partial(find, *bound) for bound in pairwise(self._bounds)]
-
-    def quantiles(self) -> Float64:
-        """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""
-        return interpolated(self.found, self._levels)
-
-    def _find(self, first: int, end: int) -> None:
-        assert self._native is not None
-        self._native.order_statistics(
-            self._rows.ctypes.data,
-            CODES[self._column.dtype],
-            self._column.num_elements,
-            first,
-            end - first,
-            self._runs.ctypes.data,
-            len(self._runs),
-            self._levels.ctypes.data,
-            len(self._levels),
-            self.found.ctypes.data,
-        )
-
-    def _find_plainly(self, first: int, end: int) -> None:
-        part = self._rows.reshape(len(self._rows), -1)[:, first:end]
-        kept = [part[:0], *(part[at : at + count] for at, count in self._runs.tolist())]
-        numbers = as_float64(np.concatenate(kept), self._column)
-        num_levels = len(self._levels)
-        for element in range(first, end):
-            values = numbers[:, element - first]
-            values = values[np.isfinite(values)]
-            self.found[0, element] = len(values)
-            if not len(values):
-                continue
-            ranks = np.floor((len(values) - 1) * self._levels).astype(np.int64)
-            after = np.minimum(ranks + 1, len(values) - 1)
-            values = np.partition(values, np.unique(np.concatenate([ranks, after])))
-            self.found[1 : 1 + num_levels, element] = values[ranks]
-            self.found[1 + num_levels :, element] = values[after]

@@ -1,4 +1,4 @@
-"""The values around quantiles of a column of any size: digits are counted, in several passes."""
+"""The values around quantiles of a column of any size: digits of their keys are counted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.column_scan import CODES, Bool, interpolated
-from deepspeed_gear.data.running_moments import Float64
+from deepspeed_gear.data.statistics.column_scan import CODES
+from deepspeed_gear.data.statistics.quantiles import Bool, UInt64, no_values, ranks_around
+from deepspeed_gear.data.statistics.running_moments import Float64
+from deepspeed_gear.data.statistics.value_keys import keys_of, values_of
 from deepspeed_gear.data.trajectory_checks import as_float64
-from deepspeed_gear.data.value_keys import keys_of, values_of
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import Column
 
@@ -36,8 +37,8 @@ class _Pass:
     children: NDArray[np.int32]
 
 
-class CountedNeighbours:
-    """The finite values of each element of a column around quantiles, as `Neighbours`.
+class QuantileDigits:
+    """The finite values of each element of a column around quantiles, found in several passes.
 
     A value's key is the unsigned integer whose order is that of the values. A pass over the rows
     counts the highest digit of the keys of each element. The counts show which digit a rank has,
@@ -67,18 +68,14 @@ class CountedNeighbours:
         self._native = existing_native(num_bytes)
         num_tasks = max(-(-num_elements // _MOST_ELEMENTS), min(num_threads, num_elements))
         self._count_bytes = _COUNT_BYTES // min(num_threads, num_tasks)
-        #: Number of finite values, lower values by level, higher ones: [1 + 2 * levels, elements].
-        self.found: Float64 = np.full((1 + 2 * len(levels), num_elements), np.nan)
+        #: What the tasks find, as in `no_values`.
+        self.found = no_values(levels, num_elements)
         self._bounds = [num_elements * i // num_tasks for i in range(num_tasks + 1)]
 
     @property
     def tasks(self) -> list[Callable[[], None]]:
         """Tasks that find the values; they may run at the same time."""
         return [functools.partial(self._find, *bound) for bound in pairwise(self._bounds)]
-
-    def quantiles(self) -> Float64:
-        """Return the quantiles, [levels, elements], interpolated linearly as by `np.quantile`."""
-        return interpolated(self.found, self._levels)
 
     def _find(self, first: int, end: int) -> None:
         """Find the values around quantiles of elements [first, end)."""
@@ -101,18 +98,12 @@ class CountedNeighbours:
             if len(passes) == 1:  # its nodes are the elements
                 num_finite = counts.sum(axis=1, dtype=np.int64)
                 self.found[0, first:end] = num_finite
-                ranks = self._ranks(num_finite)
+                ranks = ranks_around(self._levels, num_finite)
                 nodes[:, num_finite == 0] = -1
             num_nodes = _descend(counts, passes[-1], nodes, ranks, keys)
         self.found[1:, first:end] = np.where(nodes >= 0, values_of(keys, self._column), np.nan)
 
-    def _ranks(self, num_finite: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ranks of lower values, then of higher ones. [2 * levels, elements]."""
-        most = np.maximum(num_finite - 1, 0)
-        low = np.floor(most * self._levels[:, None]).astype(np.int64)
-        return np.concatenate([low, np.minimum(low + 1, most)])
-
-    def _count(self, first: int, end: int, passes: list[_Pass]) -> NDArray[np.uint64]:
+    def _count(self, first: int, end: int, passes: list[_Pass]) -> UInt64:
         """Count the digits of the last pass. [nodes, 2^bits]."""
         column = self._column
         counts = np.zeros(passes[-1].children.shape, np.uint64)
@@ -124,7 +115,7 @@ class CountedNeighbours:
                 flat = kept.reshape(len(kept), column.num_elements)
                 _count_plainly(flat[:, first:end], column, passes, counts)
                 continue
-            self._native.digits_count(
+            self._native.quantile_digits_count(
                 rows.ctypes.data,
                 CODES[column.dtype],
                 len(rows),
@@ -140,11 +131,11 @@ class CountedNeighbours:
 
 
 def _descend(
-    counts: NDArray[np.uint64],
+    counts: UInt64,
     digits: _Pass,
     nodes: NDArray[np.int64],
     ranks: NDArray[np.int64],
-    keys: NDArray[np.uint64],
+    keys: UInt64,
 ) -> int:
     """Find the digit of each rank; return the number of nodes of the next pass.
 
@@ -175,7 +166,7 @@ def _count_plainly(
     rows: NDArray[np.generic],
     column: Column,
     passes: list[_Pass],
-    counts: NDArray[np.uint64],
+    counts: UInt64,
 ) -> None:
     """Add the digits of the last pass, as the native op counts them."""
     is_finite = np.isfinite(as_float64(rows, column))

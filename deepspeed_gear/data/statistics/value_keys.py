@@ -1,11 +1,11 @@
-"""Keys: unsigned integers in the order of the values of a column (ops/csrc/statistics/order.h)."""
+"""Keys: unsigned integers in the order of a column's values (ops/csrc/statistics/value_keys.h)."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.running_moments import Float64
+from deepspeed_gear.data.statistics.running_moments import Float64
 from deepspeed_gear.data.trajectory_checks import as_float64
 from deepspeed_gear.schema import Column
 

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "common/convert.h"
-#include "statistics/order.h"
 #include "statistics/statistics.h"
+#include "statistics/value_keys.h"
 
 namespace gear::cpu {
 namespace {
@@ -97,8 +97,8 @@ class BracketCount {
 };
 
 template <typename T>
-void CountBracketsOf(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
-                     const BracketCounts& counts) {
+void CountQuantileBracketsOf(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
+                             const BracketCounts& counts) {
   BracketCount<T> count(rows, brackets, counts);
   std::array<int64_t, kTile> places;
   for (int64_t begin = 0; begin < rows.num_rows; begin += kTile) {
@@ -118,8 +118,9 @@ void CountBracketsOf(const ColumnRows& rows, const uint8_t* keep, const Brackets
 // Keys are counted in bins of equal width of each bracket; those that share a bin with a wanted
 // rank are compared.
 template <typename Key>
-void SelectKeysOf(const Key* keys, int64_t num_keys, const uint64_t* bounds, int64_t num_brackets,
-                  const int64_t* ranks, int64_t num_ranks, uint64_t* found) {
+void SelectQuantileKeysOf(const Key* keys, int64_t num_keys, const uint64_t* bounds,
+                          int64_t num_brackets, const int64_t* ranks, int64_t num_ranks,
+                          uint64_t* found) {
   constexpr int kBinBits = 10;
   std::vector<Key> low(num_brackets), high(num_brackets);
   std::vector<int> shift(num_brackets, 0);
@@ -169,20 +170,22 @@ void SelectKeysOf(const Key* keys, int64_t num_keys, const uint64_t* bounds, int
 
 }  // namespace
 
-void SelectKeys(const void* keys, bool are_long, int64_t num_keys, const uint64_t* bounds,
-                int64_t num_brackets, const int64_t* ranks, int64_t num_ranks, uint64_t* found) {
+void SelectQuantileKeys(const void* keys, bool are_long, int64_t num_keys, const uint64_t* bounds,
+                        int64_t num_brackets, const int64_t* ranks, int64_t num_ranks,
+                        uint64_t* found) {
   if (are_long)
-    SelectKeysOf(static_cast<const uint64_t*>(keys), num_keys, bounds, num_brackets, ranks,
-                 num_ranks, found);
+    SelectQuantileKeysOf(static_cast<const uint64_t*>(keys), num_keys, bounds, num_brackets, ranks,
+                         num_ranks, found);
   else
-    SelectKeysOf(static_cast<const uint32_t*>(keys), num_keys, bounds, num_brackets, ranks,
-                 num_ranks, found);
+    SelectQuantileKeysOf(static_cast<const uint32_t*>(keys), num_keys, bounds, num_brackets, ranks,
+                         num_ranks, found);
 }
 
-void CountBrackets(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
-                   const BracketCounts& counts) {
-  WithType(rows.dtype,
-           [&](auto element) { CountBracketsOf<decltype(element)>(rows, keep, brackets, counts); });
+void CountQuantileBrackets(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
+                           const BracketCounts& counts) {
+  WithType(rows.dtype, [&](auto element) {
+    CountQuantileBracketsOf<decltype(element)>(rows, keep, brackets, counts);
+  });
 }
 
 }  // namespace gear::cpu

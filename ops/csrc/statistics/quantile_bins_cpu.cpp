@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "common/convert.h"
-#include "statistics/order.h"
 #include "statistics/statistics.h"
+#include "statistics/value_keys.h"
 
 namespace gear::cpu {
 namespace {
@@ -17,13 +17,13 @@ constexpr int64_t kMostCompared = 1 << 10;  // values that are compared without 
 constexpr int64_t kMostCoarse = 1 << 17;    // values for which fewer bins are faster
 
 template <typename T>
-class Orders {
+class QuantileBins {
  public:
   using Order = OrderOf<T>;
   using Key = typename Order::Key;
 
-  Orders(const ColumnRows& rows, const int64_t* runs, int64_t num_runs, const double* levels,
-         int64_t num_levels, double* found)
+  QuantileBins(const ColumnRows& rows, const int64_t* runs, int64_t num_runs, const double* levels,
+               int64_t num_levels, double* found)
       : values_(reinterpret_cast<const T*>(rows.values)),
         num_elements_(rows.num_elements),
         runs_(runs),
@@ -198,51 +198,15 @@ class Orders {
   std::vector<uint32_t> bins_;
 };
 
-template <typename T>
-void CountDigitsOf(const ColumnRows& rows, int64_t first, int64_t count, const uint8_t* keep,
-                   const DigitPass* passes, int64_t num_passes, uint64_t* counts) {
-  using Order = OrderOf<T>;
-  constexpr int64_t kTileBytes = 1 << 18;  // of rows that stay in the second cache
-  const T* values = reinterpret_cast<const T*>(rows.values);
-  const int64_t width = rows.num_elements;
-  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-  const int64_t tile = std::max<int64_t>(kTileBytes / row_bytes, 1);
-  const DigitPass& last = passes[num_passes - 1];
-  const auto digit_of = [](uint64_t key, const DigitPass& pass) {
-    return static_cast<int64_t>(key >> pass.shift & ((uint64_t{1} << pass.bits) - 1));
-  };
-  for (int64_t begin = 0; begin < rows.num_rows; begin += tile) {
-    const int64_t end = std::min(begin + tile, rows.num_rows);
-    for (int64_t e = 0; e < count; ++e) {
-      for (int64_t row = begin; row < end; ++row) {
-        if (keep != nullptr && keep[row] == 0) continue;
-        const T value = values[row * width + first + e];
-        if (!Order::IsFinite(value)) continue;
-        const uint64_t key = Order::KeyOf(value);
-        int64_t node = e;
-        for (const DigitPass* pass = passes; pass < &last && node >= 0; ++pass)
-          node = pass->children[(node << pass->bits) + digit_of(key, *pass)];
-        if (node >= 0) ++counts[(node << last.bits) + digit_of(key, last)];
-      }
-    }
-  }
-}
-
 }  // namespace
 
-void CountDigits(const ColumnRows& rows, int64_t first, int64_t count, const uint8_t* keep,
-                 const DigitPass* passes, int64_t num_passes, uint64_t* counts) {
+void FindQuantilesInBins(const ColumnRows& rows, int64_t first, int64_t count, const int64_t* runs,
+                         int64_t num_runs, const double* levels, int64_t num_levels,
+                         double* found) {
   WithType(rows.dtype, [&](auto element) {
-    CountDigitsOf<decltype(element)>(rows, first, count, keep, passes, num_passes, counts);
-  });
-}
-
-void OrderStatistics(const ColumnRows& rows, int64_t first, int64_t count, const int64_t* runs,
-                     int64_t num_runs, const double* levels, int64_t num_levels, double* found) {
-  WithType(rows.dtype, [&](auto element) {
-    Orders<decltype(element)> orders(rows, runs, num_runs, levels, num_levels, found);
+    QuantileBins<decltype(element)> bins(rows, runs, num_runs, levels, num_levels, found);
     for (int64_t e = first; e < first + count; e += kGroup)
-      orders.Find(e, std::min(kGroup, first + count - e));
+      bins.Find(e, std::min(kGroup, first + count - e));
   });
 }
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from deepspeed_gear import KernelError
-from deepspeed_gear.ops import faults, jit
+from deepspeed_gear.ops import jit, kernel_faults
 
 PARTS = ("gather_: resolutions[17]", "must lead to rows", "pass other records")
 TEXT = "gather_: resolutions[17] must lead to rows; pass other records"
@@ -20,19 +20,19 @@ def kernels(found: tuple[str, str, str] | None) -> ModuleType:
 
 def test_without_kernels_there_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(jit._loaded, "gear_cuda", raising=False)
-    assert faults.found_fault() is None
+    assert kernel_faults.found_fault() is None
 
 
 def test_errors_of_cuda_are_raised_as_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(jit._loaded, "gear_cuda", kernels(PARTS))
-    with pytest.raises(KernelError) as raised, faults.named():
+    with pytest.raises(KernelError) as raised, kernel_faults.named():
         raise RuntimeError("CUDA error")
     assert str(raised.value) == TEXT
     assert str(raised.value.__cause__) == "CUDA error"
-    with pytest.raises(ValueError, match="another"), faults.named():
+    with pytest.raises(ValueError, match="another"), kernel_faults.named():
         raise ValueError("another")
     monkeypatch.setitem(jit._loaded, "gear_cuda", kernels(None))
-    with pytest.raises(RuntimeError, match="CUDA error") as other, faults.named():
+    with pytest.raises(RuntimeError, match="CUDA error") as other, kernel_faults.named():
         raise RuntimeError("CUDA error")
     assert not isinstance(other.value, KernelError)
 
@@ -50,6 +50,6 @@ def test_the_end_of_the_process_reports_a_fault(
 ) -> None:
     monkeypatch.setitem(jit._loaded, "gear_cuda", kernels(found))
     with caplog.at_level("ERROR", "deepspeed_gear"):
-        faults._report(process)
+        kernel_faults._report(process)
     start = "a kernel has ended the CUDA context of this process: "
     assert [record.getMessage() for record in caplog.records] == [start + line for line in lines]
