@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class ExchangePlan:
         """1 if a column that is read has T+1 rows."""
         return max((read.final_row for need in self.needs for read in need.reads), default=0)
 
-    @property
+    @cached_property
     def draws_goals(self) -> bool:
         return any(read.is_goal for need in self.needs for read in need.reads)
 
