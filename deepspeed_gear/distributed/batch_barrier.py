@@ -30,9 +30,8 @@ T = TypeVar("T")
 MOST_DRAIN_S = 3.0  # longest wait of a rank that ends for other nodes
 LOOK_S = 0.25  # between two looks for ranks that have died, while another thing is waited for
 SETTLE_S = 0.1  # after it the last writes of a rank that has ended are visible
-GRACE_S = (
-    2 + 2 * SPREAD_BEATS * MOST_BEAT_S
-)  # ranks wait longer for their leader than it for other nodes
+# Ranks wait longer for their leader than it for other nodes.
+GRACE_S = 2 + 2 * SPREAD_BEATS * MOST_BEAT_S
 NO_DIGEST = 0
 _AWAKE_S = 500e-6
 _POLL_S = 200e-6
@@ -88,9 +87,8 @@ class BatchBarrier:
         self._detector = detector
         self._peer = table.memory.peer
         self.is_early = early and over_nodes
-        self._pending: Callable[[], np.ndarray] | None = (
-            None  # waits for messages of the barrier under way
-        )
+        # Waits for messages of the barrier under way.
+        self._pending: Callable[[], np.ndarray] | None = None
         self._ranks = topology.peers
         places = [topology.places[rank] for rank in self._ranks]
         self._replicas = [place.data_rank for place in places]
@@ -366,9 +364,8 @@ class BatchBarrier:
                     raise self._died(peer)
         if self._follows and self._words[0, BarrierWord.ENDED]:
             self._leader_ended = self._leader_ended or time.monotonic()
-            if (
-                time.monotonic() - self._leader_ended > SETTLE_S
-            ):  # by then its selections are visible
+            # By then its selections are visible.
+            if time.monotonic() - self._leader_ended > SETTLE_S:
                 self._raise_ended(0)
 
     def _raise_failure(self, number: int) -> None:

@@ -165,9 +165,8 @@ class ReadNeeds:
 
     fields: tuple[ResolvedField, ...]  # that it gathers, each with its part of the time axis
     n_step: bool
-    opaque: tuple[
-        ResolvedField, ...
-    ] = ()  # of opaque columns, of which it reads its samples' values
+    # Of opaque columns, of which it reads its samples' values.
+    opaque: tuple[ResolvedField, ...] = ()
 
 
 def needs_of(

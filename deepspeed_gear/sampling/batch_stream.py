@@ -85,9 +85,8 @@ class BatchStream:
         self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed)
-        self._requested: int | None = (
-            None  # global batch that the program waits for; None: any that it gets
-        )
+        # Global batch that the program waits for; None: any that it gets.
+        self._requested: int | None = None
         self._is_online = self.table.spec.dataset is None
         self._events = self.table.events if self._is_online and self.spec.name == TRAIN else None
         self._pause_s = _IDLE_S
@@ -164,9 +163,8 @@ class BatchStream:
         state = self.state
         entry = number % self.spec.depth
         deadline = None
-        while state.reports is not None and state.reports.too_early(
-            number
-        ):  # as long as a training step takes
+        # Another thread requests it: this may take as long as a training step.
+        while state.reports is not None and state.reports.too_early(number):
             self._check_going_on()
             time.sleep(_IDLE_S)
         while True:
@@ -214,9 +212,8 @@ class BatchStream:
         whose priorities are not complete (`slow`); for none: the leader of this node has yet to
         select.
         """
-        if (
-            self.follows and self.state.words[Position.LIMITED]
-        ):  # the leader of this node waits for items
+        # The leader of this node waits for items, for which the limit is the rate limiter's.
+        if self.follows and self.state.words[Position.LIMITED]:
             if not self._is_ahead(number):
                 self._waits[0] += 1
                 self.state.limiter_wait.wait()
@@ -227,9 +224,8 @@ class BatchStream:
                 self.state.reports.wait_awake(number)
             # A leader that waits for another node as long names that node first.
             return time.monotonic() + self._timeout_s * (_LEADER_FIRST if self.follows else 1)
-        elif time.monotonic() > deadline and {*late, *slow} != {
-            self._peer
-        }:  # else its own device is late
+        # Where this process alone is late, it waits for its own device.
+        elif time.monotonic() > deadline and {*late, *slow} != {self._peer}:
             if late:
                 rule = f"find room in the ring of {self.spec.depth} selections"
                 raise self.readers.error(number, late, rule, "still needs an older one")
@@ -393,9 +389,8 @@ class BatchStream:
         if is_made:
             self._end_wait()
             return
-        self.state.words[Position.LIMITED] = (
-            1  # for the node's other processes; then all nodes try again
-        )
+        # The node's other processes read it; then all nodes try again.
+        self.state.words[Position.LIMITED] = 1
         if not self.state.limiter_wait.is_ahead:
             self.state.limiter_wait.wait()
         time.sleep(self._pause_s)

@@ -147,9 +147,8 @@ class AgeWindow:
         newer = np.concatenate([[0], np.cumsum(num_items[order])])  # of those before each place
         low = NO_ID
         high = int(all_gather(np.array([ids.max(initial=NO_ID)])).max())
-        while (
-            low < high
-        ):  # the smallest id after which there are fewer items than wanted is in [low, high]
+        # The smallest id after which there are fewer items than wanted is in [low, high].
+        while low < high:
             step = -(-(high - low) // _PARTS)
             points = np.minimum(low + step * np.arange(_PARTS), high)
             after = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
@@ -167,9 +166,8 @@ class AgeWindow:
         """Return which trajectories are in a window that begins at an edge. [n], bool."""
         inside = (np.asarray(num_items) > 0) & (ids >= edge.oldest)
         if values is not None and edge.newest is not None:
-            inside &= (
-                values >= edge.newest - self.distance
-            )  # a Python number: small integers would overflow
+            # A Python number: small integers would overflow.
+            inside &= values >= edge.newest - self.distance
         return inside
 
 
@@ -188,9 +186,8 @@ class MassRule:
     # Per-trajectory column of weights, and log2 of the mass of weight 1.
     weight: tuple[str, int] | None = None
     custom: CustomMasses | None = None  # a program's own masses
-    window: AgeWindow | None = (
-        None  # which of the admitted ones are new enough; applied by the selection
-    )
+    # Which of the admitted ones are new enough; applied by the selection.
+    window: AgeWindow | None = None
     late: tuple[str, ...] = ()  # late columns that must be filled
 
     @property
@@ -297,9 +294,8 @@ class Decay:
         Cost: one multiplication for each bit of the largest age. The bits do not depend on the
         machine.
         """
-        left = np.maximum(
-            (era + 1) * self.era_batches - 1 - born, 0
-        )  # batches until the end of the era
+        # Batches until the end of the era.
+        left = np.maximum((era + 1) * self.era_batches - 1 - born, 0)
         growth = np.full(len(born), 256.0)
         factor = float((-1 / Decimal(self.batches)).exp())
         while left.any():

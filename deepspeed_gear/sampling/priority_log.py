@@ -118,9 +118,8 @@ class PriorityLog:
         self.asked[:] = NEVER
         for peer in range(self._num_peers):
             waiting = self._waiting(peer)
-            if (
-                self._log[peer, waiting, LogEntry.BATCH] >= number
-            ).any():  # batches selected again: due now
+            # Of batches that are selected again: due now.
+            if (self._log[peer, waiting, LogEntry.BATCH] >= number).any():
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def withdraw(self, is_made: Callable[[], bool]) -> None:
@@ -240,9 +239,8 @@ class PriorityLog:
             )
         append = self.ops.append_reports_
         _refusing(priorities, append, self._my_log, samples, priorities, tail, batch)
-        with (
-            self.table.lock
-        ):  # orders the entries before the tail, for the process that selects next
+        # The lock orders the entries before the tail, for the process that selects next.
+        with self.table.lock:
             ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
@@ -319,9 +317,8 @@ class PriorityLog:
             name = f"stream {self.spec.name}: the checkpoint's reports"
             remedy = "raise the batch size or gear.prefetch to what they were"
             raise StoreError(name, f"must be at most {most}", len(log), remedy)
-        for peer, part in enumerate(
-            np.array_split(log, self._num_peers)
-        ):  # in the order of a selection
+        # In the order of a selection.
+        for peer, part in enumerate(np.array_split(log, self._num_peers)):
             self._log[peer, : len(part)] = part
             ends = self.ends[peer]
             ends[LogEnds.HEAD] = 0
