@@ -23,13 +23,11 @@ class Moves:
     incoming: np.ndarray  # those that it receives, by sender: `RowSample`. [m, 7], int64
     used: tuple[int, int]  # rows and slots of the arrivals that were used before
     samples: np.ndarray  # of the batch, those whose rows come. [k], int64
-    first_row: (
-        np.ndarray
-    )  # of each of these, from the beginning of the stream's arrivals. [k], int64
+    # Of each of these, from the beginning of the stream's arrivals. [k], int64.
+    first_row: np.ndarray
     slot: np.ndarray  # as `first_row`
-    has: (
-        np.ndarray
-    )  # which nodes have the rows of which trajectories afterwards. [S, trajectories], bool
+    # Which nodes have the rows of which trajectories afterwards. [S, trajectories], bool.
+    has: np.ndarray
     end: tuple[int, int]  # rows and slots of the arrivals that are used afterwards
 
 

@@ -42,9 +42,8 @@ class Mixture:
 
     def _restart(self) -> None:
         self._next = 0  # global batch that is counted next
-        self._lacking = [0] * len(
-            self.names
-        )  # each table's parts so far less its samples, in 1 / _ONE
+        # Each table's parts so far less its samples, in 1 / _ONE.
+        self._lacking = [0] * len(self.names)
 
     def counts(self, number: int) -> np.ndarray:
         """Return the samples of each table in a global batch; raises as `shares`.
