@@ -1,4 +1,4 @@
-"""Batch: the fields, masks and samples that `sample` returns."""
+"""Batch: the fields, masks and samples that `sample` returns, and the end of their lifetime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of packs: the trajectories of a rollout batch, their places in a pack, and what is gathered.
+"""Rows of packs: a rollout batch's trajectories, their places in a pack, gathered fields and media.
 
 A rollout batch has `RolloutTrajectories`. Some of them make a pack, whose `PackShape` has the place
 of each. `PackGatherer` copies their rows there, and `MediaReader` reads the media that rows name.
@@ -19,7 +19,7 @@ from deepspeed_gear.batching.gather import FieldGroup
 from deepspeed_gear.batching.prefixes import Prefixes
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.resolved_field import fields_in
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.conversion import convert

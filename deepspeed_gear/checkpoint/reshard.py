@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.data import running_moments
+from deepspeed_gear.data.statistics import running_moments
 from deepspeed_gear.distributed.shard_placement import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN

@@ -31,7 +31,7 @@ from deepspeed_gear.checkpoint import media_files, reshard, save_folders
 from deepspeed_gear.checkpoint.segment_links import SegmentLinks
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.kept_ledger import KeptLedger

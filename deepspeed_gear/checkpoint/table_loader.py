@@ -28,7 +28,7 @@ from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import NodeDraws, ShardDraws
 from deepspeed_gear.store.eviction import Evictor, quiet

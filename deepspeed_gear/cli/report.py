@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from ..errors import GearError
 from ..ops import jit, toolchain
 from ..ops.backends import load_native, load_native_cuda
-from ..ops.builder import GearBuilder, GearCudaBuilder, register
+from ..ops.op_builders import GearBuilder, GearCudaBuilder, register
 
 _WIDTH = 26
 

@@ -249,7 +249,7 @@ def are_finite(stored: np.ndarray, column: Column) -> bool:
     native = existing_native(stored.nbytes)
     if native is None or not stored.flags.c_contiguous:
         return not not_finite(stored, column).any()
-    kind = FLOATING.index(column.dtype) + 1  # as in ops/csrc/store/finite.h
+    kind = FLOATING.index(column.dtype) + 1  # as in ops/csrc/store/finite_checks.h
     return bool(native.all_finite(stored.ctypes.data, stored.nbytes, kind))
 
 

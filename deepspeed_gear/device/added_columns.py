@@ -14,7 +14,7 @@ from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError
 from deepspeed_gear.sampling.mass_rules import Condition
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.writer.autoreset import MODES
+from deepspeed_gear.writer.autoreset_modes import MODES
 
 Columns = Mapping[str, Tensor]
 _PER_ENVIRONMENT = ", a row per environment"

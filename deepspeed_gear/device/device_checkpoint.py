@@ -15,7 +15,7 @@ from deepspeed_gear.checkpoint import position, save_folders
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.log import LOG
-from deepspeed_gear.ops import faults
+from deepspeed_gear.ops import kernel_faults
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.store.row_allocator import rows_of
@@ -47,7 +47,7 @@ def position_of(
     """Return the position, with `batches` and `samples` of each table. Waits for the device."""
     train = position.start(list(tables))
     for name, table in tables.items():
-        with faults.named():
+        with kernel_faults.named():
             state = table.state.tolist()
         train[name] |= {"batches": state[RingState.BATCH], "samples": state[RingState.SAMPLES]}
         if not table.items.by_epoch:

@@ -22,7 +22,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 

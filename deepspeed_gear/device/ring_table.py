@@ -1,6 +1,6 @@
 """A table in the memory of one device, private to the process, with rings of rows and slots.
 
-A trajectory never wraps around the end of the rows (common/ring.h), and the oldest ones are
+A trajectory never wraps around the end of the rows (common/ring_layout.h), and the oldest ones are
 evicted. Tensors have fixed addresses, for CUDA graphs.
 """
 
@@ -18,7 +18,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Packing
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
-from deepspeed_gear.ops import Ops, faults
+from deepspeed_gear.ops import Ops, kernel_faults
 from deepspeed_gear.ops.constants import (
     HIGHEST_SO_FAR,
     MOST_INDICES,
@@ -452,12 +452,12 @@ class RingTable:
 
     def num_trajectories(self) -> int:
         """Return the number of stored trajectories. Waits for the device."""
-        with faults.named():
+        with kernel_faults.named():
             return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
 
     def statistics(self) -> dict[str, int]:
         """Return sizes, and counts of updates. Waits for the device."""
-        with faults.named():
+        with kernel_faults.named():
             state = self.state.tolist()
         counts = state[RingState.COUNTS :]
         statistics = {
@@ -487,7 +487,7 @@ class RingTable:
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many priority updates were ever applied, and clamped. Waits for the device."""
-        with faults.named():
+        with kernel_faults.named():
             counts = self.state[RingState.COUNTS :].tolist()
         return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
 

@@ -1,5 +1,4 @@
-"""The batch barrier: a failure, a death or an early end of a rank is raised on all ranks that train
-together.
+"""Batch barrier: a rank's failure, death, early end or wrong samples are raised on all ranks.
 
 A rank that enters a collective which another one never enters hangs. So at each barrier every rank
 publishes its outcome in shared memory and waits for all others before it continues to the model. A

@@ -1,4 +1,4 @@
-"""The control plane between ranks: rounds, errors on all, barriers; makes all process groups."""
+"""Control plane between ranks: collectives that raise a rank's error on all, and process groups."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The failure detector: finds ranks that died, stand still or cannot be reached while others wait
-for them.
+"""Failure detector: finds ranks and nodes that died, stand still or cannot be reached (heartbeats).
 
 Each rank updates a heartbeat word in shared memory; ranks of a node check each other's words and
 locks, and leaders publish heartbeats through torch.distributed's rendezvous store. Every wait

@@ -1,4 +1,4 @@
-"""The node channel: messages between node leaders, over torch.distributed."""
+"""Node channel: messages and all-gathers between node leaders, which name a node that is lost."""
 
 from __future__ import annotations
 

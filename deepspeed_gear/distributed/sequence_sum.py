@@ -1,4 +1,4 @@
-"""The sum of a tensor over the ranks that share a sequence, with gradients."""
+"""Sequence sum: the sum of a tensor over the ranks that share a sequence, with gradients."""
 
 from __future__ import annotations
 

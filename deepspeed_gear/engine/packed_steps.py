@@ -10,9 +10,9 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.frameworks.gradient_divisor import check_accumulation, engine_divisor
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.packed.rollout import TrainStep
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.rollout import TrainStep
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 
 
 def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:

@@ -18,7 +18,7 @@ from deepspeed.utils.bwc import (
 
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.sampling.batch_info import Turns
+from deepspeed_gear.sampling.batch_sizes import Turns
 
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
 

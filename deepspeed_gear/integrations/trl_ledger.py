@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.integrations.framework_options import TABLE
 from deepspeed_gear.integrations.trl import PackedGRPOTrainer
 from deepspeed_gear.integrations.trl_internals import placeholder_prompts
-from deepspeed_gear.integrations.trl_options import TABLE
-from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout import Rollout
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.ops import faults, jit, native_op
+from deepspeed_gear.ops import jit, kernel_faults, native_op
 
 from ..errors import BuildError, ConfigError
 
@@ -206,7 +206,7 @@ def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
             op.require_tools()
     load_native(timeout_s, with_kernels=not is_prebuilt)
     module = op.load(timeout_s=timeout_s)
-    faults.report_at_exit()
+    kernel_faults.report_at_exit()
     return module
 
 
@@ -222,7 +222,7 @@ def _builder(name: str) -> Any:
     logger = logging.getLogger("DeepSpeed")
     logger.addFilter(is_other)
     try:
-        from . import builder
+        from . import op_builders
     finally:
         logger.removeFilter(is_other)
-    return getattr(builder, name)()
+    return op_builders.BUILDERS[name]()

@@ -25,8 +25,8 @@ from deepspeed_gear.config.resolved_field import fields_in
 from deepspeed_gear.config.resume_options import difference, shared_options
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
-from deepspeed_gear.data.running_moments import Moment, moments_size
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics, running_statistics
+from deepspeed_gear.data.statistics.running_moments import Moment, moments_size
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
@@ -43,7 +43,7 @@ from deepspeed_gear.plan.stream_resolution import (
 from deepspeed_gear.plan.table_resolution import ArrivalRoom, store_of, with_arrivals, writing_of
 from deepspeed_gear.plan.table_sizes import check_holds_batch
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema

@@ -20,7 +20,7 @@ from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.plan.table_sizes import num_items_of
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mass_rules import (
     AnchorRule,
     Condition,

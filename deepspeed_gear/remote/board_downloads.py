@@ -17,11 +17,12 @@ from deepspeed_gear.actors.board_search import BoardSearch
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.errors import DataError, StoreError, StoreGoneError
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.gateway_messages import CHUNK_BYTES, MOST_CLIENT
+from deepspeed_gear.remote.gateway_messages import CHUNK_BYTES, client_name
 
 MOST_COPIES = 2  # versions that are held at once
 READER_S = 30.0  # a reader without a call for so long has ended
 HOLD_S = 600.0  # a copy is held for so long while another reader waits for a newer version
+_NAME = "remote policy board"  # of clients, in errors
 _SEARCH_S = 0.1  # shortest time between two looks for a board
 _MOST_READERS = 4096  # of a copy
 
@@ -102,7 +103,7 @@ class BoardDownloads:
             newest version; `published`; and `tensors`, unless the client knows this board.
         """
         self._check()
-        gateway_messages.check_version("remote policy board", header.get("version"))
+        gateway_messages.check_version(_NAME, header.get("version"))
         with self._lock:
             board = self._current()
             if board is None:
@@ -121,7 +122,7 @@ class BoardDownloads:
             client does not have, its `version`, `checksum`, `num_bytes` and `chunk_bytes`.
         """
         self._check()
-        client = _client(header)
+        client = client_name(_NAME, header)
         with self._lock:
             board = self._current()
             if board is None:
@@ -144,7 +145,7 @@ class BoardDownloads:
             The answer: `sha256` and `content`; or `gone`, if the version is not held any more.
         """
         self._check()
-        client = _client(header)
+        client = client_name(_NAME, header)
         index = arguments.count("chunk", header.get("chunk"), 0)
         with self._lock:
             copy = self._copy(header.get("board"), header.get("of"))
@@ -223,12 +224,3 @@ class BoardDownloads:
                 self._copies.remove(copy)
                 return True
         return False
-
-
-def _client(header: Mapping[str, Any]) -> str:
-    """Return the name of a call's client."""
-    client = str(header.get("client"))
-    if len(client) > MOST_CLIENT:
-        rule = f"must have a name of at most {MOST_CLIENT} characters"
-        raise StoreError("remote policy board", rule, len(client), "use a shorter client name")
-    return client

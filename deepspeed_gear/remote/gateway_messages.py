@@ -42,9 +42,9 @@ SLACK_BYTES = 1 << 20
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
 # The gRPC service, with the methods hello, put and bye, and for weights board, weights and chunk.
 SERVICE = "deepspeed_gear.Gateway"
-MOST_CLIENT = 64  # characters of a client's name, which the gateway keeps
 CHUNK_BYTES = 4 << 20  # of a version of a policy board, in the answer of one call
 NUM_LEASE_WORDS = 5  # the first words of a LeaseRecord, entry to attempt, identify it
+_MOST_CLIENT = 64  # characters of a client's name, which the gateway keeps
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
 _SAME_VERSION = "use the same version of deepspeed_gear on both sides"
@@ -170,6 +170,19 @@ def check_version(name: str, version: object) -> None:
     if version != VERSION:
         rule = f"must have protocol version {VERSION}"
         raise StoreError(name, rule, version, "install the same deepspeed_gear on both sides")
+
+
+def client_name(name: str, header: Mapping[str, Any]) -> str:
+    """Return the client of a call's header; StoreError: its name is too long to be kept.
+
+    Args:
+        name: What the client is, for the error.
+    """
+    client = str(header.get("client"))
+    if len(client) > _MOST_CLIENT:
+        rule = f"must have a name of at most {_MOST_CLIENT} characters"
+        raise StoreError(name, rule, len(client), "use a shorter client name")
+    return client
 
 
 def lease_words(lease: LeaseRecord) -> tuple[Any, ...]:

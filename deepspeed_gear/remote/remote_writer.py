@@ -1,4 +1,4 @@
-"""RemoteWriter: adds trajectories of a process on a machine without a store, through a gateway."""
+"""RemoteWriter: adds trajectories from a machine without a store; its buffer and sending thread."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.sampling.batch_info import TRAIN, Turns
+from deepspeed_gear.sampling.batch_sizes import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.records import Head

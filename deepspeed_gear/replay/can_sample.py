@@ -10,8 +10,8 @@ import numpy as np
 from deepspeed_gear.errors import ConfigError, PeerError
 from deepspeed_gear.replay.batch_loader import BatchLoader
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import WaitLog
 from deepspeed_gear.writer.inserter import refuse_read_only

@@ -13,13 +13,13 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.errors import StoreError, show_bytes, undo_on_error
 from deepspeed_gear.log import LOG
 from deepspeed_gear.plan.resolved_plan import Resolved, ResolvedTable
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
+from deepspeed_gear.store.cgroup_limits import read_file, tightest
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
-from deepspeed_gear.store.memory_limits import read_file, tightest
 from deepspeed_gear.store.records import PROGRESS, RankProgress
 from deepspeed_gear.store.shared_memory import (
     clean_command,

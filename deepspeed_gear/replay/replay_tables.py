@@ -18,7 +18,7 @@ from deepspeed_gear.replay.prompt_priorities import PromptPriorities
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.rollout_worker import RolloutWorker
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter

@@ -1,6 +1,4 @@
-"""Device transport: encoded rows sent between the nodes' GPUs by NCCL, in place of the node
-channel.
-"""
+"""Device transport: sends encoded rows between the nodes' GPUs by NCCL, not by the node channel."""
 
 from __future__ import annotations
 

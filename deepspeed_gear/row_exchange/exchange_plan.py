@@ -1,6 +1,4 @@
-"""The exchange plan: which node needs which samples of a global batch, and which rows of them.
-Pure.
-"""
+"""Exchange plan: samples and rows that each node reads, by pipeline stage and sequence rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchange of a selection's resolutions and rows: each node gets those that its ranks read."""
+"""Resolution exchange: sends a selection's resolutions and rows to the nodes that read them."""
 
 from __future__ import annotations
 

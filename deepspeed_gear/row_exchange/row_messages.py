@@ -1,5 +1,4 @@
-"""Rows between nodes: those that samples read, encoded from this node's store, decoded into its
-arrivals.
+"""Row messages: rows that other nodes' samples read, encoded from the store, decoded to arrivals.
 
 Sender and receiver compute the same layout from the samples' resolutions, so messages need not
 describe it. Windows of samples that overlap, or whose item was drawn twice, are merged: a row is

@@ -1,6 +1,4 @@
-"""Trajectory exchange: sends the rows of trajectories to the nodes that need them for a step of
-packs.
-"""
+"""Trajectory exchange: sends rows and media of trajectories to the nodes whose packs read them."""
 
 from __future__ import annotations
 

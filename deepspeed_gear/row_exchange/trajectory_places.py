@@ -1,6 +1,6 @@
-"""Places of a rollout batch's trajectories: which nodes have the rows of which, and which move for
-a step. Pure: every rank computes the same from records and packing plan, so no message is
-needed for that.
+"""Trajectory places: which nodes have the rows of a rollout batch's trajectories, and which move.
+
+Pure: every rank computes the same from records and packing plan, so no message is needed for that.
 """
 
 from __future__ import annotations

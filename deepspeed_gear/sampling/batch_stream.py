@@ -1,5 +1,4 @@
-"""Batch stream: global batches of one purpose (train, eval), selected once per node, read by its
-ranks.
+"""Batch stream: selects each global batch once per node, and waits for items, late ranks or nodes.
 
 The first process that requests a batch selects it under the store's lock; the others read it from a
 ring in the store, and the sum tree never changes during a draw. Where a table lies on several
@@ -17,10 +16,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_admission import ItemsHeld, NothingToSampleError
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.priority_log import Append
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import Selection, SelectionReaders
 from deepspeed_gear.sampling.selection_rounds import SelectionRounds
@@ -93,7 +92,7 @@ class BatchStream:
             None  # global batch that the program waits for; None: any that it gets
         )
         self._is_online = self.table.spec.dataset is None
-        self._events = self.table.bells if self._is_online and self.spec.name == TRAIN else None
+        self._events = self.table.events if self._is_online and self.spec.name == TRAIN else None
         self._pause_s = _IDLE_S
         self._next_cleaning = 0.0
         self._native = NativeStream(state) if is_plain(state) else None

@@ -1,6 +1,4 @@
-"""Exclusions: why trajectories cannot be sampled, counted from a store's regions when it is
-inspected.
-"""
+"""Exclusions: why trajectories cannot be sampled, counted from a store's regions, with remedies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Mass rules: each trajectory's integer mass and anchors (in C++: ops/csrc/common), masses of
-priorities.
+"""Mass rules: masses of items by anchors, weights, conditions and age windows; decay of priorities.
+
+In C++: ops/csrc/common.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Masses from priorities: priorities of trajectories (a leaf per slot) or steps (per row) are
-authoritative; masses, sum and min tree are derived from them. A selection applies the priority log.
+"""Masses from priorities of trajectories or steps: applies reports, derives sum and min tree.
+
+A leaf is a slot, or a row where items are steps. Priorities are authoritative: masses and trees are
+derived from them. A selection applies the priority log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A selection: the samples of one global batch in the store, its readers, and the record of a
-failed one.
-"""
+"""A selection: its samples, the ranks that have yet to release it, the record of a failed one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 import numpy as np
 import torch
 
-from deepspeed_gear.data.running_moments import merge
+from deepspeed_gear.data.statistics.running_moments import merge
 from deepspeed_gear.distributed.node_channel import (
     NO_WORDS,
     LoneChannel,
@@ -29,8 +29,8 @@ from deepspeed_gear.distributed.node_channel import (
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import LogEntry, UpdateCount
 from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.sampling.batch_admission import NodeRate
 from deepspeed_gear.sampling.mass_rules import WindowEdge
-from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.prompt_spec import Progress
 

@@ -1,6 +1,6 @@
-"""State of a batch stream, in shared memory: tree, waiting priority updates, position, and a ring
-of selections; its copy in a checkpoint. Every process of a node has a `StreamState` over the same
-memory.
+"""State of a batch stream in shared memory: position, ring of selections, repair, checkpoint.
+
+Every process of a node has a `StreamState` over the same memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import threading
 import numpy as np
 import torch
 
-from deepspeed_gear.data.running_moments import Moment, moments_size
+from deepspeed_gear.data.statistics.running_moments import Moment, moments_size
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_admission import LimiterWait, SelectionLimiter
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import LimiterWait, SelectionLimiter
 from deepspeed_gear.sampling.sample_counts import SampleCounts
 from deepspeed_gear.sampling.selection import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness

@@ -1,4 +1,4 @@
-"""Sum tree of a stream: the masses of its items in the store, and the changes that wait.
+"""Sum tree of a stream: masses of its items, changes that wait, resolved draws, order of age.
 
 Every change of a slot is appended to the table's log. The next selection queues their masses by the
 rule and writes them to the tree, which never changes during a draw. After a death, or if more

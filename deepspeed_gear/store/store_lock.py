@@ -121,13 +121,14 @@ class StoreLock:
         )
 
 
-BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
+EVENT_WORDS = 32  # 128 bytes each: no two events share a cache line
 
 
 class FutexEvents:
-    """Futex words ("bells"), [n, BELL_WORDS], uint32, of a file's processes; any may ring and wait.
-    Each counts its rings: a waiter reads the count, checks its condition, and waits with that
-    count, so it misses no change.
+    """Futex notifications between the processes of a file: any may notify an event and wait for it.
+
+    An event is a futex word that counts its notifications: a waiter reads the count, checks its
+    condition, and waits with that count, so it misses no change. `words`: [n, EVENT_WORDS], uint32.
     """
 
     def __init__(self, words: np.ndarray, native: ModuleType) -> None:
@@ -136,19 +137,19 @@ class FutexEvents:
         self._counts = [words[i, :1].data for i in range(len(words))]  # NumPy's scalars are slower
         self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
 
-    def count(self, bell: int) -> int:
-        """Return how often a bell was rung."""
-        return int(self._counts[bell][0])
+    def count(self, event: int) -> int:
+        """Return how often an event was notified."""
+        return int(self._counts[event][0])
 
-    def ring(self, bell: int) -> None:
-        """Wake all waiters of a bell; this thread's earlier writes are visible by then."""
-        self._native.bell_ring(self._addresses[bell])
+    def notify(self, event: int) -> None:
+        """Wake all waiters of an event; this thread's earlier writes are visible by then."""
+        self._native.futex_notify(self._addresses[event])
 
-    def wait(self, bell: int, seen: int, timeout_s: float) -> None:
-        """Wait until a bell's count is not `seen`, at most `timeout_s`; a signal ends
+    def wait(self, event: int, seen: int, timeout_s: float) -> None:
+        """Wait until an event's count is not `seen`, at most `timeout_s`; a signal ends
         the wait too.
         """
-        self._native.bell_wait(self._addresses[bell], seen, timeout_s)
+        self._native.futex_wait(self._addresses[event], seen, timeout_s)
 
     def fence(self) -> None:
         """Issue a memory fence between earlier and later reads and writes, as other processes see

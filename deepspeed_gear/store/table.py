@@ -151,7 +151,7 @@ class Table:
             )
         # The next change of a slot notifies it if a sampler waits.
         word = self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32)
-        self.bells = FutexEvents(word.reshape(1, 2), ops.native)
+        self.events = FutexEvents(word.reshape(1, 2), ops.native)
 
     @classmethod
     def create(

@@ -31,7 +31,7 @@ from deepspeed_gear.store.shared_memory import SHM, SharedMemory, is_kept
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 from deepspeed_gear.timeouts import Context, check_timeout, wait_until
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Check, Inserter
 from deepspeed_gear.writer.partial_publish import OpenTrajectory, OpenWriter, Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter

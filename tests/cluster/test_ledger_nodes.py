@@ -29,7 +29,7 @@ from deepspeed_gear import (
     StoreError,
 )
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 GROUPS = 6
 BATCHES = 8

@@ -317,7 +317,7 @@ class Side:
         return [*found, stored(self.replay), self.writer.num_steps, self.writer.num_trajectories]
 
 
-# Control words of the bell, which a sampler that waits sets.
+# Control words of the event, which a sampler that waits sets.
 UNLIKE = [Control.LISTENING, Control.EVENT]
 OBSERVED = ("observation.place", "observation.parts.0")
 FLAGS = ("terminated", "truncated")

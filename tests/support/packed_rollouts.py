@@ -17,8 +17,8 @@ from deepspeed_gear import DatasetWriter, FillWorker, Media, MicroBatch, Replay,
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.ragged import item_columns
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.replay.rollout import TrainStep
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.replay.packed.rollout import TrainStep
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 NODES = 2
 MOST = 40

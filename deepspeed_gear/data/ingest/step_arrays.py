@@ -17,11 +17,11 @@ import deepspeed_gear.arguments as arguments
 import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.array_values import as_array
 from deepspeed_gear.data.ingest.agents import Agents
-from deepspeed_gear.data.ingest.reader import (
+from deepspeed_gear.data.ingest.decoding.hdf5_arrays import block_rows
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
     LEAVE_OUT,
-    Reader,
-    block_rows,
     column_name,
     convert,
     end_episode,

@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/direct.h"
+#include "bindings/direct_calls.h"
 #include "common/row_copies.h"
 #include "store/compact.h"
 #include "store/late_rows.h"

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "common/host_device.h"
-#include "store/finite.h"
+#include "store/finite_checks.h"
 
 namespace gear::cpu {
 

@@ -2,9 +2,9 @@
 #include "common/convert.h"
 #include "common/row_copies.h"
 #include "select/stream.h"
-#include "store/bell.h"
 #include "store/compact.h"
-#include "store/held.h"
+#include "store/futex.h"
+#include "store/scoped_lock.h"
 
 #include <algorithm>
 #include <chrono>
@@ -34,7 +34,7 @@ void Note(Store& store, int64_t slot) {
   int64_t& listening = store.control[kListening];
   if (listening != 0) {  // set and cleared with the lock held, so no earlier change is missed
     listening = 0;
-    BellRing(reinterpret_cast<uint32_t*>(&store.control[kBell]));
+    FutexNotify(reinterpret_cast<uint32_t*>(&store.control[kEvent]));
   }
 }
 
@@ -515,7 +515,7 @@ Added Add(Store& store, const Whole& whole, double timeout_s) {
   const int64_t num_steps = whole.num_steps;
   int64_t slot = -1;
   {
-    const Held held(store.mutex, store.holder, timeout_s);
+    const ScopedLock held(store.mutex, store.holder, timeout_s);
     if (held.refusal() != 0) return {held.refusal(), -1};
     slot = ReserveWithRemoval(store, {RowsOf(store, num_steps), num_steps, num_steps});
     if (slot < 0) return {slot, -1};
@@ -523,7 +523,7 @@ Added Add(Store& store, const Whole& whole, double timeout_s) {
   const bool finite = Write(store, slot, whole);  // the rows belong to this process
   std::vector<double> block;
   if (finite && store.moments.head != nullptr) block = MomentsOf(store, slot, 0, num_steps);
-  const Held held(store.mutex, store.holder, timeout_s);
+  const ScopedLock held(store.mutex, store.holder, timeout_s);
   if (!finite) {
     if (held.refusal() != 0) return {kNotFinite, slot};
     Free(store, slot);
@@ -540,7 +540,7 @@ Added Add(Store& store, const Whole& whole, double timeout_s) {
 int64_t WriteGroup(Store& store, const Whole* members, int64_t count, const int64_t* shared,
                    int64_t* slots, double timeout_s) {
   {
-    const Held held(store.mutex, store.holder, timeout_s);
+    const ScopedLock held(store.mutex, store.holder, timeout_s);
     if (held.refusal() != 0) return held.refusal();
     for (int64_t i = 0; i < count; ++i) {
       const int64_t steps = members[i].num_steps - shared[i];

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "common/slot.h"
-#include "store/finite.h"
+#include "store/finite_checks.h"
 #include "store/moments.h"
 #include "store/mutex.h"
 #include "store/step_priorities.h"
@@ -41,7 +41,7 @@ enum Control : int64_t {
   kQuota,
   kWanted,
   kListening,  // whether a sampler waits for a change; set and cleared with the lock held
-  kBell,       // the counter that it waits for; store/bell.h
+  kEvent,      // the counter that it waits for; store/futex.h
   kMoving,     // slot + 1 of the extent that is moved; 0: none
   kMoveFrom,   // its old first row, its new one, and twice the rows that are done
   kMoveTo,

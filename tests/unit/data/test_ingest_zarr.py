@@ -16,8 +16,8 @@ import pytest
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest import ingest, open_source, step_blocks
-from deepspeed_gear.data.ingest.tfrecord import crc32c
-from deepspeed_gear.data.ingest.zarr_codecs import ChunkCodecs
+from deepspeed_gear.data.ingest.decoding.tfrecord import crc32c
+from deepspeed_gear.data.ingest.decoding.zarr_codecs import ChunkCodecs
 from deepspeed_gear.errors import DataError
 
 MINI = Path(__file__).parents[2] / "support" / "formats" / "mini_zarr"

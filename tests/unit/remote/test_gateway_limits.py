@@ -17,9 +17,9 @@ from gear_support import wait_until
 from remote_support import TOKEN, WRONG, assert_same, connect, section, served, stored, trajectory
 
 from deepspeed_gear.errors import LostNodeError, StoreError
-from deepspeed_gear.remote import gateway, gateway_limits, gateway_messages
-from deepspeed_gear.remote.gateway import LeaseSessions, Sessions
+from deepspeed_gear.remote import gateway, gateway_limits, gateway_messages, gateway_sessions
 from deepspeed_gear.remote.gateway_limits import CallLimits, CountedLog, Peer
+from deepspeed_gear.remote.gateway_sessions import LeaseSessions, WriterSessions
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # and empty settings
 
@@ -204,14 +204,14 @@ def test_peers_have_the_names_of_sockets(name: str, peer: tuple[str, int]) -> No
 
 
 def test_a_client_with_too_many_calls_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "_MOST_OF_SESSION", 0)
-    sessions = Sessions(lambda _: 0)
+    monkeypatch.setattr(gateway_sessions, "_MOST_OF_SESSION", 0)
+    sessions = WriterSessions(lambda _: 0)
     sessions.open("a")
     answer = sessions.put("a", -1, [(0, {})])
     assert answer == {"upto": -1, "busy": True, "refused": [], "wait_s": 1.0}
     of_worker: Any = sessions  # the same of rollout workers
     assert LeaseSessions.work(of_worker, "a", {"number": 1}, b"") == {"busy": -1, "wait_s": 1.0}
-    monkeypatch.setattr(gateway, "_MOST_SESSIONS", 1)
+    monkeypatch.setattr(gateway_sessions, "_MOST_SESSIONS", 1)
     sessions.open("a")
     with pytest.raises(
         StoreError, match="the gateway must have at most 1 sessions, got 1; close writers"

@@ -26,7 +26,7 @@ from deepspeed_gear.batching.transfer.device_gather import STAGED, WAYS
 from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.replay import batch_assembler, device_transfer, priority_updates
+from deepspeed_gear.replay import async_priority_updates, batch_assembler, device_transfer
 
 WINDOW = {"offset": -2, "length": 5}
 FIELDS = {
@@ -343,7 +343,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceStub]:
     monkeypatch.setattr(
         device_transfer.DeviceTransfer, "_kernels", lambda self, config: load_backend("cpu")
     )
-    monkeypatch.setattr(priority_updates, "PinnedBlocks", lambda: blocks)
+    monkeypatch.setattr(async_priority_updates, "PinnedBlocks", lambda: blocks)
     with made:
         yield made
 

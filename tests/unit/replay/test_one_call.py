@@ -14,7 +14,7 @@ from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.errors import DataError, StaleBatchError, StoreError
 from deepspeed_gear.sampling import batch_stream
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 NUMBERS = {
     "flag": ("bool", ()),

@@ -19,9 +19,9 @@ from process_support import call_on_ranks, exit_status, in_child, kill
 
 from deepspeed_gear import Column, Normalizer, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.batching.gather import Gatherer
-from deepspeed_gear.data import running_moments
-from deepspeed_gear.data.dataset_statistics import running_statistics
-from deepspeed_gear.data.running_moments import Moment
+from deepspeed_gear.data.statistics import running_moments
+from deepspeed_gear.data.statistics.dataset_statistics import running_statistics
+from deepspeed_gear.data.statistics.running_moments import Moment
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.records import Control, MomentHead

@@ -24,7 +24,7 @@ from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullE
 from deepspeed_gear.replay import node_stores
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Progress
-from deepspeed_gear.store.memory_limits import MemoryLimit
+from deepspeed_gear.store.cgroup_limits import MemoryLimit
 
 
 def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:

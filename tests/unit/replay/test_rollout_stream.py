@@ -21,9 +21,10 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.packs import Packs
-from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
+from deepspeed_gear.replay.packed.packs import Packs
+from deepspeed_gear.replay.packed.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.table_rows import TableRows
 from deepspeed_gear.row_exchange.trajectory_places import Moves
 from deepspeed_gear.store.table_spec import Shard
 

@@ -18,7 +18,7 @@ from deepspeed_gear.config.options import PackConfig, PackPadConfig
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.table_forward import fill_place
+from deepspeed_gear.replay.packed.table_forward import fill_place
 from deepspeed_gear.store.late_columns import absent, fill_each
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.table_spec import Shard
