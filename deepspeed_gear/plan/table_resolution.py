@@ -23,7 +23,7 @@ from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.ragged import item_columns
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.plan.stream_resolution import conditions_of, read_columns
 from deepspeed_gear.plan.table_sizes import capacity_of
