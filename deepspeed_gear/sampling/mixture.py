@@ -85,6 +85,8 @@ class Mixture:
         parts have the same size and shares.
         """
         counts = self.counts(number)
+        # Of 5 and 3 samples, part 0 of 2 has the indices [0, 2, 4, 6] of all 8: the first table's
+        # [0, 2, 4], and the second one's [1], as it begins at 5.
         first = (part - (np.cumsum(counts) - counts)) % num_parts
         return [
             np.arange(f, n, num_parts) for f, n in zip(first.tolist(), counts.tolist(), strict=True)
