@@ -81,7 +81,7 @@ class ExchangePlan:
         return -(-batch // self.data_world) * len(self.replicas_here)
 
 
-def routes_of(
+def plan_exchange(
     topology: Topology,
     order: Sequence[int],
     config: GearConfig,

@@ -30,9 +30,8 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int
     ) -> None:
-        # samples of a global batch
         self.names = names
-        self.batch = batch
+        self.batch = batch  # samples of a global batch
         self._by_batch = shares  # of each table by global batch; they sum to 1
         self._mutex = threading.Lock()
         self._kept = dict[int, np.ndarray]()
