@@ -1,6 +1,6 @@
 """A table in the memory of one device, private to the process, with rings of rows and slots.
 
-A trajectory never wraps around the end of the rows (common/ring.h), and the oldest ones are
+A trajectory never wraps around the end of the rows (common/ring_layout.h), and the oldest ones are
 evicted. Tensors have fixed addresses, for CUDA graphs.
 """
 

@@ -1,4 +1,4 @@
-"""Attach a replay to a DeepSpeed engine: `initialize`, `attach`, `enable`, `disable`."""
+"""Attach a replay to a DeepSpeed engine: `initialize`, `attach`, `enable`; metrics and progress."""
 
 from __future__ import annotations
 
@@ -168,7 +168,10 @@ def _attach_new(
     schemas: Mapping[str, Schema] | None,
     checkpoint: engine_checkpoint.Checkpoint = None,
 ) -> None:
-    """Make the replay of an engine and attach it; the control plane becomes its own. Collective."""
+    """Make an engine's replay, which reports and closes with it, and attach it. Collective.
+
+    The control plane becomes the replay's.
+    """
     deepspeed_compat.check_engine(engine)
     register()
     make = control_plane.attempt("the engine", lambda: _replay_for(engine, config, checkpoint))
@@ -178,7 +181,14 @@ def _attach_new(
             replay.set_model(engine)
         engine_checkpoint.load_late(engine, replay, checkpoint, control_plane)
     _bind(engine, replay, owns=True)
-    _own(engine, replay)
+    _log_sizes(engine, replay)
+    _report_steps(engine, replay)
+
+    def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        replay.close()
+        return original(*arguments, **options)
+
+    deepspeed_compat.wrap(engine, "destroy", destroy)
 
 
 def _replay_for(
@@ -233,18 +243,6 @@ def _keep_sizes(engine: Any) -> None:
 
     for name in ("set_train_batch_size", "set_train_micro_batch_size"):
         setattr(engine, name, partial(refuse, name))
-
-
-def _own(engine: Any, replay: ReplayBase) -> None:
-    """Make an engine report and close the replay that was made for it."""
-    _log_sizes(engine, replay)
-    _report_steps(engine, replay)
-
-    def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        replay.close()
-        return original(*arguments, **options)
-
-    deepspeed_compat.wrap(engine, "destroy", destroy)
 
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:

@@ -1,4 +1,4 @@
-"""Packed steps: optimizer steps of an engine with a variable number of micro batches."""
+"""Packed steps: checks that each optimizer step of an engine trains exactly one train step."""
 
 from __future__ import annotations
 

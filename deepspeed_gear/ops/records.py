@@ -206,7 +206,7 @@ class RowColumn:
 
 
 class RingState:
-    """State of a table in a device's memory. Header: common/ring.h."""
+    """State of a table in a device's memory. Header: common/ring_layout.h."""
 
     HEAD: Final = 0
     NEXT: Final = 1

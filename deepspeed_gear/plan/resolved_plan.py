@@ -1,4 +1,4 @@
-"""The plan of a replay, resolved once from config, data and topology on all ranks."""
+"""The plan of a replay, resolved from config, data and ranks by named steps, equal on all ranks."""
 
 from __future__ import annotations
 

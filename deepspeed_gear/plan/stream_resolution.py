@@ -1,4 +1,4 @@
-"""Resolution of a table's batch streams: the items that they admit, and their samplers."""
+"""Resolution of batch streams: splits, samplers, and the items and anchors that they admit."""
 
 from __future__ import annotations
 

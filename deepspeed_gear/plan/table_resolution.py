@@ -1,4 +1,4 @@
-"""Resolution of a table's store: retention, groups, prompts, media, rows for arrivals."""
+"""Resolution of a table's store: retention, rate limits, groups, prompts, media, arrivals."""
 
 from __future__ import annotations
 

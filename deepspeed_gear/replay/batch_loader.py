@@ -78,7 +78,6 @@ class BatchLoader:
         self._parts = parts
         plan = parts.plan
         config = parts.plan.config
-        self._tables = config.sampled_tables
         self._streams = parts.train
         self._mixture = plan.mixture
         self._prefetch = config.prefetch
@@ -87,14 +86,13 @@ class BatchLoader:
         self._info = plan.info
         self._metrics = metrics
         self._data_rank = plan.topology.place.data_rank
-        self._leads = plan.topology.rank == 0
         self._barrier = None if turns == "schedule" else parts.barrier
         self._after_each = turns != "global"
         self._check = parts.context.check
         self._transfer = parts.assembler.transfer
         self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
         self._lent = LentTensors(max(2, plan.info.accumulation))
-        self.seek(LoaderPosition.start(self._tables))
+        self.seek(LoaderPosition.start(config.sampled_tables))
 
     def seek(self, position: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
@@ -193,7 +191,7 @@ class BatchLoader:
         if made.digest is not None:
             self._digest = _as_int64(self._seen.digest()) | 1
             self._metrics.digest = self.next_number, made.digest
-            if self._leads:
+            if self._parts.plan.topology.rank == 0:
                 LOG.info(
                     "gear: global batch %d: digest %016x", self.next_number, made.digest % (1 << 64)
                 )
@@ -202,9 +200,9 @@ class BatchLoader:
     @property
     def position(self) -> LoaderPosition:
         """The position after the last global batch whose micro batches were all used."""
-        return LoaderPosition(
-            self._position if self._heads is None else after(self._tables, self._heads)
-        )
+        if self._heads is None:
+            return LoaderPosition(self._position)
+        return LoaderPosition(after(self._parts.plan.config.sampled_tables, self._heads))
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise a CheckpointError for a state within a rollout batch."""

@@ -1,4 +1,4 @@
-"""Questions about the next batch with equal answers on all ranks, such as `can_sample`."""
+"""Answers about the next batch, equal on all ranks: `can_sample`, `missing_groups`."""
 
 from __future__ import annotations
 

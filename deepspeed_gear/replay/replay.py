@@ -88,7 +88,6 @@ class Replay(ReplayTables):
         plan = resolve_plan(config, process_group, schemas, info, place)
         parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         super().__init__(plan, parts, engine_dtype, to)
-        self._place = plan.topology.place
         # An exception that is being handled now is not the reason why this replay is closed.
         self._around = id(sys.exc_info()[1])
         words = self.tables[plan.config.sampled_tables[0]].views[PROGRESS][plan.topology.peer]
@@ -398,7 +397,9 @@ class Replay(ReplayTables):
         """
         self._check_open()
         name = self.store(table).spec.name
-        return self._priorities.report_by_id(name, ids, priorities, steps, self._place.reports)
+        return self._priorities.report_by_id(
+            name, ids, priorities, steps, self.topology.place.reports
+        )
 
     def priorities(
         self, ids: Ids, steps: Ids | None = None, table: str | None = None
@@ -457,8 +458,8 @@ class Replay(ReplayTables):
 
     def _check_reads(self) -> None:
         self._check_open()
-        if not self._place.reads:
-            at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
+        if not self.topology.place.reads:
+            at = f"stage {self.topology.place.pipe_rank} of {self.topology.place.pipe_world}"
             raise StoreError(
                 "a batch",
                 "must be sampled on the first or last stage",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -16,6 +17,7 @@ from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.priority_updates import Ids
 from deepspeed_gear.replay.prompt_priorities import PromptPriorities
 from deepspeed_gear.replay.replay_base import ReplayBase
+from deepspeed_gear.replay.table_access import inserter_of
 from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
@@ -43,14 +45,20 @@ class ReplayTables(ReplayBase):
         self._of_prompts: dict[str, PromptPriorities] = {}
 
     def _inserter(self, table: str | None) -> Inserter:
+        """Return the inserter of a table, which all writers of this process share."""
         self._check_open()
         known = self._inserters.get(table) if table is None or isinstance(table, str) else None
-        if known is None:
-            name = self.store(table).spec.name
-            known = self._inserters.get(name) or table_access.new_inserter(self._parts, name)
-            self._inserters[name] = known
-            self._inserters[table] = known
-        return known
+        if known is not None:
+            return known
+        target = self.store(table)
+        name = target.spec.name
+        if name not in self._inserters:
+            streams = self._parts.streams[name].values()
+            max_length = self.config.resolved_tables[name].max_length
+            context = replace(self._parts.context, timeout_s=self.config.items_timeout_s(name))
+            self._inserters[name] = inserter_of(target, streams, max_length, context)
+        self._inserters[table] = self._inserters[name]
+        return self._inserters[name]
 
     @overload
     def add(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from deepspeed_gear.errors import (
     StoreFullError,
 )
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.sampling.staleness import Staleness
@@ -55,14 +53,6 @@ def inserter_of(
             masses.of(np.array([slot]))
 
     return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
-
-
-def new_inserter(parts: ReplayParts, name: str) -> Inserter:
-    """Return an inserter of a replay's table, which all writers of this process share."""
-    config = parts.plan.config
-    max_length = config.resolved_tables[name].max_length
-    context = replace(parts.context, timeout_s=config.items_timeout_s(name))
-    return inserter_of(parts.tables[name], parts.streams[name].values(), max_length, context)
 
 
 def add(inserter: Inserter, releases: DeferredRelease, trajectory: Mapping[str, Any]) -> int:

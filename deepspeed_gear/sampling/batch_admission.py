@@ -280,7 +280,7 @@ class SelectionLimiter:
         if self._table.ledger is not None:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
             now += "{incomplete} incomplete"
-            found += now.format(**self._table.ledger.books.account())
+            found += now.format(**self._table.ledger.account.report())
             remedy = (
                 "check the rollout workers, of every node: batches wait for what was leased first"
             )

@@ -1,4 +1,4 @@
-"""Packs of trajectories: their plan, and the reader of micro batches."""
+"""Packs of a train step: which trajectories each holds, loss weights, reading of micro batches."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def test_the_last_message_of_a_node_that_has_ended_is_heard() -> None:
         wire.ended.update({0, 1})
     assert [[part.tolist() for part in wait()] for wait in waits] == [[[5], [6]]] * 2
     for _ in range(2):  # it stays broken
-        with pytest.raises(LostNodeError, match="Connection closed by peer"):
+        text = "must stay connected, got 'Connection closed by peer'"
+        with pytest.raises(LostNodeError, match=text):
             made[0].all_gather(np.array([1]))
 
 

@@ -1,4 +1,4 @@
-"""Returns-to-go of whole episodes: a late column that a writer fills when an episode ends."""
+"""Returns-to-go of whole episodes: the late column that a writer fills when an episode ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.writer.inserter import Inserter
 
 
-class EpisodeReturns:
+class ReturnsToGo:
     """Fills the late column of the role return_to_go at the end of each episode.
 
     An episode may be stored as several trajectories, so the return of a part needs the rewards of
