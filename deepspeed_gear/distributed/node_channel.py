@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.control_plane import purpose_group
 from deepspeed_gear.distributed.failure_detector import SOME_NODE, FailureDetector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, PeerError, StoreError
@@ -62,7 +62,9 @@ class NodeChannel:
         # ranks of the same group spins, maybe on the core that the sender needs.
         ranks = tuple(sorted(self.ranks))
         wait_s = timeout_s + GRACE_S
-        self._up, self._down = (lane(ranks, f"{purpose}, {way}", wait_s) for way in ("up", "down"))
+        self._up, self._down = (
+            purpose_group(ranks, f"{purpose}, {way}", wait_s) for way in ("up", "down")
+        )
         #: Of this channel's messages among those of the groups.
         self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]

@@ -69,6 +69,8 @@ class ExchangePlan:
         """
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
+        # With replicas 0 and 3 of 4 here, these are [0, 3, 4, 7, 8, ...] of a selection with the
+        # offset 0, and [2, 3, 6, 7, ...] of one with the offset 1.
         firsts = (self.replicas_here - offset) % self.data_world
         grid = np.arange(0, count, self.data_world)[:, None] + np.sort(firsts)[None, :]
         samples = np.asarray(grid.reshape(-1))
@@ -79,7 +81,7 @@ class ExchangePlan:
         return -(-batch // self.data_world) * len(self.replicas_here)
 
 
-def routes_of(
+def plan_exchange(
     topology: Topology,
     order: Sequence[int],
     config: GearConfig,

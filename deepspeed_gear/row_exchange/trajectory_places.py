@@ -74,20 +74,22 @@ class TrajectoryPlaces:
         to, sent = np.nonzero(wanted & (self._owner == self._index))
         coming = np.nonzero(wanted[self._index])[0]
         rows = self._steps[coming] + self._final_row
-        (row, slot) = self._used
+        row, slot = self._used
         begin = np.cumsum(rows) - rows
-        at = np.full(self._has.shape[1], -1)
-        at[coming] = np.arange(len(coming))
-        at = at[self._number]
-        samples = np.nonzero(at >= 0)[0]
-        at = at[samples]
+        # The place of each trajectory among those that come, else -1. Where trajectories 4 and 7
+        # come with 3 and 2 rows, they have the places 0 and 1, and `begin` is [0, 3].
+        place = np.full(self._has.shape[1], -1)
+        place[coming] = np.arange(len(coming))
+        of_samples = place[self._number]
+        samples = np.nonzero(of_samples >= 0)[0]
+        places = of_samples[samples]
         return Moves(
             self._samples(to, sent),
             self._samples(self._owner[coming], coming),
             self._used,
             samples,
-            row + begin[at],
-            slot + at,
+            row + begin[places],
+            slot + places,
             self._has | wanted,
             (row + int(rows.sum()), slot + len(coming)),
         )

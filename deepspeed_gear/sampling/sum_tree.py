@@ -396,6 +396,7 @@ def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) ->
     """Return coordinates of at most `count` items of trajectories, each one's last first if
     `newest`. [n].
     """
+    # For masses [2, 3] that begin at [10, 4], 4 items are [10, 11, 4, 5]; newest [11, 10, 6, 5].
     index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
     index = np.repeat(masses, masses) - 1 - index if newest else index
     return torch.from_numpy((np.repeat(first, masses) + index)[:count])

@@ -66,7 +66,9 @@ def opened(
         node=node, ranks_of=lambda node: [node], describe=lambda node: f"node {node}"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_channel, "lane", lambda ranks, purpose, timeout_s: groups(purpose))
+        patch.setattr(
+            node_channel, "purpose_group", lambda ranks, purpose, timeout_s: groups(purpose)
+        )
         return NodeChannel(topology, order, "test", 1.0, detector=detector)
 
 

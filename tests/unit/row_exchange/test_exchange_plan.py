@@ -28,7 +28,7 @@ from deepspeed_gear.ops.records import Resolution, RowSample
 from deepspeed_gear.row_exchange.exchange_plan import (
     ExchangePlan,
     needs_of,
-    routes_of,
+    plan_exchange,
     row_needs,
 )
 from deepspeed_gear.row_exchange.row_messages import RowReads, WindowRead
@@ -82,7 +82,7 @@ GRIDS: list[dict[str, int]] = [
 
 
 def routes(topology: Topology, order: list[int]) -> ExchangePlan:
-    return routes_of(topology, order, CONFIG, RESOLVED, SCHEMA)
+    return plan_exchange(topology, order, CONFIG, RESOLVED, SCHEMA)
 
 
 @st.composite
