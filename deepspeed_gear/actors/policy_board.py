@@ -1,4 +1,4 @@
-"""The policy board: a node's newest policy parameters, in shared memory, for its actors."""
+"""The policy board: publishes a node's newest parameters in shared memory, and loads them."""
 
 from __future__ import annotations
 

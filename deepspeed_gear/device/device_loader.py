@@ -1,4 +1,4 @@
-"""Batches from a table on a device, gathered into fixed tensors, and their priority updates."""
+"""Batches of a table on a device: filling, accumulation, priority reports, evaluation passes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Values of samples by field, in files of one node that outlive every process that uses them.
+"""TransferQueue's values in files of a node: put, get, clear, save and load, safe under kills.
 
-A put writes an unnamed file, then, under the lock of the store, names it and appends one record to
-the log: that record is the commit point of the whole put. A get reads the log's new records, then
-the files. The kernel drops the lock of a process that dies, and an unnamed file with it.
+The files outlive every process that uses them. A put writes an unnamed file, then, under the lock
+of the store, names it and appends one record to the log: that record is the commit point of the
+whole put. A get reads the log's new records, then the files. The kernel drops the lock of a process
+that dies, and an unnamed file with it.
 """
 
 from __future__ import annotations

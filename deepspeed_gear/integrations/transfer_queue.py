@@ -1,8 +1,8 @@
-"""A storage backend of TransferQueue: `tq.init({"backend": gear_backend()})`.
+"""A storage backend of TransferQueue: its storage nodes, puts and gets, and checkpoints.
 
-Values lie in files of the node (`SegmentStore`), by default in /dev/shm, which the processes of the
-node read and write themselves; one actor per node serves the processes of other nodes. No process
-holds a value, so none loses one by its death.
+`tq.init({"backend": gear_backend()})` uses it. Values lie in files of the node (`SegmentStore`), by
+default in /dev/shm, which the processes of the node read and write themselves; one actor per node
+serves the processes of other nodes. No process holds a value, so none loses one by its death.
 
 The import registers the backend. Other processes of the Ray job import this module when they
 unpickle TransferQueue's config, which holds a `StorageUnits`.
