@@ -536,7 +536,7 @@ def test_a_device_that_hangs_holds_nobody_up_for_ever(data: Path, device: Device
     replay.close()
 
 
-def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
+def _online(unit: str, prefetch: int) -> Replay:
     columns = {"observation": {"dtype": "float32", "rows": "T+1", "role": "observation"}}
     columns["action"] = {"dtype": "int32", "role": "action"}
     table = {"capacity_steps": 100, "capacity_trajectories": 20, "max_length": 25, "remove": "fifo"}
@@ -558,7 +558,7 @@ def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("tries", [(1, 0), (0, 1), (1, 1), (2, 2)], ids=str)
 def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
-    unit: str, prefetch: int, tries: tuple[int, int], tmp_path: Path
+    unit: str, prefetch: int, tries: tuple[int, int]
 ) -> None:
     """As without the calls that were not ready: what is reported first counts for the
     first batch.
@@ -568,7 +568,7 @@ def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
         "action": np.arange(3, dtype=np.int32),
     }
     of_items: dict[str, Any] = {"steps": [0, 1, 2]} if unit == "step" else {}
-    with _online(unit, prefetch, tmp_path) as replay:
+    with _online(unit, prefetch) as replay:
         ids = [replay.add(trajectory) for _ in range(2)]
         count = 3 if of_items else 1
 
