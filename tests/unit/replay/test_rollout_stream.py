@@ -241,7 +241,7 @@ def spread_over(num_nodes: int, index: int, **more: Any) -> Any:
     plan = SimpleNamespace(
         final_row=0, num_nodes=num_nodes, index=index, replica_nodes=replica_nodes
     )
-    return SimpleNamespace(plan=plan, **more)
+    return SimpleNamespace(exchange_plan=plan, **more)
 
 
 class Nodes:
