@@ -348,13 +348,13 @@ def _with_store(plan: Resolved, name: str, table: ResolvedTable) -> ResolvedTabl
     if table.dataset is None and streams:
         count = 1 if shard is None else shard.count
         check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
-    routes = None
+    exchange_plan = None
     rooms = dict[str, ArrivalRoom]()
     if streams and name in placement.spread and plan.holds_shard:
-        routes = plan_exchange(plan.topology, placement.order, config, fields, table.schema)
-        store, rooms = with_arrivals(config, store, routes, streams)
+        exchange_plan = plan_exchange(plan.topology, placement.order, config, fields, table.schema)
+        store, rooms = with_arrivals(config, store, exchange_plan, streams)
     writing = writing_of(config, store)
-    return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)
+    return replace(table, store=store, exchange_plan=exchange_plan, rooms=rooms, writing=writing)
 
 
 def schemas_of(
