@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.data.ingest.row_values import numeric
 from deepspeed_gear.data.ingest.source_names import ROW_FLAGS
-from deepspeed_gear.data.ingest.table_rows import numeric
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 
 TRANSITION = "transition"  # a step as every other row: Open X-Embodiment
@@ -95,12 +95,17 @@ def num_rows(where: str, row: Mapping[str, Any]) -> int:
         if name in row:
             flags = numeric(row[name])
             if flags is None or flags.ndim != 1 or not len(flags):
-                rule = "must be a flag for each row, and not null"
-                raise DataError(f"{where}: {name}", rule, row[name], "store one flag for each row")
+                raise DataError(
+                    f"{where}: {name}",
+                    "must be a flag for each row, and not null",
+                    row[name],
+                    "store one flag for each row",
+                )
             sizes[name] = len(flags)
     if len({*sizes.values()}) > 1:
-        remedy = "store one flag for each row"
-        raise DataError(where, "must have as many flags of each kind", sizes, remedy)
+        raise DataError(
+            where, "must have as many flags of each kind", sizes, "store one flag for each row"
+        )
     return next(iter(sizes.values()))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.readers import READERS
-from deepspeed_gear.data.ingest.table_rows import plain_bytes
+from deepspeed_gear.data.ingest.row_values import plain_bytes
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 
 _MOST_THREADS = 8

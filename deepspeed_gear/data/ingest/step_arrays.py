@@ -190,9 +190,11 @@ class Steps:
             given["done"] = given.get("done", False) | np.append(start[1:], is_complete)
         causes = [n for n in self.arrays if n == "truncated" or self.keys[n] == "is_terminal"]
         if limit is not None and causes:
-            where = f"{self.where}{self.keys[causes[0]]}"
             raise DataError(
-                where, "must not be in the source with --episode-length", None, "leave it out"
+                f"{self.where}{self.keys[causes[0]]}",
+                "must not be in the source with --episode-length",
+                None,
+                "leave it out",
             )
         if not (self._is_whole or limit is not None or given.keys() & {"truncated", "done"}):
             raise DataError(
