@@ -23,7 +23,7 @@ from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic n
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
-from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.format_detection import NAMING, open_rows, open_source
 from deepspeed_gear.data.ingest.reader import Reader
@@ -36,6 +36,7 @@ from deepspeed_gear.data.ingest.renumbering import (
     TextNumbers,
 )
 from deepspeed_gear.data.ingest.side_by_side import ReadBlock, SideBySide, without_surplus
+from deepspeed_gear.data.partial_folder import check_destination
 from deepspeed_gear.data.sources import check_local
 from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import ConfigError, DataError

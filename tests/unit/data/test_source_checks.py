@@ -32,7 +32,7 @@ from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay.preview import read_lengths
+from deepspeed_gear.replay.packed.pack_preview import read_lengths
 
 Maker = Callable[..., Any]
 SECRET = b"root:x:0:0"
