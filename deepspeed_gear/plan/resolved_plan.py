@@ -42,7 +42,12 @@ from deepspeed_gear.plan.stream_resolution import (
 )
 from deepspeed_gear.plan.table_resolution import ArrivalRoom, store_of, with_arrivals, writing_of
 from deepspeed_gear.plan.table_sizes import check_holds_batch
-from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
+from deepspeed_gear.row_exchange.exchange_plan import (
+    ExchangePlan,
+    ReadNeeds,
+    needs_of,
+    plan_exchange,
+)
 from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -346,7 +351,7 @@ def _with_store(plan: Resolved, name: str, table: ResolvedTable) -> ResolvedTabl
     exchange_plan = None
     rooms = dict[str, ArrivalRoom]()
     if streams and name in placement.spread and plan.holds_shard:
-        exchange_plan = routes_of(plan.topology, placement.order, config, fields, table.schema)
+        exchange_plan = plan_exchange(plan.topology, placement.order, config, fields, table.schema)
         store, rooms = with_arrivals(config, store, exchange_plan, streams)
     writing = writing_of(config, store)
     return replace(table, store=store, exchange_plan=exchange_plan, rooms=rooms, writing=writing)

@@ -369,13 +369,14 @@ def test_no_death_of_a_writer_tears_them() -> None:
         slot = 0
         with table.lock:
             counted = extents.moments.copy()
+            moments_head = table.views["moments_head"]
             steps = int(table.slots[slot, Slot.NUM_STEPS])
             for committed in (steps - 1, steps):  # died before, and after the commit point
                 extents.handle.stage_moments(slot, 0, committed)
                 table.slots[slot, Slot.NUM_STEPS] = steps
-                extents._moments_head[MomentHead.STEPS] = steps if committed == steps else steps + 1
+                moments_head[MomentHead.STEPS] = steps if committed == steps else steps + 1
                 extents.recover()
-                assert not extents._moments_head[MomentHead.STAGED]
+                assert not moments_head[MomentHead.STAGED]
                 more = extents.moments[Moment.COUNT] - counted[Moment.COUNT]
                 assert more[0] == (steps + 1 if committed == steps else 0)
                 extents.recover()  # a second death changes nothing

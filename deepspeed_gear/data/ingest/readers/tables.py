@@ -94,7 +94,7 @@ class TableReader(Reader):
         self._images = RowImages(self.options.get("images") or (), self.select)
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
-        self._label: str | None = None  # column of KTO's labels
+        self._label = ""  # column of KTO's labels
         self._agents: TableAgents | None = None
         if (schema := self.options.get("schema")) is not None:
             self.has_schema = True
@@ -143,21 +143,14 @@ class TableReader(Reader):
         if self._agents is not None:
             self.description.update(agents=self._agents.agents.names)
             self.notes.append(self._agents.agents.note)
-        if self.numbers_groups:
-            self.notes.append("each pair of answers is a group, with the rewards 1 and 0")
-        if self._label:
-            self.notes.append(f"{self._label} of an answer (KTO) is its reward, 1 or 0")
-        if self._num_empty:
-            self.notes.append(f"{self._num_empty} episodes of one row have no step: left out")
+        self.note("each pair of answers is a group, with the rewards 1 and 0", self.numbers_groups)
+        self.note("{} of an answer (KTO) is its reward, 1 or 0", self._label)
+        self.note("{} episodes of one row have no step: left out", self._num_empty)
         if images := [facts.name for facts in kept if facts.name in self._images.names]:
-            self.notes.append(f"images, stored as files: {', '.join(images)}")
+            self.note("images, stored as files: {}", images)
             self.description.update(images=images)
-        if self._nulls:
-            self.notes.append(f"null in every row, left out: {', '.join(sorted(self._nulls))}")
-        if uneven:
-            self.notes.append(
-                f"kept as JSON, without one shape in all rows: {', '.join(sorted(uneven))}"
-            )
+        self.note("null in every row, left out: {}", sorted(self._nulls))
+        self.note("kept as JSON, without one shape in all rows: {}", sorted(uneven))
         order = [*(COLUMNS if self._row == "conversation" else _NAMES)]
         heads = {facts.name: facts.name.split(".")[0] for facts in kept}
         kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
@@ -198,9 +191,10 @@ class TableReader(Reader):
         limit = self.options.get("episode_length")
         kinds = {KINDS.get(name) for name in first}
         is_any_end = "done" in kinds and kinds.isdisjoint(_FLAGS)
+        has_unclear_ends = self._row != "conversation" and is_any_end
         if limit is not None:
             arguments.count("episode_length", limit)
-            if self._row == "conversation" or not is_any_end:
+            if not has_unclear_ends:
                 raise DataError(
                     f"{self.path}: --episode-length",
                     "must be for episodes whose only end flags are of either cause (dones, "
@@ -208,11 +202,7 @@ class TableReader(Reader):
                     sorted(first),
                     "leave it out, or name the flags with --rename COLUMN=dones",
                 )
-        elif self._row != "conversation" and is_any_end:
-            self.notes.append(
-                "end flags are taken as terminated, as they do not distinguish a terminal state "
-                "from a time limit: --episode-length N takes an end after N steps as truncated"
-            )
+        self.note(last_steps.ENDS_TERMINATE, limit is None and has_unclear_ends)
 
     def _find_last_step(self) -> None:
         """Set what the last row of an episode holds, where flags mark rows.

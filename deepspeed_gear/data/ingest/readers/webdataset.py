@@ -11,8 +11,9 @@ import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -38,6 +39,15 @@ _TEXTS = ("txt", "text", "transcript")
 _TEXT = "name it .txt if it is a text"
 _LEFT_OUT = 0  # the value of a column that is not decoded
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")  # as in the package webdataset
+
+
+class _FieldFile(NamedTuple):
+    """A file of a shard: a field of the sample of a key."""
+
+    name: str
+    key: str
+    field: str
+    content: bytes
 
 
 class WebdatasetReader(TableReader):
@@ -83,35 +93,31 @@ class WebdatasetReader(TableReader):
         self.reads_ahead = False  # images are decoded by Python
         if shards := self.options.get("shards"):
             self.notes.append(f"{len(shards)} shards, from {shards[0].name} to {shards[-1].name}")
-        if self._num_skipped:
-            self.notes.append(f"{self._num_skipped} files without a key or a field: left out")
-        if self._unknown:
-            self.notes.append(
-                f"files of unknown kinds, left out: {', '.join(sorted(self._unknown))}"
-            )
+        self.note("{} files without a key or a field: left out", self._num_skipped)
+        self.note("files of unknown kinds, left out: {}", sorted(self._unknown))
 
     def _samples(self, shard: Path) -> Iterator[dict[str, Any]]:
-        sample: dict[str, Any] = {}
-        last = ""
+        for key, files in groupby(self._fields(shard), lambda file: file.key):
+            sample: dict[str, Any] = {}
+            for file in files:
+                where = f"{shard}: {file.name}"
+                for column, value in self._decoded(where, file.field, file.content, shard):
+                    if column in sample:
+                        rule = f"must give the sample {key} the column {column} once"
+                        raise DataError(where, rule, None, "rename one of its files or keys")
+                    sample[column] = value
+            if sample:
+                yield sample
+
+    def _fields(self, shard: Path) -> Iterator[_FieldFile]:
+        """Yield the files of samples in a shard."""
         for name, content in self._members(shard):
             folder, _, base = name.rpartition("/")
             stem, _, field = base.partition(".")
             if not stem or not field or base.startswith("__"):
                 self._num_skipped += 1
                 continue
-            key = f"{folder}/{stem}" if folder else stem
-            if key != last and sample:
-                yield sample
-                sample = {}
-            last = key
-            where = f"{shard}: {name}"
-            for column, value in self._decoded(where, field.lower(), content, shard):
-                if column in sample:
-                    rule = f"must give the sample {key} the column {column} once"
-                    raise DataError(where, rule, None, "rename one of its files or keys")
-                sample[column] = value
-        if sample:
-            yield sample
+            yield _FieldFile(name, f"{folder}/{stem}" if folder else stem, field.lower(), content)
 
     def _members(self, shard: Path) -> Iterator[tuple[str, bytes]]:
         """Yield the name and the content of each file of a shard, in one pass over it."""
