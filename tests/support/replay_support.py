@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed_gear.replay.builder import ReplayParts
 from gear_support import SCHEMA, config_of, lengths_of, trajectory
 
 from deepspeed_gear import Batch, Replay
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 LENGTHS = lengths_of(40)

@@ -390,7 +390,7 @@ def downloads() -> Iterator[tuple[PolicyBoard, BoardDownloads, Clients]]:
 def test_a_gateway_holds_two_versions_at_most(
     downloads: tuple[PolicyBoard, BoardDownloads, Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board, _, clients = downloads
+    board, made, clients = downloads
     last = board.tensors.num_bytes // CHUNK
     board.publish(policy(2.0))
     assert clients.begin("second") == 2
