@@ -10,8 +10,8 @@ import torch
 
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.plan.arrival_rooms import ArrivalRoom
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.plan.table_resolution import ArrivalRoom
 from deepspeed_gear.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.row_exchange.resolution_exchange import (
