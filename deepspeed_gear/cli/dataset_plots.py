@@ -316,7 +316,7 @@ def _with_dark_colours(svg: str) -> str:
     for number, name in enumerate(dict.fromkeys(re.findall(r'"(p[0-9a-f]{10})"', body))):
         body = body.replace(name, f"clip{number}")
     body = body.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    return re.sub(r"(<svg[^>]*>)", lambda found: found[1] + style, body, count=1)
+    return re.sub(r"(<svg[^>]*>)", lambda tag: tag[1] + style, body, count=1)
 
 
 def _page(dataset: Dataset, svg: str) -> str:

@@ -192,11 +192,11 @@ class RunView:
 
     def _rates(self, count: Callable[[RunReading], float]) -> list[float]:
         """Return the rates between readings, oldest first; a load may set counts back."""
-        found = []
+        rates = []
         for before, after in pairwise(self._readings):
             elapsed_s = max(after.at_s - before.at_s, 1e-9)
-            found.append(max(count(after) - count(before), 0.0) / elapsed_s)
-        return found
+            rates.append(max(count(after) - count(before), 0.0) / elapsed_s)
+        return rates
 
     def _rank_rates(self, at: int, count: Callable[[RankReading], float]) -> list[float]:
         return self._rates(lambda reading: count(reading.ranks[at]))
