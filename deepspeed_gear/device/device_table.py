@@ -145,8 +145,8 @@ class DeviceTable:
         if drops_tail and self.has_data:
             self._most_items = int(table.sums[-FAN_OUT:].sum())
         elif drops_tail:
-            sizes = capacity_of(name, options, table.schema, 1)
-            self._most_items = sizes[int(self._unit == MassUnit.TRAJECTORY)]
+            steps, trajectories = capacity_of(name, options, table.schema, 1)
+            self._most_items = trajectories if self._unit == MassUnit.TRAJECTORY else steps
 
     def mark_filled(self, is_filled: bool = True) -> None:
         """Note whether the table holds trajectories."""
