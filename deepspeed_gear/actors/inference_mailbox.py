@@ -22,6 +22,7 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError, undo_on_error
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.futex_events import EVENT_WORDS, FutexEvents
 from deepspeed_gear.store.memory_layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.row_allocator import have_ended
 from deepspeed_gear.store.shared_memory import (
@@ -31,7 +32,7 @@ from deepspeed_gear.store.shared_memory import (
     file_path,
     opened_file,
 )
-from deepspeed_gear.store.store_lock import EVENT_WORDS, FutexEvents, StoreLock
+from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 
@@ -115,15 +116,15 @@ class InferenceMailbox:
         layout = places.layout()
         memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
         with undo_on_error(memory.close):
-            slots = cls(places, memory, table.ops, layout)
-            slots.lock.initialise()
+            mailbox = cls(places, memory, table.ops, layout)
+            mailbox.lock.initialise()
             write_header(memory.buffer, layout, table.run)
             try:
                 memory.link(f"{table.memory.path.name}{SUFFIX}{peer}", reaped=True)
             except FileExistsError:
                 rule = "must have one inference loader at a time"
                 raise StoreError(f"table {places.table}", rule, None, "close the other") from None
-            return slots
+            return mailbox
 
     @classmethod
     def attach(cls, name: str) -> InferenceMailbox:
@@ -141,13 +142,13 @@ class InferenceMailbox:
                 known = layout.meaning["inference"]
                 known |= {name: tuple(known[name]) for name in ("asks", "answers")}
                 places = MailboxPlaces(**{**known, "schema": Schema.from_json(known["schema"])})
-                slots = cls(places, memory, load_library(places.library), layout)
+                mailbox = cls(places, memory, load_library(places.library), layout)
                 if not memory.is_alive(LOADER):
-                    raise StoreError(slots.name, "must be alive", None, "start it again")
+                    raise StoreError(mailbox.name, "must be alive", None, "start it again")
                 # A place with this peer as owner is one of a dead process that had the same index,
                 # and not freed yet: then the next index is tried.
-                if peer not in slots.owners[slots.states != PlaceState.FREE]:
-                    return slots
+                if peer not in mailbox.owners[mailbox.states != PlaceState.FREE]:
+                    return mailbox
             memory.close()
         rule = "must have room for another process"
         raise StoreError(str(SHM / name), rule, None, "raise num_simulators")

@@ -1,4 +1,4 @@
-"""Checkpoints of a DeviceReplay: its position, and its content in a folder."""
+"""Checkpoints of a DeviceReplay: position, contents, and dealing to another number of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolution of a table's batch streams: the items that they admit, and their samplers."""
+"""Resolution of batch streams: splits, samplers, and the items and anchors that they admit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.plan.table_sizes import num_items_of
 from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
-from deepspeed_gear.sampling.mass_rules import (
-    AnchorRule,
-    Condition,
-    MassRule,
-    check_finite,
-    random_key_of,
-)
+from deepspeed_gear.sampling.conditions import Condition
+from deepspeed_gear.sampling.mass_rules import AnchorRule, MassRule, check_finite, random_key_of
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule

@@ -1,4 +1,4 @@
-"""Batch assembler: this rank's samples of a selection, gathered into a batch."""
+"""Batch assembler: gathers this rank's samples into a batch, with rewards and transform."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class BatchAssembler:
                 needs,
                 tables,
                 device,
-                info.micro,
-                self._keep,
-                self._options,
+                num_samples=info.micro,
+                keep=self._keep,
+                options=self._options,
             )
         self._stays_on_host = (
             device.type == "cpu" and self.transfer is None and not relabelling.has_reward

@@ -1,4 +1,4 @@
-"""Base class of Replay and DeviceReplay."""
+"""Base of Replay and DeviceReplay: iterators, transform, normalizer, loading of the newest save."""
 
 from __future__ import annotations
 

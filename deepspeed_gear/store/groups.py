@@ -175,15 +175,8 @@ class TableGroups:
                 name, rule, count + 1, "raise it; remove() of one trajectory evicts the group"
             )
 
-    def begin(self, slot: int) -> None:
-        """Reset the words of a reserved slot, before its commit."""
-        self.words[slot] = 0
-        self.note_time(slot)
-
     def note_time(self, slot: int | np.ndarray) -> None:
-        """Restart `after_s` of the group of a slot, or of several: it was committed or gets a late
-        column.
-        """
+        """Restart `after_s` of the group of a slot, or of several: it gets a late column."""
         self.words[slot, SlotGroup.TIME] = time.monotonic_ns()
 
     def note_drawn(self, leaders: np.ndarray) -> None:

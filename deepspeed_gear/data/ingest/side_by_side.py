@@ -1,11 +1,11 @@
-"""Sources of an ingest that threads read ahead, side by side."""
+"""Reading ahead: threads that read several sources of an ingest side by side."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +13,17 @@ import numpy as np
 
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
-from deepspeed_gear.data.ingest.table_rows import plain_bytes
+from deepspeed_gear.data.ingest.readers import READERS
+from deepspeed_gear.data.ingest.row_values import plain_bytes
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 
 _MOST_THREADS = 8
-_HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
+HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
 # Of episodes that are read and not written yet, of all sources together: as many as are still in a
 # cache when they are written, or many where the writer has waited for sources.
-_CACHED_BYTES = 16 << 20
+CACHED_BYTES = 16 << 20
 _AHEAD_BYTES = 256 << 20
-_MOST_WAITS = 8
+MOST_WAITS = 8
 
 
 class ReadBlock(NamedTuple):
@@ -52,7 +53,7 @@ def without_surplus(readers: Iterable[Reader]) -> Iterator[Reader]:
     held = 0
     for number, reader in enumerate(readers):
         held += reader.held_bytes
-        if number and held > _HELD_BYTES:
+        if number and held > HELD_BYTES:
             held -= reader.held_bytes
             reader.release()
         yield reader
@@ -152,22 +153,19 @@ class SideBySide:
         self,
         outputs: Sequence[OutputColumns],
         num_threads: int | None = None,
-        may_read_ahead: Callable[[Reader], bool] = lambda reader: reader.reads_ahead,
     ) -> None:
         """Start no thread yet.
 
         Args:
             outputs: The sources.
             num_threads: Threads that may work. None: the cores of this process, at most 8.
-            may_read_ahead: Whether a thread may read a source.
         """
         cores = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._outputs = outputs
         self._num_threads = cores if num_threads is None else num_threads
         self._at_once = max(1, min(self._num_threads, len(outputs)))
-        self._may_read_ahead = may_read_ahead
         self._threads: dict[int, SourceThread] = {}  # by index of the source
-        self._ahead_bytes = _CACHED_BYTES
+        self._ahead_bytes = CACHED_BYTES
         self._num_waits = 0  # for sources that are read
 
     def blocks(self, index: int) -> Iterator[ReadBlock]:
@@ -181,7 +179,7 @@ class SideBySide:
         thread = self._threads[index]
         for block in thread:
             yield block
-            if self._num_waits + thread.num_waits > _MOST_WAITS:
+            if self._num_waits + thread.num_waits > MOST_WAITS:
                 self._read_further()
         self._num_waits += thread.num_waits
         thread.close()
@@ -196,7 +194,10 @@ class SideBySide:
 
     def _start(self, index: int) -> None:
         output = self._outputs[index]
-        if index not in self._threads and self._may_read_ahead(output.reader):
+        reader = output.reader
+        # A class from outside may not know what a thread may do.
+        may_read_ahead = reader.reads_ahead and type(reader) in READERS.values()
+        if index not in self._threads and may_read_ahead:
             self._threads[index] = SourceThread(output, self._ahead_bytes // self._at_once)
 
     def __enter__(self) -> SideBySide:

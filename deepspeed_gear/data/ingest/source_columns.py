@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 LEAVE_OUT = "leave it out with --columns"
 CONVERT = "store it as numbers, in rows of one shape"  # where a data set needs the column
 FLAGS = tuple(Column(role, "bool", role=role) for role in ("terminated", "truncated"))
+_ORDER = ("observation", "action", "reward", "terminated", "truncated")
 SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
 NEEDED = (*SCALARS, "token", "loss_mask")  # roles of columns that are not optional
 
@@ -67,6 +69,11 @@ def make_column(
     elif role == "action" and not shape and dtype.kind in "iu":
         stored = "int64"
     return Column(name, stored, shape, role, rows)
+
+
+def in_order_of_roles(columns: Iterable[Column]) -> tuple[Column, ...]:
+    """Return columns sorted by role: observations, actions, rewards, flags, then all others."""
+    return tuple(sorted(columns, key=lambda column: (*_ORDER, column.role).index(column.role)))
 
 
 def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:

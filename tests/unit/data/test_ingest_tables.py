@@ -252,10 +252,10 @@ def test_layouts_of_rollouts(tmp_path: Path, layout: str) -> None:
     assert ingest([path, other], tmp_path / "both").columns["prompt_id"].tolist() == [*ids, ids[1]]
 
 
-def write_dump(path: Path, groups: list[Any], reward: int = 0) -> Path:
+def write_dump(path: Path, groups: list[Any]) -> Path:
     tokens = {"token_ids": [1, 2], "token_loss_mask": [0, 1]}
     path.parent.mkdir(exist_ok=True)
-    return write_lines(path, [{**tokens, "group_id": one, "reward": reward} for one in groups])
+    return write_lines(path, [{**tokens, "group_id": one, "reward": 0} for one in groups])
 
 
 def test_group_numbers_that_files_count_anew_are_told_apart(
@@ -652,7 +652,7 @@ def test_files_that_describe_a_source_are_none(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of episodes, in blocks of any size, compressed or not; nulls and names are checked."""
-    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows._BLOCK_BYTES", 256)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows.BLOCK_BYTES", 256)
     rows = list(step_rows())
     lines = ["episode_index,observation.x,observation.y,reward,dones,timeouts,task"]
     for row in rows:

@@ -318,7 +318,6 @@ def test_a_preview_counts_groups_and_trajectories() -> None:
 
 
 OTHER_SCALE = {**SFT, "scale": {"dtype": "float64"}}
-LOSS = {"by_table": {"rl": 1, "sft": 1}}
 
 
 @pytest.mark.parametrize(
