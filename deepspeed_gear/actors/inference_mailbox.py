@@ -22,6 +22,7 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError, undo_on_error
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.futex_events import EVENT_WORDS, FutexEvents
 from deepspeed_gear.store.memory_layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.row_allocator import have_ended
 from deepspeed_gear.store.shared_memory import (
@@ -31,7 +32,7 @@ from deepspeed_gear.store.shared_memory import (
     file_path,
     opened_file,
 )
-from deepspeed_gear.store.store_lock import EVENT_WORDS, FutexEvents, StoreLock
+from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 

@@ -462,9 +462,8 @@ class Gatherer:
         """
         buffers = self._next()
         first = 0
-        if (
-            buffers.addresses
-        ):  # native calls fill whole batches only: `fill` calls the ops for parts
+        # Native calls fill whole batches only: `fill` calls the ops for parts.
+        if buffers.addresses:
             note_overwritten(buffers.all)
         for gatherer, resolutions, goal_step in parts:
             end = first + len(resolutions)

@@ -30,19 +30,16 @@ from deepspeed_gear.data.dataset_files import (
     DatasetPart,
     FileEntry,
 )
+from deepspeed_gear.data.episode_split import split_episodes
 from deepspeed_gear.data.file_threads import Workers
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.partial_folder import PartialFolder, check_destination, writing
 from deepspeed_gear.data.splits import TRAIN, check_split, split_of
 from deepspeed_gear.data.statistics.column_scan import SAMPLE_BYTES, ColumnScan
 from deepspeed_gear.data.statistics.dataset_statistics import KeptRows, compute_statistics
+from deepspeed_gear.data.stored_values import check_finite
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
-from deepspeed_gear.data.trajectory_checks import (
-    check_finite,
-    check_trajectory,
-    split_episodes,
-    stored_block,
-)
+from deepspeed_gear.data.trajectory_checks import check_trajectory, stored_block
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, undo_on_error
 from deepspeed_gear.file_system import sync
 from deepspeed_gear.schema import SOURCE, Schema

@@ -136,6 +136,11 @@ class Store:
         the lock.
         """
 
+    def find_priorities(self, slots: int, count: int, found: int, /) -> None:
+        """Find the priorities of slots, or the highest of their steps, infinite for those newer
+        than the latest selection: int64 and float32, by address. Wants the lock.
+        """
+
     def are_frozen(self) -> bool:
         """Return whether a pass is under way in a stream, whose items stay. Wants the lock."""
 

@@ -1,4 +1,4 @@
-"""Batch assembler: this rank's samples of a selection, gathered into a batch."""
+"""Batch assembler: gathers this rank's samples into a batch, with rewards and transform."""
 
 from __future__ import annotations
 

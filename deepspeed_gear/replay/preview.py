@@ -18,7 +18,7 @@ from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.shard_placement import shards_of
-from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.distributed.topology import RankCoordinates, rank_grid
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.row_exchange import exchange_plan
@@ -79,7 +79,7 @@ def preview(
     batches: int,
 ) -> Preview:
     """Compute the first micro batch of every rank; nodes have equal numbers of ranks, in order."""
-    places = exchange_plan.grid(worlds)
+    places = rank_grid(worlds)
     if len(places) % num_nodes:
         raise ConfigError(
             "nodes", f"must divide the {len(places)} ranks", num_nodes, "change nodes or ranks"

@@ -26,7 +26,6 @@ from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.plan.resolved_plan import resolve_plan
 from deepspeed_gear.replay import replay_statistics
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.log_warnings import warnings_of
 from deepspeed_gear.replay.metrics import Metrics, Progress
@@ -38,6 +37,7 @@ from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.replay.replay_tables import ReplayTables
 from deepspeed_gear.sampling.batch_sizes import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
@@ -88,7 +88,6 @@ class Replay(ReplayTables):
         plan = resolve_plan(config, process_group, schemas, info, place)
         parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         super().__init__(plan, parts, engine_dtype, to)
-        self._place = plan.topology.place
         # An exception that is being handled now is not the reason why this replay is closed.
         self._around = id(sys.exc_info()[1])
         words = self.tables[plan.config.sampled_tables[0]].views[PROGRESS][plan.topology.peer]
@@ -398,7 +397,9 @@ class Replay(ReplayTables):
         """
         self._check_open()
         name = self.store(table).spec.name
-        return self._priorities.report_by_id(name, ids, priorities, steps, self._place.reports)
+        return self._priorities.report_by_id(
+            name, ids, priorities, steps, self.topology.place.reports
+        )
 
     def priorities(
         self, ids: Ids, steps: Ids | None = None, table: str | None = None
@@ -457,8 +458,8 @@ class Replay(ReplayTables):
 
     def _check_reads(self) -> None:
         self._check_open()
-        if not self._place.reads:
-            at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
+        if not self.topology.place.reads:
+            at = f"stage {self.topology.place.pipe_rank} of {self.topology.place.pipe_world}"
             raise StoreError(
                 "a batch",
                 "must be sampled on the first or last stage",

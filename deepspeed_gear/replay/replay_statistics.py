@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.records import Resolution, Slot
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics, Progress
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import (
     recent_selections,
@@ -104,7 +104,7 @@ def _store_sizes(tables: Sequence[Table]) -> dict[str, Any]:
                 groups[table.spec.name] = table.groups.statistics
                 if table.ledger is not None:
                     table.ledger.reclaim()
-                    prompts[table.spec.name] = table.ledger.books.account()
+                    prompts[table.spec.name] = table.ledger.account.report()
     sections = {"late": late, "groups": groups, "prompts": prompts, "media": media}
     sections["ragged"] = ragged
     return {
@@ -148,7 +148,7 @@ def _table_states(tables: Sequence[Table]) -> dict[str, float]:
         )
         if table.ledger is not None:
             with table.lock:
-                states = table.ledger.books.by_state()
+                states = table.ledger.account.by_state()
             for state, count in states.items():
                 found[f"prompts_{state}.{spec.name}"] = float(count)
     return found

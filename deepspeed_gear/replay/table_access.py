@@ -1,10 +1,9 @@
-"""Calls of a replay on a table: add, read, remove and clear trajectories, set a policy version."""
+"""Calls of a replay on a table: read, remove and clear trajectories, set a policy version."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,17 +11,14 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import (
     ConfigError,
     NotReadyError,
     StoreError,
-    StoreFullError,
 )
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.sampling.staleness import Staleness
@@ -55,26 +51,6 @@ def inserter_of(
             masses.of(np.array([slot]))
 
     return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
-
-
-def new_inserter(parts: ReplayParts, name: str) -> Inserter:
-    """Return an inserter of a replay's table, which all writers of this process share."""
-    config = parts.plan.config
-    max_length = config.resolved_tables[name].max_length
-    context = replace(parts.context, timeout_s=config.items_timeout_s(name))
-    return inserter_of(parts.tables[name], parts.streams[name].values(), max_length, context)
-
-
-def add(inserter: Inserter, releases: DeferredRelease, trajectory: Mapping[str, Any]) -> int:
-    """Add a trajectory; return its id. A full table is tried again once the device has read."""
-    releases.settle()
-    try:
-        return inserter.add(trajectory)
-    except StoreFullError:
-        # Rows of selections that the device was reading may be free now.
-        if not releases.drain():
-            raise
-        return inserter.add(trajectory)
 
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:

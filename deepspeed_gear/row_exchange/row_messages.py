@@ -38,18 +38,16 @@ class WindowRead(NamedTuple):
     follows: bool = False  # the rows lie after the sample's n-step steps
     edge: bool = False  # the nearest row is read where the trajectory has none of them
     final_row: int = 0  # 1 if the column has T+1 rows
-    is_goal: bool = (
-        False  # of a column of achieved goals: a relabelled sample reads the row that was drawn
-    )
+    # Of a column of achieved goals: a relabelled sample reads the row that was drawn.
+    is_goal: bool = False
 
 
 @dataclass(frozen=True)
 class RowReads:
     """All rows that a replica's ranks on one node read of a sample."""
 
-    reads: tuple[
-        WindowRead, ...
-    ]  # rows of steps, at least one of each column that is read; then of goals
+    # Rows of steps, at least one of each column that is read; then of goals.
+    reads: tuple[WindowRead, ...]
     per_trajectory: tuple[str, ...] = ()  # columns of one row per trajectory
 
 
@@ -74,9 +72,8 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
             of_steps.setdefault(column, {}).setdefault(window, []).append(index)
         for column in need.per_trajectory:
             single.setdefault(column, []).append(index)
-    alike: dict[
-        tuple[tuple[Window, tuple[int, ...]], ...], int
-    ] = {}  # columns that are read alike: a group
+    # Columns that are read alike: a group.
+    alike: dict[tuple[tuple[Window, tuple[int, ...]], ...], int] = {}
     columns = []
     for name, reads in of_steps.items():
         key = tuple((window, tuple(which)) for window, which in reads.items())

@@ -220,6 +220,8 @@ class SelectionLimiter:
         """Return how many draws, of slots [n], come before the first that uses up a trajectory,
         after the `counted` draws of each slot. [slots].
         """
+        # Slots [3, 5, 3, 3] are the draws number [1, 1, 2, 3] of their trajectories: where these
+        # admit 2 draws, the third one uses a trajectory up, and 2 come before it.
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
         first = np.searchsorted(ordered, ordered, side="left")
@@ -278,7 +280,7 @@ class SelectionLimiter:
         if self._table.ledger is not None:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
             now += "{incomplete} incomplete"
-            found += now.format(**self._table.ledger.books.account())
+            found += now.format(**self._table.ledger.account.report())
             remedy = (
                 "check the rollout workers, of every node: batches wait for what was leased first"
             )

@@ -9,9 +9,8 @@ from typing import Literal
 from deepspeed_gear.distributed.topology import RankCoordinates
 
 TRAIN = "train"  # the stream of training batches
-Turns = Literal[
-    "micro", "global", "schedule"
-]  # when the ranks of a training run wait for each other
+# When the ranks of a training run wait for each other.
+Turns = Literal["micro", "global", "schedule"]
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,8 @@ def count_exclusions(
     slots = views["slots"]
     sums = views[stream + "sums"]
     if stream + "priorities" not in views:
-        waits = (
-            sums[left] == 0
-        )  # without mass as of the latest selection, although the rule admits it
+        # Without mass as of the latest selection, although the rule admits it.
+        waits = sums[left] == 0
         if rule.window is not None:
             is_inside = views[stream + "queued"][left] > 0
             reason = "too old for the window of the sampler, or newer than the latest selection"

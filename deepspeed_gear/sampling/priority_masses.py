@@ -54,9 +54,8 @@ class PriorityMasses(ItemMasses):
         self._born: np.ndarray | None = views.get(at + "born")
         if self._born is not None:
             self._plain_unit = None  # the native op computes no ages
-        self._steps: np.ndarray | None = views.get(
-            at + "steps"
-        )  # each slot's steps with a priority
+        # Each slot's steps with a priority.
+        self._steps: np.ndarray | None = views.get(at + "steps")
         self.reports = PriorityLog(spec, table)
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
         self._minima = torch.from_numpy(
@@ -71,9 +70,8 @@ class PriorityMasses(ItemMasses):
         known = (torch.from_numpy(words) for words in (self._bases, self._generations, steps))
         self._slot_words = *known, self._row_slots_tensor
         initial = self.rule.initial
-        self._fixed_initial = (
-            None if initial is None else int(np.float32(initial).view(np.int32))
-        )  # its bits
+        # Its bits.
+        self._fixed_initial = None if initial is None else int(np.float32(initial).view(np.int32))
         self._window: np.ndarray = views[at + "window"]
         self._window_words: memoryview = self._window.data
 

@@ -403,6 +403,8 @@ class Selector:
         if sampler.drops_tail and done == 0 and after[Head.SAMPLES] + count > end:
             after[Head.SAMPLES] = end
         while done < count:
+            # In an epoch of 5 items that begins with sample 10, sample 12 is the item at 2. If that
+            # one is skipped, the epoch counts as begun with sample 9: sample 12 is the item at 3.
             at = after[Head.SAMPLES] + done - after[Head.EPOCH_FIRST]
             if at >= after[Head.EPOCH_SIZE] or has_ended:
                 has_ended = False

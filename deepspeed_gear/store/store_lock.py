@@ -1,6 +1,4 @@
-"""The lock of a store, which survives the death of its owner, and futex notifications between
-processes.
-"""
+"""The lock of a store: a robust mutex with a timeout, and the repair after its owner's death."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ import numpy as np
 
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
-from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
@@ -119,40 +116,3 @@ class StoreLock:
         return StoreError(
             name, f"must be free within {self.timeout_s} s (gear.timeout_s)", given, remedy
         )
-
-
-EVENT_WORDS = 32  # 128 bytes each: no two events share a cache line
-
-
-class FutexEvents:
-    """Futex notifications between the processes of a file: any may notify an event and wait for it.
-
-    An event is a futex word that counts its notifications: a waiter reads the count, checks its
-    condition, and waits with that count, so it misses no change. `words`: [n, EVENT_WORDS], uint32.
-    """
-
-    def __init__(self, words: np.ndarray, native: ModuleType) -> None:
-        self._words = words
-        self._native = native
-        self._counts = [words[i, :1].data for i in range(len(words))]  # NumPy's scalars are slower
-        self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
-
-    def count(self, event: int) -> int:
-        """Return how often an event was notified."""
-        return int(self._counts[event][0])
-
-    def notify(self, event: int) -> None:
-        """Wake all waiters of an event; this thread's earlier writes are visible by then."""
-        self._native.futex_notify(self._addresses[event])
-
-    def wait(self, event: int, seen: int, timeout_s: float) -> None:
-        """Wait until an event's count is not `seen`, at most `timeout_s`; a signal ends
-        the wait too.
-        """
-        self._native.futex_wait(self._addresses[event], seen, timeout_s)
-
-    def fence(self) -> None:
-        """Issue a memory fence between earlier and later reads and writes, as other processes see
-        them.
-        """
-        self._native.fence()

@@ -310,7 +310,7 @@ def test_the_group_of_a_lease_is_whole_or_absent(call: str) -> None:
         ids = Inserter(table, Context(timeout_s=5.0)).add_group(again, [rows[:2], rows[2]])
         with table.lock:
             table.groups.update()
-            assert table.ledger.books.account()["waiting"] == 1
+            assert table.ledger.account.report()["waiting"] == 1
         for number, one in zip(ids, rows, strict=True):
             stored = table.rows(int(table.slots_of(np.array([number]))[0]))
             assert all(np.array_equal(stored[name], one[name]) for name in one)

@@ -25,7 +25,7 @@ from deepspeed_gear.data.statistics.quantile_brackets import QuantileBrackets
 from deepspeed_gear.data.statistics.quantile_digits import QuantileDigits
 from deepspeed_gear.data.statistics.quantiles import interpolated
 from deepspeed_gear.data.statistics.row_sample import RowSample
-from deepspeed_gear.data.trajectory_checks import are_finite, as_float64
+from deepspeed_gear.data.stored_values import are_finite, as_float64
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.schema import DTYPES, FLOATING

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -24,13 +25,17 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest.column_options import OutputColumns
-from deepspeed_gear.data.ingest.episode_numbers import EpisodeNumbers
 from deepspeed_gear.data.ingest.format_detection import NAMING, open_rows, open_source
-from deepspeed_gear.data.ingest.group_scope import GroupNumbers
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.readers import READERS
+from deepspeed_gear.data.ingest.renumbering import (
+    TEXTS,
+    EpisodeNumbers,
+    GroupNumbers,
+    Renumbering,
+    TextNumbers,
+)
 from deepspeed_gear.data.ingest.side_by_side import ReadBlock, SideBySide, without_surplus
-from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
 from deepspeed_gear.data.partial_folder import check_destination
 from deepspeed_gear.data.sources import check_local
 from deepspeed_gear.data.sources.remote_path import RemotePath
@@ -150,12 +155,12 @@ def ingest(
             schema = schema.allowing_nan()
         groups = GroupNumbers(options.get("group_scope"), outputs, known)
         texts = TextNumbers(outputs, known)
-        numbers = EpisodeNumbers(outputs, known)
+        episodes = EpisodeNumbers(outputs, known)
+        renumberings = (groups, texts, episodes)
         for output in outputs[known is None :]:  # the first source of all counts as it likes
             output.reader.notes.extend(
                 f"{name} counts anew in each source: the column source distinguishes equal numbers"
-                for name in output.reader.counted
-                if not numbers.has(output, name)
+                for name in episodes.left_as_they_are(output)
             )
         if progress:
             for reader in readers:
@@ -186,13 +191,11 @@ def ingest(
             compress=options.get("compress"),
             threads=options.get("threads"),
         ) as writer:
-            side_by_side = stack.enter_context(
-                SideBySide(outputs, options.get("threads"), _may_read_ahead)
-            )
+            side_by_side = stack.enter_context(SideBySide(outputs, options.get("threads")))
             for index, output in enumerate(outputs):
                 blocks = side_by_side.blocks(index)
-                if groups.has(output) or texts.has(output) or numbers.has_any(output):
-                    blocks = _renumbered(blocks, output, groups, texts, numbers)
+                if own := [one for one in renumberings if one.has(output)]:
+                    blocks = _renumbered(blocks, output, own)
                 for block, _ in blocks:
                     if SOURCE.name in schema and SOURCE.name not in block.arrays:
                         block = block.with_number(SOURCE, writer.num_sources_before + index)
@@ -202,7 +205,7 @@ def ingest(
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
                     bar.update(steps * schema.row_bytes)
                 output.reader.release()
-            for note in (*groups.notes(), *numbers.notes()):
+            for note in chain.from_iterable(one.notes() for one in renumberings):
                 readers[-1].notes.append(note)
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
@@ -213,25 +216,14 @@ def ingest(
 
 
 def _renumbered(
-    blocks: Iterable[ReadBlock],
-    output: OutputColumns,
-    groups: GroupNumbers,
-    texts: TextNumbers,
-    numbers: EpisodeNumbers,
+    blocks: Iterable[ReadBlock], output: OutputColumns, renumberings: Sequence[Renumbering]
 ) -> Iterator[ReadBlock]:
     """Yield the episodes one by one, with the numbers of the data set in place of the source's."""
     for block, file in blocks:
         for one in block.divided():
-            name = one.name_of(0)
-            groups.set_in(output, name, file, one.arrays)
-            texts.set_in(output, name, one.arrays)
-            numbers.set_in(output, name, one.arrays)
+            for renumbering in renumberings:
+                renumbering.set_in(output, one.name_of(0), file, one.arrays)
             yield ReadBlock(one, file)
-
-
-def _may_read_ahead(reader: Reader) -> bool:
-    """Return whether a thread may read a source: never by a class from outside."""
-    return reader.reads_ahead and type(reader) in READERS.values()
 
 
 def _progress_bar(readers: Sequence[Reader], schema: Schema, is_shown: bool) -> tqdm[Any]:

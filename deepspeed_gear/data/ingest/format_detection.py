@@ -121,9 +121,7 @@ class _Opening:
                 reader.description.update(url=path.source.url, revision=path.source.revision)
             reader.open()
             reader.select.check_used(path)
-            if reader.select.left_out:
-                left_out = ", ".join(reader.select.left_out)
-                reader.notes.append(f"left out, as --columns does not name them: {left_out}")
+            reader.note("left out, as --columns does not name them: {}", reader.select.left_out)
         return reader
 
 

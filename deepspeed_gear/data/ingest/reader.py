@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -122,6 +122,16 @@ class Reader(ABC):
                 )
             length = len(arrays[first.name]) - int(first.rows == "T+1")
             yield TrajectoryBlock.of_one(name, arrays, length)
+
+    def note(self, text: str, about: int | str | Iterable[str]) -> None:
+        """Add a note for the user about something, if there is any of it.
+
+        Args:
+            about: A number or names, which take the place of `{}` in the text.
+        """
+        if about:
+            shown = about if isinstance(about, (int, str)) else ", ".join(about)
+            self.notes.append(text.format(shown))
 
     @property
     def held_bytes(self) -> int:

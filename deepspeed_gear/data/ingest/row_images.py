@@ -90,8 +90,9 @@ class RowImages:
             content = self._content(where, path, file)
         if not isinstance(content, (bytes, bytearray)):
             shown = "null" if content is None else type(content).__name__
-            rule = "must be an image: bytes, or a path"
-            raise DataError(where, rule, shown, f"fill it in, or {LEAVE_OUT}")
+            raise DataError(
+                where, "must be an image: bytes, or a path", shown, f"fill it in, or {LEAVE_OUT}"
+            )
         if not is_image_file(bytes(content)):
             raise DataError(
                 where,

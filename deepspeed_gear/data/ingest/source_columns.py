@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.trajectory_checks import CORRECT, cast
+from deepspeed_gear.data.stored_values import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows
 
@@ -15,6 +16,7 @@ _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 LEAVE_OUT = "leave it out with --columns"
 CONVERT = "store it as numbers, in rows of one shape"  # where a data set needs the column
 FLAGS = tuple(Column(role, "bool", role=role) for role in ("terminated", "truncated"))
+_ORDER = ("observation", "action", "reward", "terminated", "truncated")
 SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
 NEEDED = (*SCALARS, "token", "loss_mask")  # roles of columns that are not optional
 
@@ -69,8 +71,13 @@ def make_column(
     return Column(name, stored, shape, role, rows)
 
 
+def in_order_of_roles(columns: Iterable[Column]) -> tuple[Column, ...]:
+    """Return columns sorted by role: observations, actions, rewards, flags, then all others."""
+    return tuple(sorted(columns, key=lambda column: (*_ORDER, column.role).index(column.role)))
+
+
 def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
-    """Convert a source's array to the dtype of its column, as `trajectory_checks.cast` does.
+    """Convert a source's array to the dtype of its column, as `stored_values.cast` does.
 
     Rewards and flags lose axes of one value.
     """

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from deepspeed_gear.data.statistics.column_scan import CODES
 from deepspeed_gear.data.statistics.quantiles import Int64, no_values, ranks_around
 from deepspeed_gear.data.statistics.running_moments import Float64
-from deepspeed_gear.data.trajectory_checks import as_float64
+from deepspeed_gear.data.stored_values import as_float64
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import Column
 

@@ -14,7 +14,7 @@ from deepspeed_gear.data.statistics.quantiles import Bool, UInt64, no_values, ra
 from deepspeed_gear.data.statistics.row_sample import RowSample
 from deepspeed_gear.data.statistics.running_moments import Float64
 from deepspeed_gear.data.statistics.value_keys import keys_of, values_of
-from deepspeed_gear.data.trajectory_checks import not_finite
+from deepspeed_gear.data.stored_values import not_finite
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import Column
 

@@ -1,4 +1,4 @@
-"""Packs of trajectories: their plan, and the reader of micro batches."""
+"""Packs of a train step: which trajectories each holds, loss weights, reading of micro batches."""
 
 from __future__ import annotations
 
@@ -204,11 +204,11 @@ class Packs:
                 columns.trajectories,
                 index,
                 at,
-                number,
-                opaque,
-                media,
-                ragged,
-                to_fill,
+                number=number,
+                opaque=opaque,
+                media=media,
+                ragged=ragged,
+                forward=to_fill,
                 has_peers=settings.place.data_world > 1,
             ),
             settings.field_by_role.get("token"),

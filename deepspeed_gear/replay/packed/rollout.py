@@ -1,4 +1,4 @@
-"""Rollout batch: selected once, trained for several optimizer steps, consumed as a whole.
+"""Rollout batch and its train steps: minibatches, micro batches, columns, means of losses.
 
 A `Rollout` is an iterable of `TrainStep`s, and a `TrainStep` of micro batches, which its `Packs`
 plan and read.
@@ -203,11 +203,7 @@ class Rollout(PublicNames):
         if name in columns.filled:
             return columns.filled[name].clone()
         self.check_open()
-
-        def check() -> None:
-            columns.step_column(name)
-
-        self._context.check_same(READ, (name,), check)
+        self._context.check_same(READ, (name,), partial(columns.step_column, name))
         return torch.from_numpy(columns.places(name, admits_absent=True))
 
     def advantages(
@@ -291,9 +287,8 @@ class Rollout(PublicNames):
 
         array = self._context.agree(check)
         self._context.control_plane.compare("rollout.mask: keep", zlib.crc32(array.tobytes()))
-        if len(array) != self.num_tokens:
-            array = array.repeat(self._trajectories.lengths)
-        self._context.agree(partial(self.batch_columns.narrow, array))
+        places = self.batch_columns.per_place(array)
+        self._context.agree(partial(self.batch_columns.narrow, places))
 
     def correct(
         self,

@@ -1,6 +1,4 @@
-"""Advantages of a rollout batch: of trajectories against their group, or by a critic's values; and
-their normalisation over the batch.
-"""
+"""Advantages of a rollout batch: against a group, or by a critic (GAE, V-trace); whitening."""
 
 from __future__ import annotations
 
@@ -38,21 +36,10 @@ def set_advantages(
     options: dict[str, Any],
 ) -> np.ndarray:
     """Set a column to advantages, and return them; see `Rollout.advantages`. Collective."""
-    context = columns.context
-    settings = context.settings
     if kind in ("gae", "vtrace"):
-        of_groups = baseline._asdict()
+        of_groups = baseline._asdict()  # which `_estimator` refuses
         options |= {option: value for option, value in of_groups.items() if value is not None}
-        chosen = _estimator(kind, options)
-
-        def estimate() -> np.ndarray:
-            advantages, targets = _estimated(columns, chosen, reward)
-            columns.set_column(name, advantages)
-            columns.set_column("value_target", targets)
-            return np.asarray(advantages)
-
-        context.check_same(READ, (reward, chosen.model_dump()))
-        return context.agree(estimate)
+        return _set_estimates(columns, reward, name, _estimator(kind, options))
     if options:
         option, value = next(iter(options.items()))
         raise ConfigError(
@@ -61,6 +48,31 @@ def set_advantages(
             value,
             "leave it out for this estimator",
         )
+    return _set_against_group(columns, kind, reward, name, baseline)
+
+
+def _set_estimates(
+    columns: RolloutColumns, reward: str, name: str, options: AdvantageConfig
+) -> np.ndarray:
+    """Set a column to advantages by a critic's values, and "value_target". [num_tokens]."""
+    context = columns.context
+
+    def estimate() -> np.ndarray:
+        advantages, targets = _estimated(columns, options, reward)
+        columns.set_column(name, advantages)
+        columns.set_column("value_target", targets)
+        return np.asarray(advantages)
+
+    context.check_same(READ, (reward, options.model_dump()))
+    return context.agree(estimate)
+
+
+def _set_against_group(
+    columns: RolloutColumns, kind: str, reward: str, name: str, baseline: GroupBaseline
+) -> np.ndarray:
+    """Set a column to the advantages of trajectories against their group. [n], float64."""
+    context = columns.context
+    settings = context.settings
     group = baseline.group
     member = settings.member if baseline.member is None else baseline.member
     count_masked = baseline.count_masked

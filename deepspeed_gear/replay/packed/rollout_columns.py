@@ -289,9 +289,16 @@ class RolloutColumns:
             values: One value per trajectory, [n], or per place, [num_tokens].
         """
         self.check_names([name])
+        places = self.per_place(values)
+        self.filled[name] = torch.from_numpy(np.ascontiguousarray(places, np.float32))
+
+    def per_place(self, values: np.ndarray) -> np.ndarray:
+        """Repeat values of trajectories, [n], for each place; those of places, [num_tokens], stay.
+
+        For lengths [2, 3], the values [a, b] become [a, a, b, b, b].
+        """
         lengths = self.trajectories.lengths
-        per_place = np.repeat(values, lengths) if len(values) == len(lengths) else values
-        self.filled[name] = torch.from_numpy(np.ascontiguousarray(per_place, np.float32))
+        return values.repeat(lengths) if len(values) == len(lengths) else values
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise a FieldError if a field of the config has one of the names."""

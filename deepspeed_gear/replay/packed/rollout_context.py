@@ -104,7 +104,7 @@ class RolloutContext:
         return action()
 
     def check_same(
-        self, what: str, value: object, check: Callable[[], None] = lambda: None
+        self, what: str, value: object, check: Callable[[], object] | None = None
     ) -> None:
         """Raise PeerError unless all ranks give the same value, where nodes exchange rows.
 
@@ -114,5 +114,6 @@ class RolloutContext:
             check: Called first; its error is raised on all ranks.
         """
         if self.is_spread:
-            self.agree(check)
+            if check is not None:
+                self.agree(check)
             self.control_plane.compare(what, value)

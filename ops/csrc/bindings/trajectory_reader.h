@@ -14,7 +14,7 @@
 
 #include "bindings/row_conversion.h"
 #include "bindings/store.h"
-#include "store/store.h"
+#include "store/whole_trajectories.h"
 
 namespace gear::python {
 

@@ -4,6 +4,7 @@
 
 #include "common/host_device.h"
 #include "store/finite_checks.h"
+#include "store/slots.h"
 
 namespace gear::cpu {
 

@@ -1,7 +1,7 @@
 """Messages of any size between nodes, over groups in memory that match them as gloo does."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -66,18 +66,30 @@ def opened(
         node=node, ranks_of=lambda node: [node], describe=lambda node: f"node {node}"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_channel, "lane", lambda ranks, purpose, timeout_s: groups(purpose))
+        patch.setattr(
+            node_channel, "purpose_group", lambda ranks, purpose, timeout_s: groups(purpose)
+        )
         return NodeChannel(topology, order, "test", 1.0, detector=detector)
 
 
-def links(count: int, detector: Any = None) -> tuple[list[NodeChannel], dict[str, Wire]]:
-    """Channels between nodes of one rank each, whose order is not that of the ranks."""
-    wires: dict[str, Wire] = defaultdict(Wire)
+def links(
+    count: int, detector: Any = None, ended: Sequence[int] = ()
+) -> tuple[list[NodeChannel], dict[str, Wire]]:
+    """Channels between nodes of one rank each, whose order is not that of the ranks. `ended`: ranks
+    that have ended before.
+    """
+
+    def wire() -> Wire:
+        found = Wire()
+        found.ended.update(ended)
+        return found
+
+    wires: dict[str, Wire] = defaultdict(wire)
     order = list(range(count))[::-1]
     made = [
-        opened(node, order, lambda way, at=node: Group(wires[way], at), detector)
+        opened(node, order, lambda way, at=node: Group(wires[way], at), detector)  # type: ignore[misc]
         for node in range(count)
-    ]  # type: ignore[misc]
+    ]
     return made[::-1], wires
 
 
@@ -121,9 +133,17 @@ def test_a_node_that_has_ended_is_called_so() -> None:
         made[0].all_gather(np.array([1]))
 
 
-def test_a_silent_node_is_called_so() -> None:
-    made, _ = links(2)
-    with pytest.raises(LostNodeError, match="must answer within 1 s, got 'Timed out waiting'"):
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        (True, "must stay connected, got 'Connection closed by peer'"),
+        (False, "must answer within 1 s, got 'Timed out waiting'"),
+    ],
+)
+def test_an_error_says_what_has_happened(ends: bool, text: str) -> None:
+    """A connection that broke after a moment has not been silent for the timeout."""
+    made, _ = links(2, ended=[0, 1] if ends else [])
+    with pytest.raises(LostNodeError, match=text):
         made[0].all_gather(np.array([1]))
 
 

@@ -399,15 +399,17 @@ def downloads() -> Iterator[tuple[PolicyBoard, BoardDownloads, Clients]]:
 def test_a_gateway_holds_two_versions_at_most(
     downloads: tuple[PolicyBoard, BoardDownloads, Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board, _, clients = downloads
+    board, made, clients = downloads
     last = board.tensors.num_bytes // CHUNK
     board.publish(policy(2.0))
     assert clients.begin("second") == 2
     board.publish(policy(3.0))
     assert clients.begin("third") == 2  # both are downloaded: the newer one of them
     assert clients.begin("third", loaded=2) is None  # which a client gets once
+    assert [copy.version for copy in made.copies] == [1, 2]
     assert clients.chunk("first", 1, last)  # it has all, so its place is free
     assert clients.begin("third", loaded=2) == 3
+    assert [copy.version for copy in made.copies] == [2, 3]
     assert not clients.chunk("first", 1, 0)
     assert clients.chunk("second", 2, 0)
     board.publish(policy(4.0))
@@ -423,10 +425,10 @@ def test_a_worker_that_was_killed_occupies_nothing(
 ) -> None:
     board, made, clients = downloads
     made.expire()
-    assert clients.chunk("first", 1, 0)
+    assert len(made.copies) == 1
     monkeypatch.setattr(board_downloads, "READER_S", -1.0)
     made.expire()
-    assert not clients.chunk("first", 1, 0)
+    assert made.copies == []
     assert clients.begin("first") == 1  # it was only slow
     monkeypatch.setattr(board_downloads, "_MOST_READERS", 1)
     monkeypatch.setattr(board_downloads, "READER_S", 30.0)
@@ -460,7 +462,7 @@ def test_a_sent_chunk_frees_its_place() -> None:
             far.loaded = 0
             assert far.load_into(module) == 1
             num_chunks += 8
-        wait_until(lambda: not gateway._unsent._calls, "the last chunk")
+        wait_until(lambda: not gateway.unsent.num_calls, "the last chunk")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -303,20 +304,20 @@ def test_every_way_to_a_device_has_the_same_batches() -> None:
 def sample_on_a_rank(given: dict[str, Any]) -> list[bytes]:
     """Sample while another process adds; return what each batch was normalised with."""
     found: list[bytes] = []
-    normalize_with = Gatherer.normalize_with
-
-    def note(self: Gatherer, moments: np.ndarray, columns: Any) -> None:
-        found.append(moments.tobytes())
-        normalize_with(self, moments, columns)
-
-    with pytest.MonkeyPatch.context() as patch, Replay(given, schemas={"main": SCHEMA}) as replay:
-        patch.setattr(Gatherer, "normalize_with", note)
+    with Replay(given, schemas={"main": SCHEMA}) as replay:
+        normalize_with = Gatherer.normalize_with
         both = [0, 0]
+
+        def note(gatherer: Gatherer, moments: np.ndarray, columns: Any) -> None:
+            found.append(moments.tobytes())
+            normalize_with(gatherer, moments, columns)
+
         while not replay.can_sample():
             time.sleep(0.01)
-        while min(both) < 8:
-            replay.sample()
-            dist.all_gather_object(both, len(set(found)))
+        with patch.object(Gatherer, "normalize_with", note):
+            while min(both) < 8:
+                replay.sample()
+                dist.all_gather_object(both, len(set(found)))
     return found
 
 

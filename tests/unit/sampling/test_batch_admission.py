@@ -432,7 +432,6 @@ def test_a_trajectory_longer_than_a_part_gets_through_in_its_turn(make: Make) ->
     for _ in range(3):
         said = say(scenes)
         for scene in scenes:
-            joint(scene)._was_open = False
             joint(scene).apply(said, 1000)
         added.append(sum(fill(scene, 12) for scene in scenes))
     assert sum(added) == 1

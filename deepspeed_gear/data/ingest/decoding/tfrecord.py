@@ -66,8 +66,12 @@ def _check(where: str, part: str, content: bytes, expected: int) -> None:
     crc = crc32c(content)
     masked = ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
     if masked != expected:
-        rule = f"must have the checksum {expected:#010x} of its {part}"
-        raise DataError(where, rule, f"{masked:#010x}", DAMAGED)
+        raise DataError(
+            where,
+            f"must have the checksum {expected:#010x} of its {part}",
+            f"{masked:#010x}",
+            DAMAGED,
+        )
 
 
 def crc32c(content: bytes) -> int:
@@ -156,9 +160,11 @@ def parse_example(where: str, content: bytes) -> dict[str, Any]:
     ):
         for number, features in _fields(memoryview(content)):
             if number == _FEATURE_LISTS:
-                remedy = "write Examples, as tensorflow-datasets does"
                 raise DataError(
-                    where, "must be a tf.train.Example", "a tf.train.SequenceExample", remedy
+                    where,
+                    "must be a tf.train.Example",
+                    "a tf.train.SequenceExample",
+                    "write Examples, as tensorflow-datasets does",
                 )
             for _, entry in _fields(features):
                 parts = dict(_fields(entry))

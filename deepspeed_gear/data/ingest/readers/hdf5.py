@@ -116,10 +116,7 @@ class RobomimicReader(ArrayReader):
         self._num_inner = 0
         self.reads_ahead = True
         self._describe()
-        if self._num_inner:
-            self.notes.append(
-                f"dones before the last step of {self._num_inner} demonstrations end nothing"
-            )
+        self.note("dones before the last step of {} demonstrations end nothing", self._num_inner)
         environment = single_attributes(self._data).get("env_args", "{}")
         with DataError.on(
             f"{self.path}: data: env_args", "must be JSON", TypeError, ValueError, remedy=DAMAGED

@@ -28,6 +28,7 @@ from deepspeed_gear.data.ingest.decoding.lerobot_metadata import (
     read_lines,
 )
 from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.row_values import null_place
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
@@ -38,7 +39,7 @@ from deepspeed_gear.data.ingest.source_columns import (
     make_column,
 )
 from deepspeed_gear.data.ingest.source_names import KINDS
-from deepspeed_gear.data.ingest.table_rows import arrow_block, null_place, read_table
+from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
 from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
@@ -127,9 +128,11 @@ class LerobotReader(Reader):
         self.columns = (*columns, *self._trajectory_columns(listed))
         for name, count in Counter(column.name for column in self.columns).items():
             if count > 1:
-                where = f"{self._info.where}: features"
                 raise DataError(
-                    where, "must have one column for each", f"{name}, {count} times", LEAVE_OUT
+                    f"{self._info.where}: features",
+                    "must have one column for each",
+                    f"{name}, {count} times",
+                    LEAVE_OUT,
                 )
         self.num_steps = sum(episode.length for episode in self._episodes)
         self.description.update(self._info.described, episodes=len(listed), steps=self.num_steps)
@@ -282,8 +285,9 @@ class LerobotReader(Reader):
             rows = block[key]
             shape = (episode.length, *column.shape)
             if (place := null_place(rows)) is not None:
-                at = f"{episode.file}: {key}{place}, {name}"
-                raise DataError(at, "must not be null", None, _FILL)
+                raise DataError(
+                    f"{episode.file}: {key}{place}, {name}", "must not be null", None, _FILL
+                )
             if not isinstance(rows, np.ndarray) or rows.shape not in (shape, (math.prod(shape),)):
                 raise DataError(
                     where,

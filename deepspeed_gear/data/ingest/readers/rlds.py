@@ -24,9 +24,10 @@ from deepspeed_gear.data.ingest.source_columns import (
     column_name,
     convert,
     end_episode,
+    in_order_of_roles,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_names import KINDS, ROW_FLAGS
+from deepspeed_gear.data.ingest.source_names import ROW_FLAGS, meaning
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
 
@@ -105,7 +106,7 @@ class RldsReader(Reader):
             raise DataError(
                 str(self.path), "must hold at least one step", 0, "the data set is empty"
             )
-        self.columns = tuple(self._columns())
+        self.columns = self._columns()
         self.description.update(
             dataset=self._info.get("name"),
             version=self._info.get("version"),
@@ -114,8 +115,7 @@ class RldsReader(Reader):
             steps=self.num_steps,
         )
         self.notes.append(last_steps.note(self._last_step))
-        if self._num_empty:
-            self.notes.append(f"{self._num_empty} episodes of one row have no step: left out")
+        self.note("{} episodes of one row have no step: left out", self._num_empty)
 
     def _described_shards(self) -> list[_Shard]:
         """Return the shards that dataset_info.json lists; DataError for one that is missing."""
@@ -184,14 +184,10 @@ class RldsReader(Reader):
         kept = []
         for parts, content in found:
             given = self.names.name(".".join(parts))
-            head, *rest = given.split(".")
-            usual = given if given in ROW_FLAGS else ".".join((KINDS.get(head, head), *rest))
-            name = column_name(*usual.split("."))
+            name = given if given in ROW_FLAGS else column_name(*meaning(given))
             if name in (*ROW_FLAGS, "reward") or self.select(name):
                 kept.append(_feature("/".join(("steps", *parts)), name, content))
-        others = sorted(features.keys() - {"steps"})
-        if others:
-            self.notes.append(f"features of the episode, left out: {', '.join(others)}")
+        self.note("features of the episode, left out: {}", sorted(features.keys() - {"steps"}))
         for feature in [one for one in kept if not one.kind]:
             self.notes.append(f"{feature.name} is of a kind that no column holds: left out")
         return [feature for feature in kept if feature.kind]
@@ -268,9 +264,8 @@ class RldsReader(Reader):
         images = decode_images(where, list(frames[:most]), self.expansion, self._file_bytes)
         return images if images.ndim == 4 else images[..., None]
 
-    def _columns(self) -> Iterator[Column]:
+    def _columns(self) -> tuple[Column, ...]:
         has_last_row = self._last_step != last_steps.TRANSITION
-        order = {role: place for place, role in enumerate(_ROLES)}
         texts = []
         others = []
         for feature in self._features:
@@ -292,11 +287,7 @@ class RldsReader(Reader):
             rows: Rows = "T+1" if role == "observation" and has_last_row else "T"
             dtype = np.dtype(feature.dtype)
             others.append(make_column(where, feature.name, dtype, feature.shape, role, rows))
-        others.sort(key=lambda column: order.get(column.role, len(order)))
-        yield from (column for column in others if column.role in _ROLES)
-        yield from FLAGS
-        yield from (column for column in others if column.role not in _ROLES)
-        yield from texts
+        return in_order_of_roles([*others, *FLAGS, *texts])
 
     def _decoded(self, where: str, example: Mapping[str, Any], feature: _Feature, rows: int) -> Any:
         """Return the values of a feature in an episode: [rows, ...], or a list of byte strings."""

@@ -11,8 +11,9 @@ import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -40,6 +41,15 @@ _LEFT_OUT = 0  # the value of a column that is not decoded
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")  # as in the package webdataset
 
 
+class _FieldFile(NamedTuple):
+    """A file of a shard: a field of the sample of a key."""
+
+    name: str
+    key: str
+    field: str
+    content: bytes
+
+
 class WebdatasetReader(TableReader):
     """Reads a shard, or the shards of a folder sorted by name, one after the other.
 
@@ -65,8 +75,12 @@ class WebdatasetReader(TableReader):
     def _source_files(self) -> list[Path]:
         files = self.options.get("shards") or _shards(self.path)
         if not files:
-            rule = f"must be a file named {', '.join(_NAMES)}, or a folder of such files"
-            raise DataError(str(self.path), rule, None, "give the shards, or their folder")
+            raise DataError(
+                str(self.path),
+                f"must be a file named {', '.join(_NAMES)}, or a folder of such files",
+                None,
+                "give the shards, or their folder",
+            )
         return files
 
     def _given_blocks(self, is_nested: bool) -> Iterator[Block]:
@@ -83,35 +97,35 @@ class WebdatasetReader(TableReader):
         self.reads_ahead = False  # images are decoded by Python
         if shards := self.options.get("shards"):
             self.notes.append(f"{len(shards)} shards, from {shards[0].name} to {shards[-1].name}")
-        if self._num_skipped:
-            self.notes.append(f"{self._num_skipped} files without a key or a field: left out")
-        if self._unknown:
-            self.notes.append(
-                f"files of unknown kinds, left out: {', '.join(sorted(self._unknown))}"
-            )
+        self.note("{} files without a key or a field: left out", self._num_skipped)
+        self.note("files of unknown kinds, left out: {}", sorted(self._unknown))
 
     def _samples(self, shard: Path) -> Iterator[dict[str, Any]]:
-        sample: dict[str, Any] = {}
-        last = ""
+        for key, files in groupby(self._fields(shard), lambda file: file.key):
+            sample: dict[str, Any] = {}
+            for file in files:
+                where = f"{shard}: {file.name}"
+                for column, value in self._decoded(where, file.field, file.content, shard):
+                    if column in sample:
+                        raise DataError(
+                            where,
+                            f"must give the sample {key} the column {column} once",
+                            None,
+                            "rename one of its files or keys",
+                        )
+                    sample[column] = value
+            if sample:
+                yield sample
+
+    def _fields(self, shard: Path) -> Iterator[_FieldFile]:
+        """Yield the files of samples in a shard."""
         for name, content in self._members(shard):
             folder, _, base = name.rpartition("/")
             stem, _, field = base.partition(".")
             if not stem or not field or base.startswith("__"):
                 self._num_skipped += 1
                 continue
-            key = f"{folder}/{stem}" if folder else stem
-            if key != last and sample:
-                yield sample
-                sample = {}
-            last = key
-            where = f"{shard}: {name}"
-            for column, value in self._decoded(where, field.lower(), content, shard):
-                if column in sample:
-                    rule = f"must give the sample {key} the column {column} once"
-                    raise DataError(where, rule, None, "rename one of its files or keys")
-                sample[column] = value
-        if sample:
-            yield sample
+            yield _FieldFile(name, f"{folder}/{stem}" if folder else stem, field.lower(), content)
 
     def _members(self, shard: Path) -> Iterator[tuple[str, bytes]]:
         """Yield the name and the content of each file of a shard, in one pass over it."""
@@ -128,8 +142,12 @@ class WebdatasetReader(TableReader):
                     continue
                 if not member.isreg() or member.issparse():
                     rule = "must be a whole file, and no link"
-                    remedy = "write the shard again, with copies in place of links"
-                    raise DataError(where, rule, f"type {member.type!r}", remedy)
+                    raise DataError(
+                        where,
+                        rule,
+                        f"type {member.type!r}",
+                        "write the shard again, with copies in place of links",
+                    )
                 part = archive.extractfile(member)
                 content = b"" if part is None else part.read()
                 if len(content) != member.size:
@@ -287,8 +305,12 @@ def _array(where: str, content: bytes) -> Any:
 
 
 def _refuse_objects(where: str, content: bytes) -> NoReturn:
-    remedy = "write numbers, or a JSON file in place of it"
-    raise DataError(where, "must not be Python objects", "object", remedy)
+    raise DataError(
+        where,
+        "must not be Python objects",
+        "object",
+        "write numbers, or a JSON file in place of it",
+    )
 
 
 def _shards(path: Path) -> list[Path]:

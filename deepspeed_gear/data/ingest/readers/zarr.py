@@ -21,11 +21,16 @@ from deepspeed_gear.data.ingest.source_columns import (
     LEAVE_OUT,
     column_name,
     convert,
-    end_episode,
+    in_order_of_roles,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS
-from deepspeed_gear.data.ingest.step_blocks import EpisodeBounds, episode_name
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, meaning
+from deepspeed_gear.data.ingest.step_blocks import (
+    EpisodeBounds,
+    RowsByName,
+    episode_blocks,
+    episode_name,
+)
 from deepspeed_gear.data.sources.opened_files import is_zip, zip_file
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
@@ -33,7 +38,6 @@ from deepspeed_gear.schema import Column
 
 _ENDS = "meta/episode_ends"
 _ROOT = re.compile(rf"(.*/)?{_ENDS}/({'|'.join(map(re.escape, METADATA))})")
-_ORDER = ("observation", "action", "reward")
 _LOSSY = 20  # factor by which images may compress more than other chunks
 
 
@@ -82,10 +86,7 @@ class ZarrReader(Reader):
         arrays = [*self._arrays(names)]
         self._check_sizes([array for _, array in arrays])
         columns = [*self._columns(arrays), *self._columns_of_episodes(keys)]
-        order = {role: place for place, role in enumerate(_ORDER)}
-        columns.sort(key=lambda column: order.get(column.role, len(order)))
-        at = sum(column.role in order for column in columns)
-        self.columns = (*columns[:at], *FLAGS, *columns[at:])
+        self.columns = in_order_of_roles([*columns, *FLAGS])
         self.num_steps = int(self._ends[-1])
         self.description.update(
             episodes=len(self._ends), steps=self.num_steps, zarr_format=self._format
@@ -111,8 +112,7 @@ class ZarrReader(Reader):
         """Yield the column's name and the array of each one that is kept."""
         others = []
         for name, key in names.items():
-            head, *rest = self.names.name(name.replace("/", ".")).split(".")
-            column = column_name(KINDS.get(head, head), *rest)
+            column = column_name(*meaning(self.names.name(name.replace("/", "."))))
             if column == "start" or (column not in FLAG_KINDS and not self.select(column)):
                 continue
             if column in self._places:
@@ -125,12 +125,15 @@ class ZarrReader(Reader):
                 continue
             if array.shape[:1] != (self._ends[-1],):
                 rule = f"must have {self._ends[-1]} rows, as {_ENDS} states"
-                remedy = f"{LEAVE_OUT} if its rows are no steps; otherwise the store is incomplete"
-                raise DataError(where, rule, list(array.shape), remedy)
+                raise DataError(
+                    where,
+                    rule,
+                    list(array.shape),
+                    f"{LEAVE_OUT} if its rows are no steps; otherwise the store is incomplete",
+                )
             self._places[column] = where
             yield column, array
-        if others:
-            self.notes.append(f"{', '.join(others)}: not arrays of numbers, left out")
+        self.note("{}: not arrays of numbers, left out", others)
 
     def _check_sizes(self, arrays: list[ZarrArray]) -> None:
         where = str(self._store.path)
@@ -158,10 +161,7 @@ class ZarrReader(Reader):
                 role = "observation"
                 taken.append(name)
             yield make_column(where, name, array.dtype, shape, role)
-        if taken:
-            self.notes.append(
-                f"taken as observations: {', '.join(taken)} (--role NAME=other changes it)"
-            )
+        self.note("taken as observations: {} (--role NAME=other changes it)", taken)
         if not {"terminated", "done"} & self._readers.keys():
             self.notes.append("there are no end flags: every episode is truncated at its last step")
 
@@ -181,53 +181,32 @@ class ZarrReader(Reader):
             column = make_column(where, name, array.dtype, array.shape[1:], rows="1")
             self._per_episode[name] = convert(where, array[()], column)
             yield column
-        if unused:
-            self.notes.append(f"{', '.join(unused)}: not one number for each episode, left out")
+        self.note("{}: not one number for each episode, left out", unused)
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-        yield from self._episodes(range(len(self._ends)))
+        for block in self.blocks():
+            for one in block.divided():
+                yield one.name_of(0), one.arrays
 
     def blocks(self) -> Iterator[TrajectoryBlock]:
         """Yield the episodes in order, in blocks of about 2 MiB."""
-        number = 0
         bounds = EpisodeBounds(np.append(0, self._ends[:-1]), self._ends, self._ends)
-        for part in bounds.blocks(sum(column.row_bytes for column in self.columns)):
-            block = self._block(part, number) if len(part) > 1 else None
-            if block is not None:
-                yield block
-            else:
-                numbers = range(number, number + len(part))
-                for length, one in zip(part.lengths.tolist(), self._episodes(numbers), strict=True):
-                    yield TrajectoryBlock.of_one(*one, length)
-            number += len(part)
+        row_bytes = sum(column.row_bytes for column in self.columns)
+        yield from episode_blocks(bounds, row_bytes, 0, self._read, self._block)
 
-    def _block(self, bounds: EpisodeBounds, number: int) -> TrajectoryBlock | None:
-        """Return several episodes, from the one of a number on; None if a value is wrong."""
+    def _read(self, bounds: EpisodeBounds) -> RowsByName:
         low = int(bounds.low[0])
         high = int(bounds.high[-1])
-        rows = {name: reader[low:high] for name, reader in self._readers.items()}
-        try:
-            arrays = {
-                column.name: convert("", rows[column.name], column)
-                for column in self.columns
-                if column.name in rows and column.name not in FLAG_KINDS
-            }
-            flags = {kind: convert("", rows[kind], FLAGS[0]) for kind in FLAG_KINDS if kind in rows}
-        except DataError:
-            return None
-        last = bounds.high - 1 - low
-        given = {name: np.zeros(high - low, np.bool_) for name in ("terminated", "truncated")}
-        for kind, values in flags.items():
-            if values.ndim != 1:
-                return None
-            if kind in given:
-                if np.count_nonzero(values) != np.count_nonzero(values[last]):
-                    return None
-                given[kind] = values.copy()
-        if "done" in flags:
-            given["terminated"][last] |= flags["done"][last] & ~given["truncated"][last]
-        given["truncated"][last] |= ~given["terminated"][last]
-        arrays.update(given)
+        return {name: reader[low:high] for name, reader in self._readers.items()}
+
+    def _block(self, bounds: EpisodeBounds, number: int, rows: RowsByName) -> TrajectoryBlock:
+        columns = {column.name: column for column in self.columns}
+        arrays = {}
+        for name, values in rows.items():
+            if name in columns and name not in FLAG_KINDS:
+                where = f"{self._places[name]}, {episode_name(number)}"
+                arrays[name] = convert(where, values, columns[name])
+        arrays.update(self._flags(bounds, number, rows))
         own = slice(number, number + len(bounds))
         arrays.update({name: values[own] for name, values in self._per_episode.items()})
         return TrajectoryBlock(
@@ -237,50 +216,37 @@ class ZarrReader(Reader):
             {column.name: column.rows for column in self.columns},
         )
 
-    def _episodes(self, numbers: range) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-        """Yield episodes of consecutive numbers."""
-        columns = {column.name: column for column in self.columns}
-        ends = self._ends.tolist()
-        for number in numbers:
-            low = ends[number - 1] if number else 0
-            high = ends[number]
-            arrays = {
-                name: convert(
-                    f"{self._places[name]}, episode {number}", reader[low:high], columns[name]
-                )
-                for name, reader in self._readers.items()
-                if name in columns and name not in FLAG_KINDS
-            }
-            arrays.update(self._flags(number, low, high))
-            arrays.update({name: rows[number] for name, rows in self._per_episode.items()})
-            yield episode_name(number), arrays
-
-    def _flags(self, number: int, low: int, high: int) -> dict[str, NDArray[Any]]:
-        """Return the flags of an episode, whose end `meta/episode_ends` states.
+    def _flags(self, bounds: EpisodeBounds, number: int, rows: RowsByName) -> RowsByName:
+        """Return the flags of consecutive episodes, whose ends `meta/episode_ends` states.
 
         `done` before the last step marks states of success, as robomimic has it.
         """
-        given: dict[str, NDArray[Any]] = {}
+        low = bounds.low[0]
+        last = bounds.high - 1 - low
+        given = {}
         for kind in ("terminated", "truncated", "done"):
-            flags = np.zeros(high - low, np.bool_)
-            if kind in self._readers:
-                where = f"{self._places[kind]}, episode {number}"
-                rows = self._readers[kind][low:high]
-                flags = convert(where, rows, FLAGS[0])
-                if flags.ndim != 1:
-                    raise DataError(where, "must have one flag per row", list(rows.shape), DAMAGED)
-                if kind != "done" and flags[:-1].any():
-                    rule = "must be set at the last step of an episode only"
-                    at = f"row {low + int(np.argmax(flags))}"
-                    key = self._places[kind].rpartition(": data/")[2]
-                    remedy = f"correct the flag, or {_ENDS}; --rename {key}=dones ends nothing"
-                    raise DataError(where, rule, at, remedy)
-            given[kind] = flags.copy()
-        if given["done"][-1] and not given["truncated"][-1]:
-            given["terminated"][-1] = True
-        del given["done"]
-        end_episode(given)
-        return given
+            given[kind] = np.zeros(int(last[-1]) + 1, np.bool_)
+            if kind not in rows:
+                continue
+            where = f"{self._places[kind]}, {episode_name(number)}"
+            flags = convert(where, rows[kind], FLAGS[0])
+            if flags.ndim != 1:
+                raise DataError(where, "must have one flag per row", list(flags.shape), DAMAGED)
+            given[kind][last] = flags[last]
+            is_inner = flags & ~given[kind]
+            if kind != "done" and is_inner.any():
+                rule = "must be set at the last step of an episode only"
+                key = self._places[kind].rpartition(": data/")[2]
+                raise DataError(
+                    where,
+                    rule,
+                    f"row {low + int(np.argmax(is_inner))}",
+                    f"correct the flag, or {_ENDS}; --rename {key}=dones ends nothing",
+                )
+        terminated = given["terminated"] | (given["done"] & ~given["truncated"])
+        truncated = given["truncated"]
+        truncated[last] |= ~terminated[last]
+        return {"terminated": terminated, "truncated": truncated}
 
 
 def _roots(path: Path) -> list[str]:

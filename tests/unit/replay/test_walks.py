@@ -1,20 +1,24 @@
-"""How many files a reader of the construction of a Replay goes through."""
+"""How many files a reader goes through: of the construction of a Replay, and of a rollout batch."""
 
 import inspect
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import rollout_support
 from page_scenes import section
 from pydantic import BaseModel
 
 import deepspeed_gear
 from deepspeed_gear import Replay
 
-MOST = 25
+MOST_OF_CONSTRUCTION = 25
+MOST_OF_ROLLOUT = 12
+MOST_CALLBACKS = 3
 ROOT = f"{Path(deepspeed_gear.__file__).parent}/"
 # Files of words and rules, which a reader knows by name; the control plane runs steps of others.
 WORDS = {
@@ -60,13 +64,8 @@ def traced_calls(frame: FrameType) -> tuple[str, str] | None:
     return file_of(caller), own
 
 
-@pytest.mark.parametrize("is_online", [False, True], ids=["data set", "capacity"])
-def test_a_reader_of_the_construction_goes_through_few_files(data: Path, is_online: bool) -> None:
-    """A file counts if one of its functions runs and calls a function of another file."""
-    options: dict[str, Any] = section()
-    if not is_online:
-        options = {**options, "data": str(data), "tables": {}, "fields": {"reward": {}}}
-    Replay(options).close()  # builds, and imports that happen once
+def leads_of(walk: Callable[[], object]) -> dict[str, set[str]]:
+    """Return the files whose functions a walk runs and that call a function of another file."""
     leads: dict[str, set[str]] = defaultdict(set)
 
     def trace(frame: FrameType, event: str, _: object) -> None:
@@ -76,10 +75,43 @@ def test_a_reader_of_the_construction_goes_through_few_files(data: Path, is_onli
 
     sys.setprofile(trace)
     try:
-        replay = Replay(options)
+        walk()
     finally:
         sys.setprofile(None)
-    replay.close()
-    stages = {"plan/resolved_plan.py", "replay/builder.py", "replay/node_stores.py"}
+    return leads
+
+
+@pytest.mark.parametrize("is_online", [False, True], ids=["data set", "capacity"])
+def test_a_reader_of_the_construction_goes_through_few_files(data: Path, is_online: bool) -> None:
+    options: dict[str, Any] = section()
+    if not is_online:
+        options = {**options, "data": str(data), "tables": {}, "fields": {"reward": {}}}
+    Replay(options).close()  # builds, and imports that happen once
+    made: list[Replay] = []
+    leads = leads_of(lambda: made.append(Replay(options)))
+    made[0].close()
+    stages = {"plan/resolved_plan.py", "replay/replay_parts.py", "replay/node_stores.py"}
     assert stages | {"replay/replay.py"} <= leads.keys()
-    assert len(leads) <= MOST, {file: sorted(others) for file, others in leads.items()}
+    assert len(leads) <= MOST_OF_CONSTRUCTION, leads
+
+
+def test_a_reader_of_a_rollout_batch_goes_through_few_files() -> None:
+    """It is selected, its steps are iterated over and read, and it is consumed.
+
+    A callback leads back: one of two files calls the other, which calls a function of the first.
+    """
+    with rollout_support.filled(rollout_support.section()) as replay:
+
+        def walk() -> None:
+            for step in replay.rollout():
+                for micro in step:
+                    assert micro["logp"].numel()
+
+        walk()
+        leads = leads_of(walk)
+    back = {
+        frozenset((a, b)) for a, others in leads.items() for b in others if a in leads.get(b, ())
+    }
+    assert {"replay/packed/rollout_loader.py", "replay/packed/packs.py"} <= leads.keys()
+    assert len(leads) <= MOST_OF_ROLLOUT, leads
+    assert len(back) <= MOST_CALLBACKS, back

@@ -1,4 +1,4 @@
-"""Books of a prompt ledger: where each number is that was ever issued, by reason and epoch."""
+"""Account of a table's prompts: trained, leased, waiting or dropped, by reason and by epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepspeed_gear.store.prompt_spec import (
 from deepspeed_gear.store.records import Head
 
 
-class PromptBooks:
+class PromptAccount:
     """The account of a ledger, read from the words of its store.
 
     Requires the table's lock. A reader without it (`gear inspect`) may see a change half made.
@@ -81,8 +81,8 @@ class PromptBooks:
             return np.zeros(len(words), bool)
         return is_held & ~np.isin(words[:, Entry.NUMBER], self._numbers[self.leaders()])
 
-    def account(self) -> dict[str, Any]:
-        """Return the account, JSON-able; the sums over all stores are that of the table.
+    def report(self) -> dict[str, Any]:
+        """Return the whole account, JSON-able; the sums over all stores are that of the table.
 
         `issued` is the sum of `trained`, `training` (in the rollout batch that is trained),
         `waiting` (complete, not drawn), `incomplete` (without late columns), `leased`, `returned`,
