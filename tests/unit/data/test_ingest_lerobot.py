@@ -71,7 +71,7 @@ def test_all_layouts_give_the_rows_that_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Episodes of any number per file, in row groups and batches that divide them."""
-    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows._BLOCK_ROWS", 7)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows.BLOCK_ROWS", 7)
     given = some_columns()
     made = []
     for name, version, per_file in (
@@ -424,7 +424,7 @@ def test_a_video_has_a_frame_for_each_row(tmp_path: Path, times: Sequence[int], 
 
 
 def test_reading_ahead_keeps_order_bound_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_gear.data.ingest.readers.lerobot._AHEAD_BYTES", 10)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.readers.lerobot.AHEAD_BYTES", 10)
     started: list[int] = []
 
     def read(item: int) -> int:

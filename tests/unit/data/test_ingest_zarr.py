@@ -135,6 +135,14 @@ def test_flags_names_and_columns_of_a_store(tmp_path: Path) -> None:
     np.testing.assert_array_equal(renamed.trajectory(1)["observation"], [[6, 7], [8, 9]])
 
 
+def test_observations_after_steps_have_the_role_of_observations(tmp_path: Path) -> None:
+    rows = np.arange(10, dtype="<f4").reshape(5, 2)
+    more = {"next_obs": rows, "final_observation": rows}
+    dataset = ingest([write(tmp_path / "set.zarr", **more)], tmp_path / "out")
+    roles = {column.name: column.role for column in dataset.schema}
+    assert roles["next_observation"] == roles["final_observation"] == "observation"
+
+
 def _described(**values: Any) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         file = folder / "data" / "obs" / ".zarray"
@@ -227,7 +235,7 @@ def test_blocks_of_episodes_are_those_of_single_ones(
         write_array(source / "data" / name, values)
     made = {}
     for block_bytes in (1, 200, 1 << 20):
-        monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(step_blocks, "BLOCK_BYTES", block_bytes)
         dataset = ingest([source], tmp_path / str(block_bytes))
         made[dataset.fingerprint] = dataset.columns["prompt_id"].tolist()
         with pytest.raises(DataError) as caught:

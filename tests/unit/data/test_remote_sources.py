@@ -22,8 +22,7 @@ from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.ingest import ingest, ingested, open_source
 from deepspeed_gear.data.sources import remote_source, source_path
 from deepspeed_gear.data.sources.block_cache import BLOCK_BYTES, BlockCache
-from deepspeed_gear.data.sources.http_source import _Redirects
-from deepspeed_gear.data.sources.object_source import ObjectSource
+from deepspeed_gear.data.sources.http_source import SafeRedirects
 from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.data.sources.ranged_file import RangedFile, RemoteBytes
 from deepspeed_gear.data.sources.remote_path import RemotePath
@@ -294,7 +293,7 @@ def test_redirects_take_no_credentials_to_other_hosts(tmp_path: Path, hub: Range
 
 
 def test_https_is_not_left() -> None:
-    handler = _Redirects("https://host/name")
+    handler = SafeRedirects("https://host/name")
     request = urllib.request.Request("https://host/name")
     for target in ("http://host/name", "ftp://host/name", "file:///etc/passwd"):
         with pytest.raises(DataError, match="must stay on https, got 'a redirect to"):
@@ -456,7 +455,7 @@ def test_objects_folders_and_patterns_of_a_bucket(
     local.mkdir()
     write_forms(local)
     bucket = Bucket({f"bucket/{name}": content for name, content in contents(local).items()})
-    monkeypatch.setattr(ObjectSource, "_file_system", lambda *_: bucket)
+    monkeypatch.setattr("fsspec.filesystem", lambda _: bucket)
     addresses = {
         "s3://bucket/steps.parquet": "steps.parquet",
         "gs://bucket/shards/": "shards",
