@@ -1,4 +1,4 @@
-"""Memory limits of this process: its cgroups (v1 and v2) and the machine's available memory.
+"""Memory limits of a process: its cgroups (v1, v2) and available memory, before an allocation.
 
 Pages of /dev/shm are charged to the cgroup that first touches them, and beyond its limit the kernel
 ends the process with SIGKILL: so a store's size is checked before it is allocated. Page cache

@@ -1,4 +1,4 @@
-"""Reserves rows for new trajectories: evicts, compacts or blocks.
+"""Eviction and waiting for free rows: policies of groups, users' policies, waits of writers.
 
 The native store does it all (store/reserve_rows.cpp), alike for every writer of a node. Python
 chooses what it cannot: a group, or by a class of the user's. And it finds who has died: what a dead

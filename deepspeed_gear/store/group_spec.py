@@ -1,6 +1,4 @@
-"""Specification of a table's groups: which trajectories belong together, and when a group is
-complete.
-"""
+"""Specification of a table's groups: when one is complete, its conditions, and its words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Groups of a table: which are complete, what their trajectories are, and their eviction as a
-whole.
+"""Groups of a table: when one is complete or rejected, its members, and its eviction as a whole.
 
 A complete group is represented by its leader, the trajectory with the highest id at the moment when
 the group became complete: a stream gives it the mass of the group and its other trajectories none.

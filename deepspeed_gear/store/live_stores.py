@@ -1,4 +1,4 @@
-"""Read-only access to the stores of running processes, and to those that are kept without any.
+"""Read-only access to stores of running processes, for inspect and watch, and to kept stores.
 
 A store has no name once its ranks are attached, but /proc/PID/fd leads its user to the memory as
 long as a process holds it. It is mapped read-only and no lock is taken, so a reader can neither

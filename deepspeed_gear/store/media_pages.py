@@ -1,10 +1,10 @@
-"""Pages of a store that hold items: media, and the values of trajectories in ragged columns. Each
-item is there once, under the number of its content.
+"""Pages of a store for media items and ragged values: add, find, evict; equal items once.
 
-An item is a chain of pages; the state of its first page, written last, is the commit point. What is
-needed follows from the rows: those of slots that are not free, and those from other nodes, name it,
-so there is no count that a death could leave wrong. A trajectory's rows are written first, into a
-reserved slot, then its media are added, and it is committed last.
+An item is held under the number of its content. It is a chain of pages; the state of its first
+page, written last, is the commit point. What is needed follows from the rows: those of slots that
+are not free, and those from other nodes, name it, so there is no count that a death could leave
+wrong. A trajectory's rows are written first, into a reserved slot, then its media are added, and it
+is committed last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import MediaPage, PageState
-from deepspeed_gear.store.row_allocator import distinct, is_among, look_up
+from deepspeed_gear.store.row_allocator import distinct, have_ended, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _PARTS = 8  # so many parts of the pages are made free at once, at least one
@@ -291,9 +291,8 @@ class MediaPages:
         whole, begun = (
             np.flatnonzero(states == one) for one in (PageState.WHOLE, PageState.WRITING)
         )
-        owners = self.words[begun, MediaPage.OWNER]
-        living = [owner for owner in set(owners.tolist()) if self._memory.is_alive(owner)]
-        for pages in chain(self.words, np.append(whole, begun[is_among(owners, living)])):
+        is_dead = have_ended(self.words[begun, MediaPage.OWNER], self._memory)
+        for pages in chain(self.words, np.append(whole, begun[~is_dead])):
             held[pages] = True
         states[~held] = PageState.FREE
 

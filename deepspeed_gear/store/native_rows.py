@@ -1,6 +1,4 @@
-"""Rows of columns for C++ and torch: addresses in memory that the caller keeps mapped, forms,
-views.
-"""
+"""Rows of columns for C++ and torch: their addresses, forms and checks, and views as tensors."""
 
 from __future__ import annotations
 

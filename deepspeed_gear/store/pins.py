@@ -1,5 +1,7 @@
-"""Pins: which trajectories the batch streams of a store still read. A writer, which has no batch
-streams, computes them from the streams' regions in the store (store/eviction.cpp).
+"""Pins: which trajectories are still read by selections, and releases of those of dead processes.
+
+A writer, which has no batch streams, computes them from the streams' regions in the store
+(store/eviction.cpp).
 """
 
 from __future__ import annotations

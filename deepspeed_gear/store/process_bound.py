@@ -1,6 +1,7 @@
-"""Objects of one process: neither pickled nor copied, nor used by a forked child, which has its
-parent's locks, sample numbers and memory but no threads: two would return the same batches, and an
-end would detach the parent.
+"""Objects of one process: they cannot be pickled or copied, and a forked child cannot use them.
+
+The child has its parent's locks, sample numbers and memory but no threads: two would return the
+same batches, and an end would detach the parent.
 """
 
 from __future__ import annotations

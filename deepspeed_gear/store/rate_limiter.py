@@ -1,7 +1,6 @@
-"""Rate limiter: when the writers or samplers of a table must block, on one node and over several.
-Pure.
+"""Rate limiter: when writers or samplers of a table must block, and the quotas of several nodes.
 
-The native store tests whether writers may add (`MayInsert` in store/rate_limiter.cpp).
+Pure. The native store tests whether writers may add (`MayInsert` in store/rate_limiter.cpp).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records of a store's shared memory: one class of words per record. Header: store/store.h."""
+"""Words of a store's records in shared memory, one class each; in C++: store/store.h."""
 
 from __future__ import annotations
 

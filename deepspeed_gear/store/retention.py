@@ -1,4 +1,4 @@
-"""Retention: how long trajectories stay in a table. Pure."""
+"""Retention: how long trajectories stay: limits of steps, age, lag and draws; policy. Pure."""
 
 from __future__ import annotations
 

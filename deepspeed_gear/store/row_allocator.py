@@ -1,5 +1,4 @@
-"""Allocation of rows and slots of a store, the order of its trajectories, and the log of changed
-slots.
+"""Rows and slots of a store: the slot table, lists derived from it, and repair after deaths.
 
 Two lists run through the slots, each with a sentinel: extents by address, between which the free
 rows lie, and trajectories by age, those that are committed and those that are retired. They lie in
@@ -19,31 +18,28 @@ which processes live.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.store.native_store import native_store
 from deepspeed_gear.store.records import Control, Growing, MomentHead, SlotLink, SlotRetention
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import TableSpec
 
 
 class RowAllocator:
-    """The slots and extents of a store with a capacity, mapped; `arrays` are all that is stored by
-    row. [rows, ...]. Every method requires the lock.
+    """The slots and extents of a store with a capacity, mapped. Every method requires the lock.
+
+    Args:
+        handle: The native store of this process, as `native_store.native_store`.
+        spec: The specification of the table.
+        memory: The memory of the store; its locks show which processes live.
+        views: The regions of the memory.
     """
 
     def __init__(
-        self,
-        native: ModuleType,
-        spec: TableSpec,
-        memory: SharedMemory,
-        views: Mapping[str, np.ndarray],
-        columns: Mapping[str, np.ndarray],
-        arrays: Sequence[np.ndarray],
+        self, handle: Any, spec: TableSpec, memory: SharedMemory, views: Mapping[str, np.ndarray]
     ) -> None:
         self._memory = memory
         self.control = views["control"]
@@ -61,13 +57,14 @@ class RowAllocator:
         if self._counts:
             self._moments_head = views["moments_head"]
             self._moments = views["moments"]
-        self.handle: Any = native_store(native, spec, memory, views, columns, arrays)
+        self.handle = handle
         #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of
         #: the last search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
         self.reserve: Callable[[int, int], int] = self.handle.reserve
         #: Publish the steps of a reserved slot and free what follows its rows: slot, steps, rows,
-        #: and number of the global batch that is selected next. Returns the new id.
-        self.commit: Callable[[int, int, int, int], int] = self.handle.commit
+        #: number of the global batch that is selected next, bits of its late columns. Returns the
+        #: new id.
+        self.commit: Callable[[int, int, int, int, int], int] = self.handle.commit
         #: Publish the first steps of an open trajectory, whose rows are written.
         self.grow: Callable[[int, int], None] = self.handle.grow
         #: Retire a committed trajectory.

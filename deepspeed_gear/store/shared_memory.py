@@ -1,4 +1,4 @@
-"""Shared memory of a node's processes: create, attach, liveness, removal.
+"""Shared-memory files of a node: create, attach, which processes live, removal of leftovers.
 
 A file is created under no name, allocated, initialised and only then linked, so no process ever
 maps half a store. Each attached process holds a lock on one byte of the file; the kernel releases

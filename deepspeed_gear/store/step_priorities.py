@@ -1,4 +1,4 @@
-"""Step priorities of a store: the priorities of its rows, which move with their trajectories."""
+"""Repair of step priorities, which move with their rows, after the death of a process."""
 
 from __future__ import annotations
 

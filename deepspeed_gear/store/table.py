@@ -1,6 +1,7 @@
-"""One node's part of a table: columns in shared or mapped memory, and the slot table of its
-trajectories. A slot is reserved -> committed -> retired -> free; its state word is the commit
-point, written last. All free slots and rows derive from the slot table.
+"""Table: one node's part of it in a store; create, attach, read and write rows, commit, evict.
+
+Columns lie in shared or mapped memory. A slot is reserved -> committed -> retired -> free; its
+state word is the commit point, written last. All free slots and rows derive from the slot table.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from deepspeed_gear.store.memory_layout import (
     write_header,
 )
 from deepspeed_gear.store.native_rows import as_tensor
+from deepspeed_gear.store.native_store import native_store, row_arrays
 from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt, SlotRetention
@@ -99,9 +101,8 @@ class Table:
         #: copied too.
         self.gathers_own_rows = spec.in_memory or not spec.has_arrivals
         self.compressed = spec.compressed
-        self.columns |= cast(
-            "Mapping[str, np.ndarray]", self.compressed
-        )  # they are indexed as arrays
+        # Compressed columns are indexed as arrays.
+        self.columns |= cast("Mapping[str, np.ndarray]", self.compressed)
         #: From a part of this process to its next one, whose rows are read ahead; 0: none are.
         self.parts_ahead = 0
         #: Called with the lock held after the death of its owner: they rebuild derived state.
@@ -110,21 +111,9 @@ class Table:
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._recover())
         if spec.dataset is None:
-            # All that is stored by row: columns, and priorities and draw counts of the streams.
-            arrays = [self.columns[column.name] for column in spec.schema if column.rows != "1"]
-            meaning = layout.meaning
-            if spec.return_to_go and spec.schema.role("reward") is not None:
-                arrays.append(self.columns[RETURN_TO_GO])
-            for name, view in views.items():
-                stream, _, part = name.rpartition("/")
-                if part == "row_slots":
-                    arrays += [view, views[f"{stream}/priorities"]]
-                elif (
-                    part == "draws"
-                    and meaning[stream.removeprefix("stream/")].get("unit") == "step"
-                ):
-                    arrays.append(view)
-            self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
+            arrays = row_arrays(spec, layout, views, self.columns)
+            native = native_store(ops.native, spec, memory, views, self.columns, arrays)
+            self.extents = RowAllocator(native, spec, memory, views)
         #: `SharedPrompt` of each slot that is not free; None: the table has no prompts. [slots, 2],
         #: int64.
         self.shared_prompts: np.ndarray | None = views.get("shared_prompts")
@@ -334,9 +323,10 @@ class Table:
         more = 0 if self.shared_prompts is None else self.shared_prompts[slots, SharedPrompt.STEPS]
         return np.asarray(own + more)
 
-    def share_prompts(self, slots: np.ndarray, steps: np.ndarray) -> None:
-        """Set how many first steps others hold of trajectories whose columns are there, [n] each,
-        int64.
+    def restore_shared_prompts(self, slots: np.ndarray, steps: np.ndarray) -> None:
+        """Set how many first steps others hold of trajectories that a checkpoint has restored.
+
+        Their columns are there already, by which the groups are known. [n] each, int64.
         """
         if self.shared_prompts is not None and self.groups is not None:
             ids = self.slots[slots, Slot.ID]
@@ -459,12 +449,18 @@ class Table:
             returns = torch.from_numpy(self.columns[RETURN_TO_GO])
             self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
-    def commit(self, slot: int, born: int = 0) -> int:
-        """Publish a reserved slot, `born` for the next batch; return its id. Requires the lock."""
+    def commit(self, slot: int, born: int = 0, present: int = 0) -> int:
+        """Publish a reserved slot; return its id. Requires the lock.
+
+        Args:
+            slot: The slot.
+            born: Number of the global batch that is selected next.
+            present: Bits of the late columns that the trajectory has.
+        """
         record = self.slots[slot]
         assert record[Slot.STATE] == SlotState.RESERVED, record
         return self.extents.commit(
-            slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born
+            slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born, present
         )
 
     def commit_group(self, lease: LeaseRecord, slots: np.ndarray, present: np.ndarray) -> list[int]:
@@ -491,10 +487,6 @@ class Table:
     def late_present(self, slot: int) -> int:
         """Return the bits of the late columns that a trajectory has. Requires the lock."""
         return int(self.views["retention"][slot, SlotRetention.PRESENT])
-
-    def note_late(self, slot: int, present: int) -> None:
-        """Set the bits of the late columns that came with a trajectory that was just committed."""
-        self.views["retention"][slot, SlotRetention.PRESENT] = present
 
     def raise_policy_version(self, version: int) -> None:
         """Set the version of the learner's policy, which never decreases. Requires the lock."""

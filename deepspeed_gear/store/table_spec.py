@@ -1,4 +1,4 @@
-"""Specification of a table: schema, sizes and retention, from which its memory is laid out."""
+"""Specification of a table: schema, sizes, shard, retention; the regions of its memory."""
 
 from __future__ import annotations
 

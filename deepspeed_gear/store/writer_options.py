@@ -1,4 +1,5 @@
-"""The options of a config that a writer depends on: how an actor's config is compared with a run's.
+"""Options that a writer depends on: whether an actor's config matches that of a run.
+
 They are the seed and all of the table's. An actor has no config models (DeepSpeed's), so the store
 holds them with defaults, which fill in what an actor leaves out.
 """
