@@ -61,7 +61,7 @@ def environment_of(variable: str) -> None:
     site.addsitedir(sysconfig.get_path("purelib"))
     sys.path.insert(0, str(ROOT))
     try:
-        from deepspeed_gear.ops import builder, toolchain  # noqa: F401
+        from deepspeed_gear.ops import op_builders, toolchain  # noqa: F401
     except ImportError as error:
         sys.exit(
             f"{variable}=1 builds against the torch and DeepSpeed that are installed, but: "
@@ -84,7 +84,12 @@ def native_ops(wanted: list[str]) -> dict[str, Any]:
 
     from deepspeed_gear.errors import GearError
     from deepspeed_gear.ops import toolchain
-    from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, compile_kernels, nvcc_flags
+    from deepspeed_gear.ops.op_builders import (
+        GearBuilder,
+        GearCudaBuilder,
+        compile_kernels,
+        nvcc_flags,
+    )
 
     ops = [op for op in (GearBuilder(), GearCudaBuilder()) if op.BUILD_VAR in wanted]
     try:

@@ -155,12 +155,12 @@ def is_there(module: str) -> bool:
 
 def builds(here: Machine) -> list[Wave]:
     """Both builds at once; the stages after the first one find them in the cache."""
-    load = "from deepspeed_gear.ops.builder import {0}; print({0}().load().__file__)"
+    load = "from deepspeed_gear.ops.op_builders import {0}; print({0}().load().__file__)"
     cross = (
-        "import pathlib, sys; from deepspeed_gear.ops import builder, toolchain; "
-        "from deepspeed_gear.ops.native_op import CudaOp; flags = builder.nvcc_flags(); "
+        "import pathlib, sys; from deepspeed_gear.ops import op_builders, toolchain; "
+        "from deepspeed_gear.ops.native_op import CudaOp; flags = op_builders.nvcc_flags(); "
         "key = toolchain.short_key({'flags': flags, 'sources': CudaOp().source_digest()}); "
-        "print(*builder.compile_kernels(pathlib.Path(sys.argv[1], f'kernels-{key}'), flags), "
+        "print(*op_builders.compile_kernels(pathlib.Path(sys.argv[1], f'kernels-{key}'), flags), "
         "sep='\\n')"
     )
     cpu = Step("build of the CPU op", (PYTHON, "-c", load.format("GearBuilder")), 300, needs=())

@@ -1,4 +1,4 @@
-"""The policy board: a node's newest policy parameters, in shared memory, for its actors."""
+"""The policy board: publishes a node's newest parameters in shared memory, and loads them."""
 
 from __future__ import annotations
 
@@ -105,12 +105,20 @@ class PolicyBoard(BoardReader):
     Thread safety: one thread per process. Process safety: one publisher, `MAX_READERS` readers.
     """
 
-    def __init__(self, memory: SharedMemory, layout: Layout, search: BoardSearch | None) -> None:
+    def __init__(self, memory: SharedMemory, search: BoardSearch | None = None) -> None:
         self._search = search  # for the board of the run's next job
         self._published: int | None = None  # last version of a rank that shares its leader's board
-        self._open(memory, layout)
+        self._open(memory)
 
-    def _open(self, memory: SharedMemory, layout: Layout) -> None:
+    def _open(self, memory: SharedMemory) -> None:
+        with undo_on_error(memory.close):
+            layout, self._run = read_header(memory.fd, str(memory.path))
+            if BOARD not in layout.meaning:
+                raise StoreError(
+                    str(memory.path),
+                    "must be a policy board",
+                    remedy="give the name that the learner's PolicyBoard has",
+                )
         self._memory = memory
         self._views = layout.views(memory.buffer)
         self.tensors = BoardTensors.of_json(layout.meaning[BOARD]["tensors"])
@@ -173,7 +181,7 @@ class PolicyBoard(BoardReader):
         memory = SharedMemory.create(layout.total_bytes, PUBLISHER, huge_pages=False)
         with undo_on_error(memory.close):
             write_header(memory.buffer, layout, run)
-            board = cls(memory, layout, search)
+            board = cls(memory, search)
             board.publish(module, number)
             memory.link(board_file(prefix), reaped=True)
         return board
@@ -188,7 +196,7 @@ class PolicyBoard(BoardReader):
             rule = f"must be created by the node leader within {timeout_s:g} s"
             remedy = "call PolicyBoard.create on every rank, or only where is_node_leader"
             raise StoreError("the run's policy board", rule, None, remedy)
-        board = cls(*found, search)
+        board = cls(found, search)
         with undo_on_error(board.close):
             board.tensors.check_exact(module)
         board._published = version
@@ -222,16 +230,15 @@ class PolicyBoard(BoardReader):
             if config is not None or run is not None:
                 remedy = "leave the others out"
                 raise ConfigError("name", "must be the only argument", name, remedy)
-            return cls(*_attached(name), None)
+            return cls(_attached(name))
         wanted = WantedRun.read(config, run)
         search = BoardSearch(wanted.prefix, wanted.names, wanted.section)
         found = wait_until(lambda: _found(search), wait_s, _SEARCH_S)
         if found is None:
             raise search.error(wait_s)
-        memory, layout = found
-        with undo_on_error(memory.close):
-            _, own = read_header(memory.fd, str(memory.path))
-            return cls(memory, layout, BoardSearch(wanted.prefix, [own.id]))
+        board = cls(found)
+        board._search = BoardSearch(wanted.prefix, [board._run.id])
+        return board
 
     @property
     def name(self) -> str:
@@ -318,7 +325,7 @@ class PolicyBoard(BoardReader):
         found = _found(self._search)
         if found is not None:
             self._finalizer()
-            self._open(*found)
+            self._open(found)
 
     def copy_newest(self, target: np.ndarray) -> tuple[int, int]:
         """Copy the bytes of the newest version.
@@ -362,21 +369,12 @@ class PolicyBoard(BoardReader):
         self._finalizer()
 
 
-def _attached(name: str) -> tuple[SharedMemory, Layout]:
+def _attached(name: str) -> SharedMemory:
     """Map a board as one of its readers."""
-    memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
-    with undo_on_error(memory.close):
-        layout, _ = read_header(memory.fd, str(memory.path))
-        if BOARD not in layout.meaning:
-            raise StoreError(
-                str(memory.path),
-                "must be a policy board",
-                remedy="give the name that the learner's PolicyBoard has",
-            )
-        return memory, layout
+    return SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
 
 
-def _found(search: BoardSearch) -> tuple[SharedMemory, Layout] | None:
+def _found(search: BoardSearch) -> SharedMemory | None:
     """Map the board that a search finds; None if there is none now."""
     name = search.find()
     if name is not None:

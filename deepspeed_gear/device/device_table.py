@@ -1,4 +1,4 @@
-"""Tables on a device with the streams that sample from them, and mixtures of them."""
+"""Tables on a device: draws, exponents of PER weights, priority updates, and mixtures of tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed_gear.batching.gather import Buffers, Gatherer, GatherOptions
 from deepspeed_gear.config import SamplerOptions
 from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, PrioritizedSampler
 from deepspeed_gear.config.schedules import function_of
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter
 from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
 from deepspeed_gear.errors import ConfigError
@@ -330,6 +330,12 @@ def device_of(given: torch.device | str) -> torch.device:
 
 
 def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
+    """Return the ops for tables on a device; ConfigError: `gear.backend` or the device has none.
+
+    Args:
+        backend: The option `gear.backend`.
+        ops: Ops for host memory.
+    """
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
             "device", "must be a CPU or CUDA device", str(device), 'write "cpu" or "cuda:0"'

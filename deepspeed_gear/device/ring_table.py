@@ -1,7 +1,8 @@
-"""A table in the memory of one device, private to the process, with rings of rows and slots.
+"""A table in the memory of one device: rings of rows and slots, added steps, removal, statistics.
 
-A trajectory never wraps around the end of the rows (common/ring.h), and the oldest ones are
-evicted. Tensors have fixed addresses, for CUDA graphs.
+It is private to the process. A trajectory never wraps around the end of the rows
+(common/ring_layout.h), and the oldest ones are evicted. Tensors have fixed addresses, for CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Packing
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
-from deepspeed_gear.ops import Ops, faults
+from deepspeed_gear.ops import Ops, kernel_faults
 from deepspeed_gear.ops.constants import (
     HIGHEST_SO_FAR,
     MOST_INDICES,
@@ -225,6 +226,7 @@ class RingTable:
         self._rewards = None if reward is None else self.columns[reward.name]
         self.state = zeros(RingState.NUM_WORDS)
         self.slots = zeros(spec.num_slots, Slot.NUM_WORDS)
+        # Number of each slot's first row (see RingState): it tells a wrapped row from an old one.
         self.begins = zeros(spec.num_slots)
         self.sums = zeros(tree_size(self.num_items))
         self.minima = zeros(minima_size(self.num_items) if items.has_minima else 0)
@@ -452,12 +454,12 @@ class RingTable:
 
     def num_trajectories(self) -> int:
         """Return the number of stored trajectories. Waits for the device."""
-        with faults.named():
+        with kernel_faults.named():
             return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
 
     def statistics(self) -> dict[str, int]:
         """Return sizes, and counts of updates. Waits for the device."""
-        with faults.named():
+        with kernel_faults.named():
             state = self.state.tolist()
         counts = state[RingState.COUNTS :]
         statistics = {
@@ -487,7 +489,7 @@ class RingTable:
 
     def priority_counts(self) -> tuple[int, int]:
         """Return how many priority updates were ever applied, and clamped. Waits for the device."""
-        with faults.named():
+        with kernel_faults.named():
             counts = self.state[RingState.COUNTS :].tolist()
         return counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
 

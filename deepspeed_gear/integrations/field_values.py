@@ -36,9 +36,9 @@ def field_block(name: str, values: Any, dumps: Callable[[Any], bytes] = _pickled
     Raises:
         DataError: An object cannot be pickled.
     """
-    if isinstance(values, torch.Tensor) and not values.is_nested:
-        return _dense_block(values)
     if isinstance(values, torch.Tensor):
+        if _is_plain(values) and values.dim() - 1 <= MOST_DIMS:
+            return _dense_block(values)
         if _is_whole_jagged(values):
             return _jagged_block(values)
         values = values.unbind()
@@ -62,16 +62,18 @@ def field_block(name: str, values: Any, dumps: Callable[[Any], bytes] = _pickled
     return FieldBlock(Form(OBJECT, "", 0), sizes, shapes, contents)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor are the bytes of its elements."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
 def _are_like_tensors(values: Sequence[Any]) -> bool:
     first = values[0] if len(values) else None
-    if not isinstance(first, torch.Tensor) or first.layout != torch.strided:
-        return False
-    if first.is_nested or first.is_quantized or first.dim() > MOST_DIMS:
+    if not isinstance(first, torch.Tensor) or first.dim() > MOST_DIMS:
         return False
     return all(
         type(one) is type(first)
-        and one.layout == first.layout
-        and not one.is_nested
+        and _is_plain(one)
         and one.dtype == first.dtype
         and one.dim() == first.dim()
         for one in values
@@ -90,15 +92,10 @@ def _form(dtype: torch.dtype, num_dims: int) -> Form:
 
 
 def _dense_block(values: torch.Tensor) -> FieldBlock:
-    count = len(values)
     shape = values.shape[1:]
-    size = math.prod(shape) * values.element_size()
-    shapes = np.broadcast_to(np.array(shape, np.int64), (count, len(shape)))
-    sizes = np.full(count, size, np.int64)
-    form = _form(values.dtype, len(shape))
-    if len(shape) > MOST_DIMS or values.is_quantized or values.layout != torch.strided:
-        return field_block("", [*values.unbind()])
-    return FieldBlock(form, sizes, shapes, [_host_bytes(values)])
+    sizes = np.full(len(values), math.prod(shape) * values.element_size(), np.int64)
+    shapes = np.broadcast_to(np.array(shape, np.int64), (len(values), len(shape)))
+    return FieldBlock(_form(values.dtype, len(shape)), sizes, shapes, [_host_bytes(values)])
 
 
 def _is_whole_jagged(nested: torch.Tensor) -> bool:

@@ -6,20 +6,19 @@ into a table that all ranks share, and its micro batches are packs that are plan
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.engine.attach import disable, enable
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.frameworks.deepspeed_compat import wrap
+from deepspeed_gear.integrations.framework_options import check_version
 from deepspeed_gear.integrations.openrlhf_options import (
     COUNT,
     LOGGED,
@@ -27,8 +26,8 @@ from deepspeed_gear.integrations.openrlhf_options import (
     fill_ds_config,
     fill_section,
 )
+from deepspeed_gear.replay.packed.rollout import Rollout
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.rollout import Rollout
 
 #: Versions of OpenRLHF whose trainer reads its replay buffer as this one is read.
 VERSIONS = ">=0.11,<0.12"
@@ -36,14 +35,8 @@ _REMEDY = "pip install 'openrlhf>=0.11,<0.12'"
 _EPISODE = ("rewards", "scores", "response_length", "truncated", "total_length")
 
 
-def check_version(version: str) -> None:
-    """Raise a ConfigError unless a version of OpenRLHF is one of those that were tested."""
-    if not SpecifierSet(VERSIONS).contains(version, prereleases=True):
-        raise ConfigError("openrlhf", f"must have a version {VERSIONS}", version, _REMEDY)
-
-
 with ConfigError.on("openrlhf", f"must be installed, {VERSIONS}", ImportError, remedy=_REMEDY):
-    check_version(importlib.metadata.version("openrlhf"))
+    check_version("openrlhf", VERSIONS, _REMEDY)
     from openrlhf.trainer.ppo_utils.experience import (
         Experience,
         remove_padding_in_sequences,

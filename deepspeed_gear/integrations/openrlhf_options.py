@@ -1,4 +1,4 @@
-"""What a table for OpenRLHF's policy follows from: its options, by their names there.
+"""OpenRLHF's options: which ones a table supports, and the gear section that follows from them.
 
 Nothing here imports OpenRLHF: `args` is the namespace that its command line gives.
 """
@@ -6,12 +6,13 @@ Nothing here imports OpenRLHF: `args` is the namespace that its command line giv
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.integrations.framework_options import TABLE, Limit, follow, one_of
 
-TABLE = "rollouts"
 #: Columns with a number for each action, by the field of OpenRLHF's Experience that they hold.
 ACTION_FIELDS = {
     "old_logp": "action_log_probs",
@@ -24,20 +25,7 @@ COUNT = "num_actions"
 LOGGED = "logged"
 _LOGGED_BYTES = 4096
 _PAGE = "docs/how-to/openrlhf.md has a section to begin with"
-
-
-class Limit(NamedTuple):
-    """Values of an option that a table supports.
-
-    Attributes:
-        accepts: Whether a value is supported.
-        rule: What must hold.
-        remedy: What to do.
-    """
-
-    accepts: Callable[[Any], bool]
-    rule: str
-    remedy: str
+_follow = partial(follow, "OpenRLHF's options")
 
 
 _ALONE = "must be 1: the ranks of a group would each add the same experience"
@@ -47,10 +35,10 @@ LIMITED = {
         "must be on: micro batches are packs of as many tokens as fit",
         "give --train.dynamic_batch_enable --ds.packing_samples",
     ),
-    "ds.ring_attn_size": Limit(lambda size: size == 1, _ALONE, "leave it out"),
-    "ds.tensor_parallel_size": Limit(lambda size: size == 1, _ALONE, "leave it out"),
+    "ds.ring_attn_size": Limit(one_of(1), _ALONE, "leave it out"),
+    "ds.tensor_parallel_size": Limit(one_of(1), _ALONE, "leave it out"),
     "ds.deepcompile": Limit(
-        lambda is_on: not is_on,
+        one_of(False, None),
         "must be off: compiled graphs reduce gradients by themselves",
         "leave it out",
     ),
@@ -62,8 +50,7 @@ def check_options(args: Any) -> None:
     for name, limit in LIMITED.items():
         group, option = name.split(".")
         value = getattr(getattr(args, group), option, 1 if option.endswith("_size") else False)
-        if not limit.accepts(value):
-            raise ConfigError(f"--{name}", limit.rule, value, limit.remedy)
+        limit.check(f"--{name}", value)
 
 
 def action_columns(args: Any) -> dict[str, str]:
@@ -135,11 +122,3 @@ def fill_ds_config(config: dict[str, Any], section: Mapping[str, Any]) -> dict[s
     if types.get("grad_accum_dtype") is None:
         types["grad_accum_dtype"] = "fp32"
     return {**config, "data_types": types}
-
-
-def _follow(section: dict[str, Any], where: str, values: Mapping[str, Any]) -> None:
-    """Set options that follow from OpenRLHF's; ConfigError: one has another value."""
-    for name, value in values.items():
-        if section.setdefault(name, value) != value:
-            remedy = "leave it out: it follows from OpenRLHF's options"
-            raise ConfigError(f"{where}{name}", f"must be {value!r}", section[name], remedy)

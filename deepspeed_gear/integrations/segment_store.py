@@ -1,8 +1,9 @@
-"""Values of samples by field, in files of one node that outlive every process that uses them.
+"""TransferQueue's values in files of a node: put, get, clear, save and load, safe under kills.
 
-A put writes an unnamed file, then, under the lock of the store, names it and appends one record to
-the log: that record is the commit point of the whole put. A get reads the log's new records, then
-the files. The kernel drops the lock of a process that dies, and an unnamed file with it.
+The files outlive every process that uses them. A put writes an unnamed file, then, under the lock
+of the store, names it and appends one record to the log: that record is the commit point of the
+whole put. A get reads the log's new records, then the files. The kernel drops the lock of a process
+that dies, and an unnamed file with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -303,7 +305,9 @@ class SegmentStore(ProcessBound):
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             try:
                 self._refresh()
-                self._cut_log()
+                # What is left of a record by a process that died.
+                if os.fstat(self._log).st_size > self._log_end:
+                    os.ftruncate(self._log, self._log_end)
                 yield
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
@@ -328,23 +332,20 @@ class SegmentStore(ProcessBound):
         size = os.fstat(self._log).st_size
         if size == self._log_end:
             return False
-        content = _read_bytes(self._log, self._log_end, size - self._log_end)
+        with open(self._log, "rb", closefd=False) as file:
+            file.seek(self._log_end)
+            content = file.read(size - self._log_end)  # less if another process cuts the log
         before = self._log_end
         for record, end in unframed(content):
             self._index.apply(record)
             self._log_end = before + end
         return self._log_end != before
 
-    def _cut_log(self) -> None:
-        """Remove what a process that died left of a record. Requires the lock of the store."""
-        if os.fstat(self._log).st_size > self._log_end:
-            os.ftruncate(self._log, self._log_end)
-
     def _append(self, record: bytes) -> None:
         """Commit a record, then free what it freed. Requires the lock of the store."""
         whole = frame(record)
         try:
-            _write_bytes(self._log, whole, self._log_end)
+            _write_pieces(self._log, [memoryview(whole)], self._log_end)
         except BaseException:
             os.ftruncate(self._log, self._log_end)
             raise
@@ -480,21 +481,14 @@ class SegmentStore(ProcessBound):
         return fields, reads
 
     def _read(self, fields: Mapping[str, StoredField], reads: Sequence[_Read]) -> None:
+        """Read bytes into fields; `reads` are in the order of their segments."""
         views = {name: one.content.data for name, one in fields.items()}
-        opened = -1
-        fd = -1
-        try:
-            for one in reads:
-                if one.segment != opened:
-                    if fd >= 0:
-                        os.close(fd)
-                        fd = -1
-                    path = self._segments / str(one.segment)
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    opened = one.segment
-                _read_into(fd, one.start, views[one.field][one.to : one.to + one.size])
-        finally:
-            if fd >= 0:
+        for segment, of_segment in groupby(reads, key=lambda one: one.segment):
+            fd = os.open(self._segments / str(segment), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for one in of_segment:
+                    _read_into(fd, one.start, views[one.field][one.to : one.to + one.size])
+            finally:
                 os.close(fd)
 
 
@@ -526,10 +520,6 @@ def _write_pieces(fd: int, pieces: list[memoryview], at: int) -> int:
     return at
 
 
-def _write_bytes(fd: int, content: bytes, at: int) -> None:
-    _write_pieces(fd, [memoryview(content)], at)
-
-
 def _read_into(fd: int, start: int, view: memoryview) -> None:
     while len(view):
         count = os.preadv(fd, [view[:_MOST_BYTES]], start)
@@ -538,19 +528,6 @@ def _read_into(fd: int, start: int, view: memoryview) -> None:
             raise StoreError("a segment", rule, f"none at {start}", "put its values again")
         view = view[count:]
         start += count
-
-
-def _read_bytes(fd: int, start: int, size: int) -> bytes:
-    """Return up to so many bytes: another process may cut the log meanwhile."""
-    parts = []
-    while size > 0:
-        part = os.pread(fd, min(size, _MOST_BYTES), start)
-        if not part:
-            break
-        parts.append(part)
-        start += len(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def _punch_hole(fd: int, start: int, size: int) -> None:

@@ -1,8 +1,8 @@
-"""A storage backend of TransferQueue: `tq.init({"backend": gear_backend()})`.
+"""A storage backend of TransferQueue: its storage nodes, puts and gets, and checkpoints.
 
-Values lie in files of the node (`SegmentStore`), by default in /dev/shm, which the processes of the
-node read and write themselves; one actor per node serves the processes of other nodes. No process
-holds a value, so none loses one by its death.
+`tq.init({"backend": gear_backend()})` uses it. Values lie in files of the node (`SegmentStore`), by
+default in /dev/shm, which the processes of the node read and write themselves; one actor per node
+serves the processes of other nodes. No process holds a value, so none loses one by its death.
 
 The import registers the backend. Other processes of the Ray job import this module when they
 unpickle TransferQueue's config, which holds a `StorageUnits`.
@@ -124,20 +124,9 @@ class NodeStorage:
                 shutil.rmtree(folder)
         self._store()
 
-    def put(self, samples: np.ndarray, blocks: Mapping[str, FieldBlock]) -> None:
-        self._store().put(samples, blocks)
-
-    def get(self, samples: np.ndarray, names: Sequence[str]) -> dict[str, StoredField]:
-        return self._store().get(samples, names)
-
-    def clear(self, samples: np.ndarray) -> None:
-        self._store().clear(samples)
-
-    def save(self, folder: Path) -> None:
-        self._store().save(folder)
-
-    def load(self, folder: Path) -> None:
-        self._store().load(folder)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the values' `SegmentStore`, and return its result."""
+        return getattr(self._store(), method)(*arguments)
 
     def pid(self) -> int:
         return os.getpid()
@@ -301,33 +290,22 @@ class GearStorageManager(StorageManager):
     ) -> None:
         if data_parser is not None:
             values = _parsed(values, data_parser)
-        waiting = []
+        calls = {}
         for unit, at in self._positions(samples).items():
             chosen = values
             if len(at) < len(samples):
                 chosen = {name: _selected(one, at) for name, one in values.items()}
             blocks = {name: field_block(name, one, _dumps) for name, one in chosen.items()}
-            if unit in self._own:
-                self._own[unit].put(samples[at], blocks)
-            else:
-                whole = {name: _in_one_piece(block) for name, block in blocks.items()}
-                waiting.append(self._actor(unit).put.remote(samples[at], whole))
-        ray.get(waiting)
+            if unit not in self._own:
+                blocks = {name: _in_one_piece(block) for name, block in blocks.items()}
+            calls[unit] = (samples[at], blocks)
+        self._call("put", calls)
 
     def _get(self, samples: np.ndarray, names: list[str]) -> dict[str, Any]:
         positions = self._positions(samples)
-        waiting = {
-            unit: self._actor(unit).get.remote(samples[at], names)
-            for unit, at in positions.items()
-            if unit not in self._own
-        }
         try:
-            stored = {
-                unit: self._own[unit].get(samples[at], names)
-                for unit, at in positions.items()
-                if unit in self._own
-            }
-            stored |= {unit: ray.get(one) for unit, one in waiting.items()}
+            calls = {unit: (samples[at], names) for unit, at in positions.items()}
+            stored: dict[int, dict[str, StoredField]] = self._call("get", calls)
         except FieldError as error:
             raise StorageKeyNotFoundError(str(error)) from error
         batch = {}
@@ -348,17 +326,12 @@ class GearStorageManager(StorageManager):
         return batch
 
     def _clear(self, samples: np.ndarray) -> None:
-        waiting = []
-        for unit, at in self._positions(samples).items():
-            if unit in self._own:
-                self._own[unit].clear(samples[at])
-            else:
-                waiting.append(self._actor(unit).clear.remote(samples[at]))
-        ray.get(waiting)
+        positions = self._positions(samples)
+        self._call("clear", {unit: (samples[at],) for unit, at in positions.items()})
 
     def _save(self, folder: Path) -> None:
         folder.mkdir()
-        self._on_all("save", folder)
+        self._call("save", self._parts(folder))
         content = {"units": len(self._units.nodes)}
         (folder / _UNITS).write_text(json.dumps(content))
 
@@ -371,17 +344,32 @@ class GearStorageManager(StorageManager):
             rule = f"must be of as many storage nodes as the job has, {len(self._units.nodes)}"
             remedy = "start it with so many nodes, by required_node_resource"
             raise CheckpointError(str(folder), rule, saved, remedy)
-        self._on_all("load", folder)
+        self._call("load", self._parts(folder))
 
-    def _on_all(self, method: str, folder: Path) -> None:
-        waiting = []
-        for unit in range(len(self._units.nodes)):
-            part = folder / f"unit-{unit}"
-            if unit in self._own:
-                getattr(self._own[unit], method)(part)
-            else:
-                waiting.append(getattr(self._actor(unit), method).remote(part))
-        ray.get(waiting)
+    def _parts(self, folder: Path) -> dict[int, tuple[Path]]:
+        """Return each unit's folder in a checkpoint, as an argument."""
+        return {unit: (folder / f"unit-{unit}",) for unit in range(len(self._units.nodes))}
+
+    def _call(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of units' stores: of other nodes by their actors, of this node here.
+
+        Args:
+            method: Its name.
+            calls: Its arguments, by unit.
+        Returns:
+            Its results, by unit.
+        """
+        waiting = {
+            unit: self._actor(unit).call.remote(method, *given)
+            for unit, given in calls.items()
+            if unit not in self._own
+        }
+        results = {
+            unit: getattr(self._own[unit], method)(*given)
+            for unit, given in calls.items()
+            if unit in self._own
+        }
+        return results | {unit: ray.get(one) for unit, one in waiting.items()}
 
 
 def _batched_values(data: TensorDict, name: str) -> Any:

@@ -21,7 +21,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.integrations.grpo_losses import GRPOLoss
 from deepspeed_gear.integrations.trl_internals import GRPOTrainerParts, scored_columns
 from deepspeed_gear.integrations.trl_options import LIMITED, check_options, fill_ds_config
-from deepspeed_gear.replay.rollout import Rollout, TrainStep
+from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -65,9 +65,8 @@ class PackedGRPOTrainer(GRPOTrainerParts):
         with _initialize_by(disable):  # for the engines of reference and reward models
             super().__init__(model, reward_funcs, args, *arguments, **options)
         if self.has_router_loss:
-            limit = LIMITED["router_aux_loss_coef"]
-            name = "GRPOConfig.router_aux_loss_coef"
-            raise ConfigError(name, limit.rule, "the model's own", limit.remedy)
+            name = "router_aux_loss_coef"
+            LIMITED[name].check(f"GRPOConfig.{name}", "the model's own")
         self._loss = loss
         self._train_steps: Iterator[TrainStep] = iter(())
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.integrations.framework_options import check_version
 
 #: Versions of TRL whose losses are those of grpo_losses.py; the extra `trl` has the same.
 VERSIONS = ">=1.16,<1.17"
@@ -43,12 +43,6 @@ SCORED = {
 READ = (
     "prompt_ids prompt_mask completion_ids completion_mask tool_mask advantages num_items_in_batch"
 ).split()
-
-
-def check_version(version: str) -> None:
-    """Raise a ConfigError unless a version of TRL is one of those that were tested."""
-    if not SpecifierSet(VERSIONS).contains(version, prereleases=True):
-        raise ConfigError("trl", f"must have a version {VERSIONS}", version, REMEDY)
 
 
 def check_names(trainer: type, output: type) -> None:
@@ -85,7 +79,7 @@ def _refuse(missing: str) -> NoReturn:
 
 
 with ConfigError.on("trl", f"must be installed, {VERSIONS}", ImportError, remedy=REMEDY):
-    check_version(importlib.metadata.version("trl"))
+    check_version("trl", VERSIONS, REMEDY)
     from datasets import Dataset
     from trl import GRPOTrainer
     from trl.trainer.utils import FusedCausalLMOutput

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.integrations.framework_options import TABLE
 from deepspeed_gear.integrations.trl import PackedGRPOTrainer
 from deepspeed_gear.integrations.trl_internals import placeholder_prompts
-from deepspeed_gear.integrations.trl_options import TABLE
-from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout import Rollout
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -79,7 +80,7 @@ class LedgerGRPOTrainer(PackedGRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         """Return empty batches without end: prompts are those of the ledger."""
-        return _empty_batches()
+        return repeat({})
 
     def next_rollout(self, inputs: Any) -> Rollout:
         """Wait for the groups of the next rollout batch; return it with advantages. Collective."""
@@ -149,8 +150,3 @@ def _check(args: Any, options: dict[str, Any]) -> None:
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:
     """Reward nothing: TRL requires a function, which only evaluation calls."""
     return [0.0] * len(completions)
-
-
-def _empty_batches() -> Iterator[dict[str, Any]]:
-    while True:
-        yield {}

@@ -1,5 +1,4 @@
-"""Options of TRL's GRPOConfig: which ones the packed step applies, which have no packed form, and
-the gear section that follows from them.
+"""TRL's GRPOConfig: options that are applied or refused, and the gear section from them.
 
 Every field of the installed GRPOConfig is in one of the lists;
 tests/unit/integrations/test_trl_options.py compares them. A field that is in none, such as one of a
@@ -9,78 +8,58 @@ newer transformers, is refused if it has another value than its default.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.integrations.framework_options import TABLE, Limit, follow, one_of
 from deepspeed_gear.integrations.grpo_losses import NORMALIZE, GRPOLoss
 
-#: The table of the responses.
-TABLE = "rollouts"
-
-
-class Limit(NamedTuple):
-    """Values of an option that have a packed form.
-
-    Attributes:
-        accepts: Whether a value has one.
-        rule: The rule, as in an error.
-        remedy: How to correct it.
-    """
-
-    accepts: Callable[[Any], bool]
-    rule: str
-    remedy: str
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
 _PADDED = "or train with TRL's GRPOTrainer"
+_follow = partial(follow, "the GRPOConfig")
 
 #: Options of which some values have no packed form.
 LIMITED: dict[str, Limit] = {
     "loss_type": Limit(
-        _one_of(*NORMALIZE),
+        one_of(*NORMALIZE),
         f"must be one of {', '.join(NORMALIZE)}: bnpo is a mean over one rank's own tokens",
         'use "dapo", the mean over the tokens of all ranks',
     ),
     "importance_sampling_level": Limit(
-        _one_of("token", "sequence"), 'must be "token" or "sequence"', "use one of them"
+        one_of("token", "sequence"), 'must be "token" or "sequence"', "use one of them"
     ),
     "top_entropy_quantile": Limit(
-        _one_of(1),
+        one_of(1),
         "must be 1.0: a quantile over tokens of several packs has no packed form",
         f"leave it out, {_PADDED}",
     ),
     "entropy_coef": Limit(
-        _one_of(0),
+        one_of(0),
         "must be 0: an entropy bonus is a mean of its own, beside that of the loss",
         f"leave it out, {_PADDED}",
     ),
     "use_adaptive_entropy": Limit(
-        _one_of(False),
+        one_of(False),
         "must be False: an entropy bonus is a mean of its own, beside that of the loss",
         f"leave it out, {_PADDED}",
     ),
     "router_aux_loss_coef": Limit(
-        _one_of(None, 0),
+        one_of(None, 0),
         "must be 0: the load balance of experts is a loss of padded batches",
         f"set it to 0.0, {_PADDED}",
     ),
     "neftune_noise_alpha": Limit(
-        _one_of(None, 0),
+        one_of(None, 0),
         "must be None: the noise depends on the length of a row, which is a pack here",
         "leave it out",
     ),
     "gradient_accumulation_steps": Limit(
-        _one_of(1),
+        one_of(1),
         "must be 1: an optimizer step has as many micro batches as its responses need",
         "multiply per_device_train_batch_size by it instead",
     ),
     "parallelism_config": Limit(
-        _one_of(None),
+        one_of(None),
         "must be None: only data parallel ranks have been tested with TRL",
         "leave it out",
     ),
@@ -154,9 +133,7 @@ def check_options(args: Any) -> None:
         args: A GRPOConfig.
     """
     for name, limit in LIMITED.items():
-        value = getattr(args, name)
-        if not limit.accepts(value):
-            raise ConfigError(f"GRPOConfig.{name}", limit.rule, value, limit.remedy)
+        limit.check(f"GRPOConfig.{name}", getattr(args, name))
     known = {*LIMITED, *APPLIED, *UNCHANGED}
     for field in config_fields(type(args)):
         value = getattr(args, field.name, None)
@@ -281,11 +258,3 @@ _TEXT: dict[str, dict[str, Any]] = {
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},
     "group": {"dtype": "int64", "rows": "1"},
 }
-
-
-def _follow(section: dict[str, Any], where: str, values: Mapping[str, Any]) -> None:
-    """Set options that follow from the GRPOConfig; ConfigError: one has another value."""
-    for name, value in values.items():
-        if section.setdefault(name, value) != value:
-            remedy = "leave it out: it follows from the GRPOConfig"
-            raise ConfigError(f"{where}{name}", f"must be {value!r}", section[name], remedy)

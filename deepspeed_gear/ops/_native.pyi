@@ -312,7 +312,7 @@ def pixels_count(
 ) -> None:
     """Count pixel values by channel; all by address."""
 
-def order_statistics(
+def quantile_bins_find(
     values: int,
     dtype: int,
     num_elements: int,
@@ -327,7 +327,7 @@ def order_statistics(
 ) -> None:
     """Find the finite values around quantiles of elements [first, first + count); by address."""
 
-def digits_count(
+def quantile_digits_count(
     values: int,
     dtype: int,
     num_rows: int,
@@ -342,7 +342,7 @@ def digits_count(
 ) -> None:
     """Count digits of the keys of elements [first, first + count); by address."""
 
-def brackets_count(
+def quantile_brackets_count(
     values: int,
     dtype: int,
     num_rows: int,
@@ -359,7 +359,7 @@ def brackets_count(
 ) -> None:
     """Count keys below brackets and in them, and collect those in them; all by address."""
 
-def keys_select(
+def quantile_keys_select(
     keys: int,
     are_long: bool,
     num_keys: int,

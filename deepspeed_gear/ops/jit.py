@@ -1,4 +1,4 @@
-"""Load a native op once per process, and build it once per node.
+"""Just-in-time builds: one per node under a lock, loaded once per process, owners checked first.
 
 Ranks are serialised by a lock on a file beside the build folder. The kernel releases it when its
 process ends: a killed build blocks no later one. torch's own `lock` file, which would, is removed
@@ -27,9 +27,8 @@ from types import ModuleType
 
 from torch._appdirs import user_cache_dir
 
+from deepspeed_gear.errors import BuildError
 from deepspeed_gear.timeouts import wait_until
-
-from ..errors import BuildError
 
 BUILD_TIMEOUT_S = 600.0
 _FINISHED = "gear_finished.json"
@@ -131,7 +130,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
     build depends on.
     """
     folder = build_folder(name)
-    failure = build_folder(name).with_suffix(".failed")
+    failure = folder.with_suffix(".failed")
     check_folders(folder)
     asked_at = time.time_ns()
     with build_lock(folder.with_suffix(".lock"), timeout_s):

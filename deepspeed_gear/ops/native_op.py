@@ -1,7 +1,7 @@
-"""The native ops: their sources, dependencies and keys, and the build that fits this process.
+"""The native ops: their sources, flags and keys, and the prebuilt op or build that fits here.
 
-It works without DeepSpeed, which `builder` needs to compile them, and whose import warns without a
-GPU.
+It works without DeepSpeed, which `op_builders` needs to compile them: importing DeepSpeed warns
+where there is no GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import BuildError
-from ..log import LOG
-from . import jit, toolchain
+from deepspeed_gear.errors import BuildError
+from deepspeed_gear.log import LOG
+from deepspeed_gear.ops import jit, toolchain
 
 # No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers
 # decide it.
@@ -42,7 +42,7 @@ class NativeOp(ABC):
     OTHER_HEADERS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)  # `builder` mixes this class into DeepSpeed's op builders
+        super().__init__(**options)  # `op_builders` mixes this class into DeepSpeed's op builders
         self.csrc = toolchain.csrc_root()
 
     def absolute_name(self) -> str:

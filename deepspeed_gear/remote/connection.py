@@ -1,4 +1,4 @@
-"""Connection to a gateway: sessions, and calls with a deadline that are retried after a loss."""
+"""A client's connection to a gateway: its token and TLS, deadlines, and retries of lost calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RemoteRolloutWorker: a rollout worker on a machine without a store, through a gateway."""
+"""RemoteRolloutWorker: leases and commits from a machine without a store, through a gateway."""
 
 from __future__ import annotations
 

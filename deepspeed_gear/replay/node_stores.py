@@ -13,7 +13,7 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.errors import StoreError, show_bytes, undo_on_error
 from deepspeed_gear.log import LOG
 from deepspeed_gear.plan.resolved_plan import Resolved, ResolvedTable
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.store.cgroup_limits import read_file, tightest

@@ -18,7 +18,7 @@ import numpy as np
 from deepspeed_gear.distributed.batch_barrier import BarrierWord
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.sample_counts import sample_ages, stored_samples
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores

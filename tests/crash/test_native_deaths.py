@@ -14,7 +14,7 @@ from instruction_deaths import states_left
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear import Column, Schema
-from deepspeed_gear.data.running_moments import Moment
+from deepspeed_gear.data.statistics.running_moments import Moment
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor

@@ -14,7 +14,7 @@ from op_arguments import arguments
 from op_kit import LOST
 
 from deepspeed_gear import KernelError
-from deepspeed_gear.ops import Ops, faults, jit
+from deepspeed_gear.ops import Ops, jit, kernel_faults
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def test_a_fault_names_op_index_rule_and_remedy(
     first_line = str(raised.value).splitlines()[0]
     assert first_line.startswith(f"gear: {text}")
     assert LOST in first_line
-    monkeypatch.setitem(jit._loaded, "gear_cuda", module)
-    fault = faults.found_fault()
+    monkeypatch.setattr(jit, "loaded", lambda name: module)
+    fault = kernel_faults.found_fault()
     assert f"gear: {fault}" == first_line
-    with pytest.raises(KernelError, match=LOST), faults.named():
+    with pytest.raises(KernelError, match=LOST), kernel_faults.named():
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 

@@ -11,7 +11,7 @@ import pytest
 from gear_support import ROOT
 
 from deepspeed_gear.ops import toolchain
-from deepspeed_gear.ops.builder import GearCudaBuilder, nvcc_flags
+from deepspeed_gear.ops.op_builders import GearCudaBuilder, nvcc_flags
 
 HOME = toolchain.cuda_home()
 CSRC = toolchain.csrc_root()

@@ -9,7 +9,7 @@ from fault_cases import fault_case
 from op_kit import moved
 
 from deepspeed_gear import KernelError
-from deepspeed_gear.ops import faults, load_backend
+from deepspeed_gear.ops import kernel_faults, load_backend
 
 
 def main() -> None:
@@ -20,12 +20,12 @@ def main() -> None:
     given = moved(given, "cuda")
     run = getattr(ops, op)
     torch.cuda.synchronize()
-    assert faults.found_fault() is None
+    assert kernel_faults.found_fault() is None
     if way == "captured":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run(*given)
-        assert faults.found_fault() is None
+        assert kernel_faults.found_fault() is None
         graph.replay()
     else:
         run(*given)
@@ -35,14 +35,14 @@ def main() -> None:
         print("torch:", str(error).splitlines()[0])
     else:
         raise SystemExit("no error ended the kernel")
-    fault = faults.found_fault()
+    fault = kernel_faults.found_fault()
     assert str(fault).startswith(text), fault
     try:
         run(*given)
     except RuntimeError as error:
         print("next op:", str(error).splitlines()[0])
     try:
-        with faults.named():
+        with kernel_faults.named():
             torch.cuda.synchronize()
     except KernelError as error:
         print("named:", error)

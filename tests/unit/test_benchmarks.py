@@ -1,6 +1,5 @@
 """The benchmarks: each runs with tiny sizes, and what they compare really is comparable."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -20,13 +19,6 @@ LONG = pytest.mark.skipif(
     os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
 )
 Load = Callable[[str], ModuleType]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
-    """Import a module of the benchmarks, which are scripts and no package."""
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -285,7 +277,7 @@ def test_a_difference_of_batches_is_seen(load: Load) -> None:
     other = determinism.Case("uniform step", 0, 4, 2, 3)
     digests = {wanted: ["a", "b"], same: ["a", "b"], other: ["a", "c"]}
     more = {("uniform step", "resumed"): ["a", "b"], ("length", "resumed"): ["x"]}
-    rows = determinism._compare(list(digests), digests, more)
+    rows = determinism.compare(list(digests), digests, more)
     names = (wanted.variant, same.variant, other.variant, "resumed")
     assert [(row["variant"], row["equal"]) for row in rows] == [
         *zip(names, (True, True, False, True), strict=True)

@@ -95,6 +95,7 @@ READS_CONFIG = {
     "replay/device_replay",
     "replay/normalizer",
     "replay/preview",
+    "replay/packed/pack_preview",
     "engine",
     "cli",
 }
@@ -200,7 +201,7 @@ def test_a_circle_is_found(sources: dict[str, str]) -> None:
 # extension builder imports setuptools.
 NOT_FOR_A_BATCH = (
     "deepspeed torch._dynamo torch.utils.cpp_extension setuptools h5py rich pyarrow pandas grpc "
-    "matplotlib gymnasium transformers deepspeed_gear.device.device_table deepspeed_gear.ops.builder "
+    "matplotlib gymnasium transformers deepspeed_gear.device.device_table deepspeed_gear.ops.op_builders "
     "deepspeed_gear.replay.device_replay deepspeed_gear.actors.start_actors deepspeed_gear.data.ingest "
     "deepspeed_gear.remote.remote_writer deepspeed_gear.engine.attach deepspeed_gear.cli.main"
 ).split()

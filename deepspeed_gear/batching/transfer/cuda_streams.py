@@ -1,4 +1,4 @@
-"""Transfer streams: batches are gathered on a CUDA stream of their own, or in the calling thread.
+"""Transfer streams (lanes): CUDA streams of gathers, and selections released after their reads.
 
 Nothing here waits for a device, except `Event.synchronize`, before host memory is overwritten.
 """
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.ops import faults
+from deepspeed_gear.ops import kernel_faults
 
 ALIGNMENT = 128  # alignment of tensors in one allocation: a cache line of a GPU
 
@@ -202,14 +202,14 @@ class DeferredRelease:
     def settle(self) -> None:
         if not self._waiting:
             return
-        with self._lock, faults.named():
+        with self._lock, kernel_faults.named():
             while self._waiting and self._waiting[0][0].query():
                 _, release, number = self._waiting.popleft()
                 release(number)
 
     def drain(self) -> bool:
         """Wait for all events and release their selections; return whether there were any."""
-        with self._lock, faults.named():
+        with self._lock, kernel_faults.named():
             had_some = bool(self._waiting)
             while self._waiting:
                 event, release, number = self._waiting.popleft()

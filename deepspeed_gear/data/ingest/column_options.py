@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.reader import Reader, column_name
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.source_columns import column_name
+from deepspeed_gear.data.stored_values import as_numbers, as_stored
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
-from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
 from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.schema import Column, Schema
 

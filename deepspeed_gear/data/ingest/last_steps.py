@@ -20,6 +20,11 @@ TRANSITION = "transition"  # a step as every other row: Open X-Embodiment
 OBSERVATION = "observation"  # only the observation after the last step: RLDS, OGBench
 REWARD = "reward"  # that observation, and the reward of the step before: Dreamer
 ACTION = "action"  # as REWARD, and the action of that step, too: DrQ-v2, ExORL, V-D4RL
+#: Note on end flags that do not state why an episode ended.
+ENDS_TERMINATE = (
+    "end flags are taken as terminated, as they do not distinguish a terminal state from a time "
+    "limit: --episode-length N takes an end after N steps as truncated"
+)
 LAST_STEPS = (TRANSITION, OBSERVATION, REWARD, ACTION)
 _MOVED = {REWARD: ("reward", "discount"), ACTION: ("action", "reward", "discount")}
 

@@ -154,11 +154,11 @@ def _unpadded(where: str, value: Any, mask: Any) -> np.ndarray:
     return ids if kept is None else ids[kept != 0]
 
 
-def label_as_reward(row: dict[str, Any]) -> str | None:
-    """Make a label of KTO, true or false, the reward of its answer; return the label's name."""
+def label_as_reward(row: dict[str, Any]) -> str:
+    """Make a label of KTO, true or false, the reward of its answer; return its name, or ""."""
     names = [name for name in _LABELS if isinstance(row.get(name), (bool, np.bool_))]
     if not names or "reward" in row:
-        return None
+        return ""
     row["reward"] = float(row.pop(names[0]))
     return names[0]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.encoded_images import FORMATS, is_image_file, pack_images
-from deepspeed_gear.data.ingest.reader import LEAVE_OUT
+from deepspeed_gear.data.ingest.source_columns import LEAVE_OUT
 from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.errors import DataError
 

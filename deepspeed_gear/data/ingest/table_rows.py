@@ -18,8 +18,9 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
-from deepspeed_gear.data.arrow_sizes import NUMBER_BYTES, ROW_BYTES, ArrowSizes
 from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.arrow_sizes import NUMBER_BYTES, ROW_BYTES, ArrowSizes
+from deepspeed_gear.data.ingest.parquet_pages import column_pages, value_width
 from deepspeed_gear.data.ingest.source_checks import (
     DAMAGED,
     FLOOR_BYTES,
@@ -28,7 +29,6 @@ from deepspeed_gear.data.ingest.source_checks import (
     pyarrow_for,
 )
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.parquet_pages import column_pages, value_width
 from deepspeed_gear.data.sources.opened_files import arrow_file, file_content
 from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import DataError

@@ -74,21 +74,23 @@ PyMethodDef kMethods[] = {
         "None"),
     Function<gear::cpu::CountPixels, true>(
         "pixels_count", "pixels_count(pixels, keep, num_rows, outer, inner, last, bins) -> None"),
-    Function<gear::python::OrderStatistics, true>(
-        "order_statistics",
-        "order_statistics(values, dtype, num_elements, first, count, runs, num_runs, levels, "
+    Function<gear::python::FindQuantilesInBins, true>(
+        "quantile_bins_find",
+        "quantile_bins_find(values, dtype, num_elements, first, count, runs, num_runs, levels, "
         "num_levels, found) -> None"),
-    Function<gear::python::CountDigits, true>(
-        "digits_count",
-        "digits_count(values, dtype, num_rows, num_elements, first, count, keep, passes, "
+    Function<gear::python::CountQuantileDigits, true>(
+        "quantile_digits_count",
+        "quantile_digits_count(values, dtype, num_rows, num_elements, first, count, keep, passes, "
         "num_passes, counts) -> None"),
-    Function<gear::python::CountBrackets, true>(
-        "brackets_count",
-        "brackets_count(values, dtype, num_rows, num_elements, keep, bounds, num_of, most, below, "
+    Function<gear::python::CountQuantileBrackets, true>(
+        "quantile_brackets_count",
+        "quantile_brackets_count(values, dtype, num_rows, num_elements, keep, bounds, num_of, "
+        "most, below, "
         "keys, capacity, num_keys) -> None"),
-    Function<gear::python::SelectKeys, true>(
-        "keys_select",
-        "keys_select(keys, are_long, num_keys, bounds, num_brackets, ranks, num_ranks, found) -> "
+    Function<gear::python::SelectQuantileKeys, true>(
+        "quantile_keys_select",
+        "quantile_keys_select(keys, are_long, num_keys, bounds, num_brackets, ranks, num_ranks, "
+        "found) -> "
         "None"),
     Function<gear::python::AllFinite, true>("all_finite",
                                             "all_finite(values, bytes, type) -> bool"),

@@ -2,7 +2,7 @@
 //
 // Rows of the stored form are read in place; Python and NumPy numbers of other types, and lists of
 // numbers, are converted. What is left to Python: conversions of large arrays, and all that it
-// refuses (data/trajectory_checks.py, `cast`).
+// refuses (data/stored_values.py, `cast`).
 #pragma once
 #include <Python.h>
 

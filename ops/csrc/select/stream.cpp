@@ -1,3 +1,5 @@
+// The plain selections of a batch stream: apply changes of slots and priority reports, draw,
+// resolve, commit; and the next batch drawn ahead. All under the store's lock.
 #include "select/stream.h"
 
 #include <algorithm>

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gear_support import run_command
 
-from deepspeed_gear.cli import inspect
+from deepspeed_gear.cli import dataset_summary, inspect
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.errors import DataError, show_bytes
@@ -133,10 +133,10 @@ def test_returns_are_those_of_the_rewards_where_none_are_stored(tmp_path: Path) 
         for i, length in enumerate((1, 7, 3)):
             writer.add({"reward": np.arange(length) + i, "x": np.zeros(length + 1)})
     dataset = Dataset.open(tmp_path / "set")
-    returns = inspect.returns_of(dataset)
+    returns = dataset_summary.returns_of(dataset)
     assert returns is not None
     assert returns.tolist() == [0, 28, 9]
-    assert inspect.summarize(dataset)["return"]["mean"] == 37 / 3
+    assert dataset_summary.summarize(dataset)["return"]["mean"] == 37 / 3
 
 
 def test_a_data_set_without_returns_or_finite_values(
@@ -150,7 +150,7 @@ def test_a_data_set_without_returns_or_finite_values(
     lines = lines_of(capsys.readouterr().out)
     assert lines["x"] == ["float32", "[]", "T", "12", "B", "-", "-", "-", "-"]
     assert "return" not in lines
-    assert json.dumps(inspect.summarize(Dataset.open(tmp_path / "set")), allow_nan=False)
+    assert json.dumps(dataset_summary.summarize(Dataset.open(tmp_path / "set")), allow_nan=False)
 
 
 def test_a_folder_without_files_of_gear_is_neither(tmp_path: Path) -> None:

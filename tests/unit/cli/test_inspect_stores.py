@@ -29,7 +29,8 @@ from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.cli import inspect
-from deepspeed_gear.cli.inspect import drawing, find_saves, of_living, of_saved
+from deepspeed_gear.cli.inspect import find_saves
+from deepspeed_gear.cli.table_contents import drawing, of_living, of_saved
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError, show_bytes
 from deepspeed_gear.store.group_spec import COUNTED, GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gear_support import run_command, write_dataset
 
-from deepspeed_gear.cli import inspect, split
+from deepspeed_gear.cli import dataset_summary, split
 from deepspeed_gear.data import dataset_writer
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
@@ -190,15 +190,15 @@ def test_split_balances_bytes_and_leaves_no_part_empty(
 
 def test_inspect_says_which_part(whole: Dataset, tmp_path: Path) -> None:
     parts = write_parts(whole, tmp_path / "out", BOUNDS)
-    summaries = [inspect.summarize(part) for part in parts]
-    lines = inspect.dataset_lines({**summaries[1], "verified": False})
+    summaries = [dataset_summary.summarize(part) for part in parts]
+    lines = dataset_summary.dataset_lines({**summaries[1], "verified": False})
     assert "  part          1 of 3: ids 1 to 3 of 6" in lines
     assert f"  whole         {whole.fingerprint}, 22 steps" in lines
     assert "training split of the whole" in lines[-1]
     assert summaries[1]["part"]["first"] == 1
-    of_whole = inspect.summarize(whole)
+    of_whole = dataset_summary.summarize(whole)
     assert not any(
-        "  part " in line for line in inspect.dataset_lines({**of_whole, "verified": False})
+        "  part " in line for line in dataset_summary.dataset_lines({**of_whole, "verified": False})
     )
     for name, entry in of_whole["split"].items():
         found = sum(summary["split"][name]["trajectories"] for summary in summaries)

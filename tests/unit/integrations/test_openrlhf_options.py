@@ -1,6 +1,7 @@
 """What a table for OpenRLHF's policy follows from: options by name, without the package."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.integrations.framework_options import check_version
 from deepspeed_gear.integrations.openrlhf_options import (
     action_columns,
     check_options,
@@ -134,7 +136,8 @@ def test_without_openrlhf_the_error_names_the_versions() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("openrlhf") is None, reason="needs openrlhf")
 @pytest.mark.parametrize("version", ["0.10.9", "0.12.0", "1.0"])
-def test_another_version_is_refused(version: str) -> None:
+def test_another_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = importlib.import_module("deepspeed_gear.integrations.openrlhf")
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     with pytest.raises(ConfigError, match=rf"openrlhf must have a version .*got '{version}'"):
-        adapter.check_version(version)
+        check_version("openrlhf", adapter.VERSIONS, "")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.integrations.framework_options import check_version
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 needs_trl = pytest.mark.skipif(not HAS_TRL, reason="trl is not installed")
@@ -32,15 +33,17 @@ def test_without_trl_the_error_names_the_extra(module: str) -> None:
 @needs_trl
 def test_the_extra_has_the_versions_that_are_accepted(internals: Any, checkout: Path) -> None:
     assert f'\n  "trl{internals.VERSIONS}",' in (checkout / "pyproject.toml").read_text()
-    internals.check_version(importlib.metadata.version("trl"))
 
 
 @needs_trl
 @pytest.mark.parametrize("version", ["1.15.2", "1.17.0", "1.17.0.dev0", "2.0"])
-def test_another_version_is_refused(internals: Any, version: str) -> None:
+def test_another_version_is_refused(
+    internals: Any, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     match = rf"trl must have a version {internals.VERSIONS}, got '{version}'; pip install"
     with pytest.raises(ConfigError, match=match):
-        internals.check_version(version)
+        check_version("trl", internals.VERSIONS, internals.REMEDY)
 
 
 @needs_trl

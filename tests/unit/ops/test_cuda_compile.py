@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import include_paths
 
 from deepspeed_gear.ops import toolchain
-from deepspeed_gear.ops.builder import GearCudaBuilder
+from deepspeed_gear.ops.op_builders import GearCudaBuilder
 
 SUPPORTED = (80, 90, 100)
 

@@ -18,10 +18,9 @@ import torch
 from process_support import exit_status, in_child, kill
 
 from deepspeed_gear.errors import BuildError
-from deepspeed_gear.ops import backends, jit, load_backend, toolchain
-from deepspeed_gear.ops import builder as builder_module
-from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
+from deepspeed_gear.ops import backends, jit, load_backend, op_builders, toolchain
 from deepspeed_gear.ops.native_op import CpuOp, NativeOp
+from deepspeed_gear.ops.op_builders import GearBuilder, GearCudaBuilder
 from deepspeed_gear.timeouts import wait_until
 
 BINDING = """
@@ -38,7 +37,7 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition
 # Loads the op of the sources in argv[1], waits argv[2] seconds at most.
 DRIVER = """
 import pathlib, sys
-from deepspeed_gear.ops.builder import GearBuilder
+from deepspeed_gear.ops.op_builders import GearBuilder
 builder = GearBuilder()
 builder.csrc = pathlib.Path(sys.argv[1])
 builder.load(timeout_s=float(sys.argv[2]))
@@ -202,7 +201,7 @@ def test_a_toolkit_of_torchs_major_version_fits(
     gpu: GearCudaBuilder, monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int], fits: bool
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(builder_module, "installed_cuda_version", lambda name: installed)
+    monkeypatch.setattr(op_builders, "installed_cuda_version", lambda name: installed)
     found = [(what, remedy) for what, remedy in gpu.missing().items() if "toolkit" in what]
     refused = ("toolkit 12.9 is not for torch's CUDA 13.0", "install the CUDA 13.0 toolkit")
     assert found == ([] if fits else [refused])
@@ -231,8 +230,8 @@ def test_a_finished_build_of_the_kernels_is_taken_where_all_that_it_depends_on_a
         "compiler_version": (toolchain, lambda: "c++ 99"),
         "installed_version": (toolchain, lambda _: "0.99"),
         "cuda_home": (toolchain, lambda: None),
-        "_NVCC_FLAGS": (builder_module, ["--fmad=true"]),
-        "_DROPPED_FLAGS": (builder_module, ()),
+        "_NVCC_FLAGS": (op_builders, ["--fmad=true"]),
+        "_DROPPED_FLAGS": (op_builders, ()),
     }
     for what, (module, value) in others.items():
         with monkeypatch.context() as patch:

@@ -15,8 +15,8 @@ from compiled_kernels import compiled_kernels, flags_for, folder_of
 
 from deepspeed_gear.ops import jit, toolchain
 from deepspeed_gear.ops.backends import load_native
-from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 from deepspeed_gear.ops.native_op import CudaOp, covers
+from deepspeed_gear.ops.op_builders import GearBuilder, GearCudaBuilder
 
 SHOW = """
 import deepspeed_gear, torch

@@ -17,9 +17,9 @@ from gear_support import wait_until
 from remote_support import TOKEN, WRONG, assert_same, connect, section, served, stored, trajectory
 
 from deepspeed_gear.errors import LostNodeError, StoreError
-from deepspeed_gear.remote import gateway, gateway_limits, gateway_messages
-from deepspeed_gear.remote.gateway import LeaseSessions, Sessions
+from deepspeed_gear.remote import gateway, gateway_limits, gateway_messages, gateway_sessions
 from deepspeed_gear.remote.gateway_limits import CallLimits, CountedLog, Peer
+from deepspeed_gear.remote.gateway_sessions import LeaseSessions, WriterSessions
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # and empty settings
 
@@ -43,8 +43,8 @@ def is_open(one: socket.socket) -> bool:
     return False
 
 
-def slow_calls(count: int) -> bytes:
-    """Return a connection's bytes of calls with the token whose messages never end."""
+def slow_calls() -> bytes:
+    """Return a connection's bytes of a hundred calls with the token whose messages never end."""
 
     def text(value: bytes) -> bytes:
         return bytes([len(value)]) + value
@@ -61,7 +61,7 @@ def slow_calls(count: int) -> bytes:
     header = b"".join(b"\0" + text(name) + text(value) for name, value in names.items())
     message = b"\0" + (60_000_000).to_bytes(4, "big") + b"x" * 100
     sent = PREFACE
-    for number in range(1, 2 * count, 2):
+    for number in range(1, 200, 2):
         for kind, flags, content in ((1, 4, header), (0, 0, message)):
             sent += (
                 len(content).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big")
@@ -141,21 +141,21 @@ def test_calls_that_never_end_leave_workers_to_other_addresses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(section()) as (replay, server):
-        calls = server._calls
-        with held(*(raw(server.port, slow_calls(100), "127.0.0.2") for _ in range(60))):
-            wait_until(lambda: len(calls._calls) == 48, "the share of an address")
+        calls = server.calls
+        with held(*(raw(server.port, slow_calls(), "127.0.0.2") for _ in range(60))):
+            wait_until(lambda: calls.num_calls == 48, "the share of an address")
             with connect(server.url) as writer:
                 writer.add(trajectory(0))
             monkeypatch.setattr(calls, "_longest_s", 0.0)
-            wait_until(lambda: not calls._calls, "the end of calls that take too long")
+            wait_until(lambda: not calls.num_calls, "the end of calls that take too long")
         assert_same(stored(replay), range(1))
     assert any("beyond the share of an address" in text for text in caplog.messages)
 
 
 def test_one_connection_of_many_calls_leaves_workers_to_its_address() -> None:
     with served(section()) as (replay, server):
-        with held(*(raw(server.port, slow_calls(100)) for _ in range(10))):
-            wait_until(lambda: len(server._calls._calls) == 20, "two calls of each connection")
+        with held(*(raw(server.port, slow_calls()) for _ in range(10))):
+            wait_until(lambda: server.calls.num_calls == 20, "two calls of each connection")
             with connect(server.url) as writer:
                 writer.add(trajectory(0))
         assert_same(stored(replay), range(1))
@@ -163,7 +163,7 @@ def test_one_connection_of_many_calls_leaves_workers_to_its_address() -> None:
 
 def test_a_refused_call_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(section()) as (_, server):
-        monkeypatch.setattr(server._calls, "_num_places", 0)
+        monkeypatch.setattr(server.calls, "num_places", 0)
         text = (
             r"log name a limit\? RESOURCE_EXHAUSTED: 127.0.0.1 must leave workers .* start "
             r"fewer writers"
@@ -204,14 +204,14 @@ def test_peers_have_the_names_of_sockets(name: str, peer: tuple[str, int]) -> No
 
 
 def test_a_client_with_too_many_calls_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "_MOST_OF_SESSION", 0)
-    sessions = Sessions(lambda _: 0)
+    monkeypatch.setattr(gateway_sessions, "_MOST_OF_SESSION", 0)
+    sessions = WriterSessions(lambda _: 0)
     sessions.open("a")
     answer = sessions.put("a", -1, [(0, {})])
     assert answer == {"upto": -1, "busy": True, "refused": [], "wait_s": 1.0}
     of_worker: Any = sessions  # the same of rollout workers
     assert LeaseSessions.work(of_worker, "a", {"number": 1}, b"") == {"busy": -1, "wait_s": 1.0}
-    monkeypatch.setattr(gateway, "_MOST_SESSIONS", 1)
+    monkeypatch.setattr(gateway_sessions, "_MOST_SESSIONS", 1)
     sessions.open("a")
     with pytest.raises(
         StoreError, match="the gateway must have at most 1 sessions, got 1; close writers"

@@ -39,7 +39,8 @@ from deepspeed_gear import Replay, SendOptions, TrajectoryWriter
 from deepspeed_gear.cli import main
 from deepspeed_gear.errors import ConfigError, DataError, LostNodeError, StoreError
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.gateway import ANSWER_S, Gateway, Sessions
+from deepspeed_gear.remote.gateway import Gateway
+from deepspeed_gear.remote.gateway_sessions import ANSWER_S, WriterSessions
 
 # ---- exactly once --------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ def test_members_of_groups_come_from_several_writers() -> None:
 
 def test_an_answer_that_is_lost_is_asked_for_again() -> None:
     added: list[int] = []
-    sessions = Sessions(lambda found: added.append(int(found["n"])) or 0)
+    sessions = WriterSessions(lambda found: added.append(int(found["n"])) or 0)
     batch = [(number, {"n": np.array(number)}) for number in range(5)]
     sessions.open("a")
     assert sessions.put("a", -1, batch[:3])["upto"] == 2
@@ -136,14 +137,14 @@ def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPat
             writer.add(trajectory(0))
             writer.flush()
             gateway.sessions.open("gone")
-            (name,) = (client for client in gateway.sessions._sessions if client != "gone")
-            begin = gateway.sessions._sessions[name].called_at
+            (name,) = (client for client in gateway.sessions.by_client if client != "gone")
+            begin = gateway.sessions.by_client[name].called_at
             wait_until(
-                lambda: gateway.sessions._sessions[name].called_at > begin + 0.5, "idle calls"
+                lambda: gateway.sessions.by_client[name].called_at > begin + 0.5, "idle calls"
             )
-            gateway.sessions._sessions["gone"].called_at -= 3600.0
+            gateway.sessions.by_client["gone"].called_at -= 3600.0
             assert gateway.sessions.expire(1800.0) == 1
-            assert list(gateway.sessions._sessions) == [name]
+            assert list(gateway.sessions.by_client) == [name]
             writer.add(trajectory(1))
             writer.flush()
             monkeypatch.setattr(gateway_messages, "IDLE_S", 600.0)
@@ -162,7 +163,7 @@ def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPat
 def test_a_session_that_adds_does_not_expire(most_waiting: int, wait_s: float) -> None:
     """Requests that may not wait are answered at once."""
     goes_on = threading.Event()
-    sessions = Sessions(lambda _: goes_on.wait(20.0) and 0, most_waiting)
+    sessions = WriterSessions(lambda _: goes_on.wait(20.0) and 0, most_waiting)
     sessions.open("a")
     wanted = {"upto": -1, "busy": True, "refused": [], "wait_s": wait_s}
     assert sessions.put("a", -1, [(0, {})]) == sessions.put("a", -1, []) == wanted
@@ -273,12 +274,12 @@ def test_the_end_of_the_run_ends_the_gateway() -> None:
 
 def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
-        with _gateway(replay) as first:
+        with _gateway() as first:
             writer = connect(first.url)
             writer.add(trajectory(0))
             writer.flush()
             port = first.port
-        with _gateway(replay, port=port):
+        with _gateway(port=port):
             writer.add(trajectory(1))
             with pytest.raises(StoreError, match=r"restarted: .*; trajectories 1 to 1 "):
                 writer.flush()
@@ -289,24 +290,24 @@ def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
 
 def test_a_gateway_that_cannot_listen_says_why() -> None:
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
-        with _gateway(replay, host="::1") as first:
+        with _gateway(host="::1") as first:
             assert first.url == f"grpc://[::1]:{first.port}"
             with connect(first.url) as writer:
                 writer.add(trajectory(0))
             address = rf"must be able to listen at \[::1\]:{first.port}"
             with (
                 pytest.raises(ConfigError, match=address),
-                _gateway(replay, host="::1", port=first.port),
+                _gateway(host="::1", port=first.port),
             ):
                 pass
-        wrong = _gateway(replay, certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
+        wrong = _gateway(certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
         with pytest.raises(ConfigError, match="must be able to listen"), wrong:
             pass
         assert_same(stored(replay), range(1))
 
 
 @contextmanager
-def _gateway(replay: Replay, **options: Any) -> Iterator[Gateway]:
+def _gateway(**options: Any) -> Iterator[Gateway]:
     """A gateway that dies without a word, as far as a gateway in this process can."""
     with TrajectoryWriter.attach(section()) as writer:
         made = Gateway(writer, TOKEN, **options)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from torch import nn
 
 from deepspeed_gear import PolicyBoard, RemotePolicyBoard, Replay
 from deepspeed_gear.errors import DataError, LostNodeError, NotReadyError, StoreError
-from deepspeed_gear.remote import board_downloads
+from deepspeed_gear.remote import board_downloads, remote_policy_board
 from deepspeed_gear.remote import remote_policy_board as client_module
 from deepspeed_gear.remote.board_downloads import BoardDownloads, VersionCopy
 from deepspeed_gear.remote.connection import Connection
@@ -347,7 +348,8 @@ def test_without_a_newer_version_a_worker_does_not_call_at_every_step(
         board.publish(policy(2.0))
         monkeypatch.setattr(Connection, "call", fail)
         assert far.load_into(module) == 1
-        far._called_at = time.monotonic() - 3601.0
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3601.0)
+        monkeypatch.setattr(remote_policy_board, "time", later)
         with pytest.raises(LostNodeError):
             far.load_into(module)
 
@@ -395,10 +397,10 @@ def test_a_gateway_holds_two_versions_at_most(
     board.publish(policy(3.0))
     assert clients.begin("third") == 2  # both are downloaded: the newer one of them
     assert clients.begin("third", loaded=2) is None  # which a client gets once
-    assert [copy.version for copy in made._copies] == [1, 2]
+    assert [copy.version for copy in made.copies] == [1, 2]
     assert clients.chunk("first", 1, last)  # it has all, so its place is free
     assert clients.begin("third", loaded=2) == 3
-    assert [copy.version for copy in made._copies] == [2, 3]
+    assert [copy.version for copy in made.copies] == [2, 3]
     assert not clients.chunk("first", 1, 0)
     assert clients.chunk("second", 2, 0)
     board.publish(policy(4.0))
@@ -414,10 +416,10 @@ def test_a_worker_that_was_killed_occupies_nothing(
 ) -> None:
     board, made, clients = downloads
     made.expire()
-    assert len(made._copies) == 1
+    assert len(made.copies) == 1
     monkeypatch.setattr(board_downloads, "READER_S", -1.0)
     made.expire()
-    assert made._copies == []
+    assert made.copies == []
     assert clients.begin("first") == 1  # it was only slow
     monkeypatch.setattr(board_downloads, "_MOST_READERS", 1)
     monkeypatch.setattr(board_downloads, "READER_S", 30.0)
@@ -451,7 +453,7 @@ def test_a_sent_chunk_frees_its_place() -> None:
             far.loaded = 0
             assert far.load_into(module) == 1
             num_chunks += 8
-        wait_until(lambda: not gateway._unsent._calls, "the last chunk")
+        wait_until(lambda: not gateway.unsent.num_calls, "the last chunk")
 
 
 @contextmanager

@@ -44,7 +44,8 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, read_token
-from deepspeed_gear.remote.gateway import Gateway, Sessions, read_certificate
+from deepspeed_gear.remote.gateway import Gateway, read_certificate
+from deepspeed_gear.remote.gateway_sessions import WriterSessions
 
 
 def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -343,7 +344,7 @@ def test_what_a_call_takes_is_bounded_whatever_it_holds(monkeypatch: pytest.Monk
     def refuse(_: Any) -> int:
         raise DataError("it", "must be right")
 
-    sessions = Sessions(refuse)
+    sessions = WriterSessions(refuse)
     sessions.open("a")
     for first in (0, 10, 10, 10):
         answer = sessions.put("a", -1, [(number, {}) for number in range(first, first + 10)])

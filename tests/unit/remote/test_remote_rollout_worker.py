@@ -56,7 +56,8 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.remote.connection import Connection, ConnectionLost
-from deepspeed_gear.remote.gateway import Gateway, LeaseSessions
+from deepspeed_gear.remote.gateway import Gateway
+from deepspeed_gear.remote.gateway_sessions import LeaseSessions
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import remove_garbage
@@ -186,7 +187,7 @@ def test_a_commit_that_waits_for_rows_holds_up_no_other(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one commit, however often its worker asks for it, and ends as one of the node does."""
-    monkeypatch.setattr("deepspeed_gear.remote.gateway.ANSWER_S", 0.1)
+    monkeypatch.setattr("deepspeed_gear.remote.gateway_sessions.ANSWER_S", 0.1)
     monkeypatch.setattr("deepspeed_gear.remote.connection._LEAST_S", 0.5)
     config = ledger_section(data, timeout_s=20.0, capacity_steps=140, capacity_trajectories=24)
     found = list[Any]()

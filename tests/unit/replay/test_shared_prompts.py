@@ -22,7 +22,7 @@ from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
 
 from deepspeed_gear import CheckpointError, DataError, FillWorker, Replay, StoreError
 from deepspeed_gear.cli import export
-from deepspeed_gear.cli.inspect import of_living
+from deepspeed_gear.cli.table_contents import of_living
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.records import SharedPrompt
 from deepspeed_gear.store.shared_memory import remove_garbage

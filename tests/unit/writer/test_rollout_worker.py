@@ -38,7 +38,7 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.cli import inspect
-from deepspeed_gear.cli.inspect import of_living
+from deepspeed_gear.cli.table_contents import of_living
 from deepspeed_gear.data.ingest import ingested
 from deepspeed_gear.plan.table_resolution import prompt_spec_of
 from deepspeed_gear.store.live_stores import living_stores
@@ -93,7 +93,7 @@ def test_the_books_of_a_running_process_are_shown(
             "dropped" in text
         )
         json.dumps(contents)
-        monkeypatch.setattr("deepspeed_gear.cli.inspect.PromptSpec", lambda words: None)
+        monkeypatch.setattr("deepspeed_gear.cli.table_contents.PromptSpec", lambda words: None)
         assert run_command(inspect, "--living", str(os.getpid())) == 0
         assert "cannot be read: it is a store of another version" in capsys.readouterr().out
 
