@@ -175,8 +175,7 @@ def fill_each(
     lineage: str,
     offset: int = 0,
 ) -> None:
-    """Write a late column of many trajectories, as `fill` with `lineage`; what is there already is
-    counted.
+    """Write a late column of many trajectories, as `fill` with `lineage`; count those that have it.
 
     Args:
         table: The table.
@@ -263,8 +262,7 @@ def check_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) -
 def _without_prompts(
     counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int
 ) -> np.ndarray:
-    """Return the values of the rows that trajectories hold themselves: all but the `shared` first,
-    [n].
+    """Return the values of the rows that trajectories hold themselves, without `shared` first ones.
 
     Of 5 rows of which 2 are shared, with an offset of 1, the rows [2, 5) have the values [1, 4).
     `counts` of rows, [n], of which the values are one trajectory's after the other.
@@ -280,8 +278,10 @@ def _without_prompts(
 
 
 def absent(table: Table, *names: str) -> np.ndarray:
-    """Return resolutions of trajectories that lack a late column, by group and id: as of a
-    selection, but with the slot that holds a shared prompt as MASS. Requires the lock.
+    """Return resolutions of trajectories that lack a late column, by group and id.
+
+    They are as of a selection, but with the slot that holds a shared prompt as MASS. Requires the
+    lock.
     """
     retention = table.views["retention"]
     bits = table.spec.schema.late_bits(names)

@@ -57,8 +57,9 @@ class MediaPages:
         self.numbers = numbers
 
     def needed(self, pinned: np.ndarray | None = None, with_arrivals: bool = True) -> np.ndarray:
-        """Return the numbers that trajectories name, or only those in reserved and `pinned` slots,
-        [slots]; and rows from other nodes. [n], int64. Cost: a pass over the rows.
+        """Return the numbers of items that rows name, also rows from other nodes. [n], int64.
+
+        `pinned`: only of reserved slots and these count, [slots], bool. Cost: a pass over the rows.
         """
         states = self._slots[:, Slot.STATE]
         used = (states if pinned is None else states * pinned) != SlotState.FREE
@@ -82,16 +83,15 @@ class MediaPages:
             numbers.arrivals[:] = 0
 
     def find(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the first page of each item, -1 where the store does not hold it. [n] -> [n],
-        int64.
-        """
+        """Return the first page of each item, -1 where the store lacks it. [n] -> [n], int64."""
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
         heads = heads[np.argsort(self.words[heads, MediaPage.NUMBER])]
         return look_up(self.words[heads, MediaPage.NUMBER], numbers, heads)
 
     def contents(self, numbers: np.ndarray, lock: Any) -> dict[int, np.ndarray]:
-        """Return copies of those items that the store holds, by number: [n] -> [bytes] each. Takes
-        the lock itself; the trajectories must be pinned.
+        """Return copies of the items that the store holds, by number. [n] -> [bytes] each.
+
+        Takes the lock itself; the trajectories must be pinned.
         """
         with lock:
             heads = self.find(numbers)
@@ -104,9 +104,7 @@ class MediaPages:
         return found
 
     def named(self, numbers: np.ndarray, lock: Any) -> dict[int, Media]:
-        """Return the media of a pinned trajectory by step, from the numbers of its steps. [T],
-        int64.
-        """
+        """Return a pinned trajectory's media by step, from the numbers of its steps. [T], int64."""
         steps = np.flatnonzero(numbers)
         found = dict[int, Media]()
         for number, content in self.contents(distinct(numbers[steps]), lock).items():
@@ -136,8 +134,10 @@ class MediaPages:
         pinned: Callable[[], np.ndarray] | None = None,
         keep: np.ndarray | None = None,
     ) -> None:
-        """Add what the store lacks; takes the lock itself. `named` are all numbers that the rows
-        name, [n]: these rows are written, so nothing of them is evicted.
+        """Add items that the store lacks; takes the lock itself.
+
+        `named` are all numbers that the rows name, [n]: these rows are written, so nothing of them
+        is evicted.
 
         `release` frees slots or evicts a trajectory, and returns whether it has; `pinned` returns
         which slots it cannot free, [slots], bool. `keep` are numbers that stay, beside what rows
@@ -212,9 +212,7 @@ class MediaPages:
         release: Callable[[], bool],
         pinned: Callable[[], np.ndarray] | None,
     ) -> None:
-        """Free so many pages: those of dead processes, then of what nothing names, then of
-        trajectories.
-        """
+        """Free so many pages: of dead processes, then of unnamed items, then of trajectories."""
         if self._num_free() >= wanted:
             return
         self.recover()
@@ -241,9 +239,7 @@ class MediaPages:
             raise StoreFullError(self.name, rule, f"{free} of {len(self.words)}", remedy)
 
     def _evict(self, wanted: int, named: np.ndarray) -> None:
-        """Evict items that nothing needs, beside those `named`, the oldest first, until so many are
-        free.
-        """
+        """Evict the oldest items that nothing needs, but those `named`, until so many are free."""
         needed = distinct(np.concatenate([self.needed(), named]))
         free = self._num_free()
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
@@ -258,9 +254,7 @@ class MediaPages:
             self.words[pages, MediaPage.STATE] = PageState.FREE
 
     def _reserve(self, numbers: np.ndarray, lengths: np.ndarray, digests: np.ndarray) -> np.ndarray:
-        """Return pages for items, marked as being written: those of the first one, of the next one,
-        ...
-        """
+        """Return pages for items, one item after the other, marked as being written. [pages]."""
         sizes = self._num_pages(lengths)
         words = self.words
         ends = np.cumsum(sizes)
@@ -306,9 +300,7 @@ class MediaPages:
 
 
 def chain(words: np.ndarray, heads: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the first pages of items, [n], then their second pages, ..., from the words of all
-    pages.
-    """
+    """Yield the first pages of items, then their second ones, and so on. [n] each."""
     while len(heads):
         yield heads
         following = words[heads, MediaPage.NEXT]

@@ -17,9 +17,7 @@ _living: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound:
-    """Base of classes whose objects only the process that made them may use; a `with` block closes
-    them.
-    """
+    """Base of classes whose objects only their own process may use; a `with` block closes them."""
 
     def __new__(cls: type[Bound], *arguments: Any, **options: Any) -> Bound:
         """Register an object, weakly, for `_leave_to_parent`."""

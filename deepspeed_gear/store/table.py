@@ -51,9 +51,10 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layou
 
 
 class Table:
-    """A table in this process: one process of a node `create`s it, others `attach`. Methods that
-    change or read slots require `lock` where stated; rows of a reserved slot are its owner's, of a
-    committed one constant.
+    """A table in this process: one process of a node `create`s it, others `attach`.
+
+    Methods that change or read slots require `lock` where stated; rows of a reserved slot are its
+    owner's, of a committed one constant.
     """
 
     def __init__(
@@ -154,9 +155,10 @@ class Table:
         timeout_s: float,
         huge_pages: bool = True,
     ) -> Table:
-        """Create the node's store of a table, not yet linked, and load its data set. `extra` are
-        regions of streams; `meaning` must be equal in all processes. StoreFullError: there is too
-        little memory.
+        """Create the node's store of a table, not yet linked, and load its data set.
+
+        `extra` are regions of streams; `meaning` must be equal in all processes. StoreFullError:
+        there is too little memory.
         """
         layout = table_layout(spec, extra, meaning)
         memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
@@ -184,8 +186,11 @@ class Table:
         ops: Ops,
         timeout_s: float,
     ) -> Table:
-        """Attach to a store of another process of the node. StoreError: no store of this user or
-        this run; ConfigError: its layout differs.
+        """Attach to a store that another process of the node has created.
+
+        Raises:
+            StoreError: There is no store of this user or this run.
+            ConfigError: Its layout differs.
         """
         memory = SharedMemory.attach(name, peer)
         with undo_on_error(memory.close):
@@ -249,9 +254,7 @@ class Table:
 
     @property
     def is_selecting(self) -> bool:
-        """Whether a selection over several nodes is under way; one of a job that was
-        killed is not.
-        """
+        """Whether a selection over several nodes is under way, of a job whose ranks live."""
         return bool(self.control[Control.SELECTING]) and self.has_living_rank
 
     @property
@@ -263,8 +266,7 @@ class Table:
         return as_tensor(self.columns[name], self.spec.schema[name].stored_dtype)
 
     def gather_source(self, name: str) -> torch.Tensor:
-        """Return a column's (or RETURN_TO_GO's) rows to gather from, [rows, *shape]; never write to
-        them.
+        """Return rows to gather from, of a column or RETURN_TO_GO; never write to them. [n, ...].
 
         In memory the store's rows, then the arrivals; of a mapped data set its rows or, where the
         table has arrivals, these only; of a compressed column none. KeyError: there is none, or it
@@ -294,9 +296,7 @@ class Table:
         return rate.counted(self.control) if self.groups is None else self.groups.counted()
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, -1 where none is stored. Requires the lock; one pass over the
-        slots.
-        """
+        """Return each id's slot, -1: not stored. Requires the lock; one pass over the slots."""
         if self.spec.dataset is not None:
             at = np.asarray(ids, np.int64) - self.spec.first_id
             held = (at >= 0) & (at < len(self.slots))
@@ -309,9 +309,7 @@ class Table:
         return committed_at(self.slots, ids)
 
     def shared_prompt(self, slot: int) -> tuple[int, int]:
-        """Return how many first steps of a trajectory another one holds for it, and the slot of
-        that one.
-        """
+        """Return how many first steps another trajectory holds, and the slot of that one."""
         if self.shared_prompts is None:
             return 0, slot
         steps, holder = self.shared_prompts[slot].tolist()
@@ -334,18 +332,14 @@ class Table:
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
     def share_prompt(self, slots: np.ndarray, steps: np.ndarray) -> None:
-        """Let the first of a group's reserved slots hold the first steps of the others, so many of
-        each. [n] each, int64.
-        """
+        """Let the first of a group's reserved slots hold `steps` of each. [n] each, int64."""
         assert self.shared_prompts is not None
         self.shared_prompts[slots, SharedPrompt.STEPS] = steps
         self.shared_prompts[slots, SharedPrompt.SLOT] = slots[0]
         self.shared_prompts[slots[0]] = 0
 
     def own_rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return views of the rows that a trajectory itself holds, each column with its number of
-        rows.
-        """
+        """Return views of the rows that a trajectory itself holds, by column."""
         first = int(self.slots[slot, Slot.FIRST_ROW])
         end = first + int(self.slots[slot, Slot.NUM_STEPS])
         at: dict[str, Any] = {"1": slot, "T": slice(first, end), "T+1": slice(first, end + 1)}
@@ -355,9 +349,7 @@ class Table:
         }
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return a trajectory's rows, as views, or as copies where another one holds the first
-        ones.
-        """
+        """Return a trajectory's rows: views, or copies where another one holds the first ones."""
         own = self.own_rows(slot)
         (steps, holder) = self.shared_prompt(slot)
         if steps:
@@ -391,8 +383,9 @@ class Table:
         end: int | None = None,
         before: int = 0,
     ) -> None:
-        """Write rows, unread by others, of a reserved slot (this process's: no lock needed) or an
-        open one.
+        """Write rows that no process reads yet, of this process's reserved slot or of an open one.
+
+        Of a reserved slot no lock is needed.
 
         `columns` hold all rows, in arrays or lists; late ones may be left out. Written are the
         steps from `known` to `end` (None: the slot's); `before` of those in `columns` come before
@@ -417,9 +410,7 @@ class Table:
             self._derive_returns(np.array([[at, steps]], np.int64))
 
     def _fill(self, dataset: Dataset) -> None:
-        """Fill slots and columns from a data set's part in one pass; DataError if a file has
-        changed.
-        """
+        """Fill slots and columns from a data set in one pass; DataError: a file has changed."""
         spec = self.spec
         slots = self.slots
         held = self.spec.held
@@ -441,9 +432,7 @@ class Table:
         self._derive_returns(np.stack([first_rows, lengths], axis=1))
 
     def _derive_returns(self, extents: np.ndarray) -> None:
-        """Compute returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over their
-        rewards.
-        """
+        """Compute returns-to-go of extents: first row, steps. [n, 2]. Cost: a pass over rewards."""
         reward = self.spec.schema.role("reward")
         if self.spec.return_to_go and reward is not None:
             returns = torch.from_numpy(self.columns[RETURN_TO_GO])
@@ -494,8 +483,9 @@ class Table:
         self.control[Control.POLICY_VERSION] = max(known, version)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict distinct committed trajectories, and with them their groups; return all slots, [n]
-        -> [m]. `removed` as in `TableGroups.evict`. Requires the lock.
+        """Evict distinct committed trajectories, and with them their groups; return all slots.
+
+        [n] -> [m]. `removed` as in `TableGroups.evict`. Requires the lock.
         """
         if self.groups is not None:
             if not removed:
@@ -507,18 +497,16 @@ class Table:
 
     @property
     def lineage(self) -> str:
-        """A name for as long as no id is given to another trajectory: until a
-        checkpoint is loaded.
-        """
+        """A name that lasts as long as no id is given again, which a load of a checkpoint ends."""
         return f"{self._token}.{self.control[Control.LOADS]}"
 
     def restored(self, next_id: int) -> None:
-        """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the
-        lock.
+        """Rebuild derived state after a load has replaced slots and rows. Requires the lock.
+
+        `next_id`: number of the next trajectory.
         """
-        self.control[[Control.LOADS, Control.CHANGED]] += (
-            1  # before an id is given again: see `lineage`
-        )
+        # Before an id is given again: see `lineage`
+        self.control[[Control.LOADS, Control.CHANGED]] += 1
         self.control[Control.NEXT_ID] = next_id
         if self.spec.dataset is None:
             self.extents.rebuild()
@@ -547,8 +535,10 @@ class Table:
 
 
 def holders_of(numbers: np.ndarray, steps: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return which trajectory holds the prompt of each one: the first of its group, by number, that
-    shares no steps; of groups without shared steps any. [n] each -> indices [n], int64.
+    """Return which trajectory holds the prompt of each one. [n] each -> indices [n], int64.
+
+    It is the first of its group, by number, that shares no steps; of groups without shared steps
+    any.
     """
     whole = np.flatnonzero(steps == 0)
     whole = whole[np.lexsort((ids[whole], numbers[whole]))]
@@ -557,9 +547,7 @@ def holders_of(numbers: np.ndarray, steps: np.ndarray, ids: np.ndarray) -> np.nd
 
 
 def _part_of(spec: TableSpec, column: Column) -> np.ndarray:
-    """Return a store's slice of the mapped file of a data set's column; it begins at the store's
-    row 0.
-    """
+    """Return a store's slice of the mapped file of a column, from the store's row 0 on."""
     assert spec.dataset is not None
     whole = spec.dataset.columns[column.name]
     if column.rows == "1":

@@ -24,9 +24,7 @@ def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a writer's options, JSON-able, in one form for equal configs; `table` with its full
-    schema.
-    """
+    """Return a writer's options, JSON-able, in one form for equal configs."""
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))
     if isinstance(prompts := kept.get("prompts"), Mapping):
@@ -43,8 +41,15 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
 def filled(
     section: Mapping[str, Any], name: str, defaults: Mapping[str, Any], schema: Schema
 ) -> dict[str, Any]:
-    """Return the options of a `gear` section for a table's writer, filled from the store's
-    `defaults` ("seed", "table", each of `OBJECTS`) and `schema`; SchemaError if its own is wrong.
+    """Return the options of a `gear` section for a table's writer, filled from a store's defaults.
+
+    Args:
+        section: The `gear` section.
+        name: Name of the table.
+        defaults: Of the store: "seed", "table", and each of `OBJECTS`.
+        schema: Of the store.
+    Raises:
+        SchemaError: The section's own schema is wrong.
     """
     given = dict(section.get("tables", {}).get(name, {}))
     for option in OBJECTS:
