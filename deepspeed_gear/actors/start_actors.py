@@ -1,4 +1,4 @@
-"""Actors: processes that act in gymnasium's vector environments and add their trajectories."""
+"""start_actors: processes that act in gymnasium's environments, their start, end and failures."""
 
 from __future__ import annotations
 

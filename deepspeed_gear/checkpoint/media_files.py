@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint import checked_files, save_folders
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.records import Slot
@@ -32,12 +32,12 @@ _MOST_BYTES = 64 << 20  # of the items that a load adds at once
 
 def saved(
     media: MediaPages,
-) -> tuple[np.ndarray, dict[str, Any], Callable[[str], list[np.ndarray]]]:
+) -> tuple[np.ndarray, dict[str, Any], dict[str, list[np.ndarray]]]:
     """Describe the media of a store for a save. The caller holds the lock.
 
     Returns:
-        Words of all pages, [pages, words], int64; their entry in the manifest; and a function that
-        returns the bytes of a segment, in runs of pages.
+        Words of all pages, [pages, words], int64; their entry in the manifest; and the bytes of
+        each segment in runs of pages, as views.
     """
     heads = media.find(media.needed(with_arrivals=False))
     heads = heads[heads >= 0]
@@ -57,17 +57,13 @@ def saved(
     size = max(-(-len(words) // _SEGMENTS), _LEAST_BYTES // media.spec.page_bytes, 1)
     numbers, begins = np.unique(used // size, return_index=True)
     segments = dict[str, str]()
-    of_segment = dict[str, np.ndarray]()
+    parts = dict[str, list[np.ndarray]]()
     for number, first, end in zip(numbers.tolist(), begins, [*begins[1:], len(used)], strict=False):
         key = keys[first:end].astype("<i8").tobytes() + str(media.spec.page_bytes).encode()
-        segments[f"{number:06d}"] = hashlib.sha256(key).hexdigest()
-        of_segment[f"{number:06d}"] = used[first:end]
-
-    def parts(segment: str) -> list[np.ndarray]:
-        pages = of_segment[segment]
+        pages = used[first:end]
         runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)
-        return [media.bytes[run[0] : run[-1] + 1] for run in runs]
-
+        segments[f"{number:06d}"] = hashlib.sha256(key).hexdigest()
+        parts[f"{number:06d}"] = [media.bytes[run[0] : run[-1] + 1] for run in runs]
     columns = Schema(media.spec.columns).to_json()["columns"]
     return words, {"columns": columns, "pages": size, "segments": segments}, parts
 
@@ -108,15 +104,15 @@ class SavedMedia:
         self._opened: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         for shard, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             at = str(folder / save_folders.MANIFEST)
-            given = save_folders.entry(manifest, KIND, dict, at)
+            given = checked_files.entry(manifest, KIND, dict, at)
             if given.get("columns") != Schema(media.spec.columns).to_json()["columns"]:
                 raise CheckpointError(
                     at,
                     f"must have the media {media.spec.columns}",
                     given.get("columns"),
-                    save_folders.ANOTHER,
+                    checked_files.ANOTHER,
                 )
-            words = _loaded(folder / WORDS, manifest["files"])
+            words = _map(folder, manifest, WORDS)
             self._words.append(words)
             heads = np.flatnonzero(words[:, MediaPage.STATE] == PageState.WHOLE)
             self._places.update(
@@ -125,7 +121,7 @@ class SavedMedia:
         missing = [number for number in named.tolist() if number not in self._places]
         if missing:
             rule = "must hold the media that its trajectories name"
-            raise CheckpointError(self._at, rule, missing[0], save_folders.ANOTHER)
+            raise CheckpointError(self._at, rule, missing[0], checked_files.ANOTHER)
         size = media.spec.page_bytes
         places = [self._places[number] for number in named.tolist()]
         sizes = [self._words[shard][head, MediaPage.NUM_BYTES] for shard, head in places]
@@ -142,15 +138,14 @@ class SavedMedia:
 
         The file is checked when it is opened first, and stays mapped.
         """
-        segment = page // save_folders.entry(
+        segment = page // checked_files.entry(
             self._manifests[shard][KIND], "pages", int, self._at, 1
         )
         if (shard, segment) not in self._opened:
             size = int(self._manifests[shard][KIND]["pages"])
             pages = np.flatnonzero(self._words[shard][:, MediaPage.STATE] != PageState.FREE)
-            data = _loaded(
-                self._folders[shard] / file_of(f"{segment:06d}"), self._manifests[shard]["files"]
-            )
+            name = file_of(f"{segment:06d}")
+            data = _map(self._folders[shard], self._manifests[shard], name)
             self._opened[shard, segment] = pages[pages // size == segment], data
         return self._opened[shard, segment]
 
@@ -192,10 +187,7 @@ def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:
     return np.unique(rows[named[inside(named, records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]])
 
 
-def _loaded(path: Path, digests: Mapping[str, str]) -> np.ndarray:
-    digest = save_folders.entry(digests, path.name, str, str(path.parent / save_folders.MANIFEST))
-    is_readable = CheckpointError.on(
-        str(path), "must be readable", OSError, remedy=save_folders.ANOTHER
-    )
-    with is_readable, save_folders.open_checked(path, digest) as file:
-        return np.asarray(np.load(save_folders.link_of(file), mmap_mode="r"))
+def _map(folder: Path, manifest: Mapping[str, Any], name: str) -> np.ndarray:
+    at = str(folder / save_folders.MANIFEST)
+    digest = checked_files.entry(manifest["files"], name, str, at)
+    return checked_files.map_array(folder / name, digest)

@@ -1,4 +1,4 @@
-"""Position of a replay in its batch streams, as stored in a checkpoint."""
+"""Position in the batch streams: the state of a checkpoint, and the check that a run suits it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
+from deepspeed_gear.checkpoint.checked_files import ANOTHER, entry
 from deepspeed_gear.config.resume_options import resume_digest
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.plan.resolved_plan import Resolved

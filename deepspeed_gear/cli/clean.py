@@ -53,14 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_on_hosts(args: argparse.Namespace) -> int:
     """Run this command on each host; print the outputs, and the hosts where it failed."""
     hosts = ssh_hosts.read_hostfile(args.hostfile)
-    command = [
-        "-m",
-        "deepspeed_gear.cli.main",
-        "clean",
-        "--prefix",
-        args.prefix,
-        *["--kept"] * args.kept,
-    ]
+    command = [*ssh_hosts.GEAR, "clean", "--prefix", args.prefix, *["--kept"] * args.kept]
     outputs, problems = ssh_hosts.on_each(
         hosts, partial(ssh_hosts.run_on, arguments=command, timeout_s=_TIMEOUT_S)
     )

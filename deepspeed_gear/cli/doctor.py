@@ -73,13 +73,7 @@ def run(options: argparse.Namespace) -> int:
         reports: dict[str, dict[str, Any]] = {_HERE: examine(data)}
     else:
         hosts = ssh_hosts.read_hostfile(options.hostfile)
-        probe = [
-            "-m",
-            "deepspeed_gear.cli.main",
-            "doctor",
-            "--node",
-            *(["--data", data] if data else []),
-        ]
+        probe = [*ssh_hosts.GEAR, "doctor", "--node", *(["--data", data] if data else [])]
         print(f"gear: examining {len(hosts)} hosts", file=sys.stderr, flush=True)
         reports, problems = ssh_hosts.on_each(
             hosts, lambda host: read_answer(host, ssh_hosts.run_on(host, probe, options.timeout))
@@ -247,18 +241,13 @@ def summary(facts: Facts) -> dict[str, str]:
     }
 
 
-def problems_of(
-    reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None
-) -> list[GearError]:
+def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int]) -> list[GearError]:
     """Return the problems of the examined machines, of each alone and between them.
 
     Args:
-        slots: Ranks by host, from a hostfile.
+        slots: Ranks by host, from a hostfile; 0: not known.
     """
-    alone = (
-        _alone(host, of, (slots or {}).get(host, 0), len(reports) > 1)
-        for host, of in reports.items()
-    )
+    alone = (_alone(host, of, slots.get(host, 0), len(reports) > 1) for host, of in reports.items())
     return [*chain.from_iterable(alone), *_compared(reports)]
 
 

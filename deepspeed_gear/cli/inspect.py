@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.checkpoint import position, save_folders
+from deepspeed_gear.checkpoint import checked_files, position, save_folders
 from deepspeed_gear.cli import Options, check_one_source, dataset_plots
 from deepspeed_gear.cli.dataset_summary import dataset_lines, summarize
 from deepspeed_gear.cli.table_contents import of_living, of_saved, table_lines
@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     check_one_source("DEST", args.dest, args.living, "gear inspect")
     folder = None if args.dest is None else Path(args.dest)
     held_in, tables = (None, []) if folder is None else find_saves(folder)
-    if args.verify and (folder is None or held_in is not None or tables):
+    is_saved = held_in is not None or bool(tables)
+    may_be_dataset = folder is not None and not is_saved
+    if args.verify and not may_be_dataset:
         raise ConfigError(
             "--verify",
             "must be given for a data set only",
@@ -50,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
             "leave it out: a checkpoint is always verified",
         )
     if args.plot is not None:
-        if folder is None or held_in is not None or tables:
+        if not may_be_dataset:
             remedy = "gear export writes the trajectories of a table, which gear ingest takes"
             raise ConfigError("--plot", "must be of a data set", args.plot, remedy)
         dataset_plots.check_file(Path(args.plot))
     if folder is None:
         document, lines = describe_living(args.living or None)
-    elif held_in is not None or tables:
+    elif is_saved:
         document, lines = describe_saved(held_in, tables)
     elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
         raise DataError(
@@ -146,7 +148,7 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
         name = save_folders.table_in(path)
         manifest = path / "shard-0" / save_folders.MANIFEST
         lines.append(f"table {name} in {path}")
-        replicas = save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
+        replicas = checked_files.read_json(manifest).get("replicas") if manifest.is_file() else None
         if replicas is None:
             described.append(of_saved(path))
             lines += table_lines(described[-1])

@@ -1,4 +1,4 @@
-"""Ctrl-C at places where Python ignores it, and what an interrupted command left."""
+"""Ctrl-C in commands: raised once, also where Python ignores it; whether DEST was completed."""
 
 from __future__ import annotations
 

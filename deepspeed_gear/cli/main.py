@@ -1,4 +1,4 @@
-"""The `gear` command, which imports only the module of the given subcommand."""
+"""The `gear` command: subcommands, misspelt and empty arguments, errors and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of running jobs as Prometheus text, over HTTP."""
+"""Prometheus metrics of running jobs: their names, labels and values, and their HTTP server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.run_reading import (
@@ -22,62 +22,56 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PATH = "/metrics"
 _LOOK_S = 5.0  # least time between two looks for runs that have begun
 _REQUEST_S = 10.0  # longest wait for a client
+_ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})  # in values of labels
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Family(NamedTuple):
-    """A metric, with a sample for each table or rank that has it.
-
-    Attributes:
-        name: Its name, without the prefix `gear_`.
-        kind: Its type; the name of a counter ends in `_total`.
-        help: What it is, in one line.
-    """
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    help: str
-
-
 class Sample(NamedTuple):
-    """A value of a metric, with its labels."""
+    """A value of a metric, with its labels; as text, its line."""
 
     name: str
     labels: Mapping[str, str]
     value: float
 
+    def __str__(self) -> str:
+        labels = ",".join(
+            f'{name}="{text.translate(_ESCAPED)}"' for name, text in self.labels.items()
+        )
+        return f"gear_{self.name}{{{labels}}} {float(self.value)!r}"
 
-FAMILIES = (
-    Family("table_steps", "gauge", "Steps that the table holds on this node."),
-    Family("table_rows", "gauge", "Rows in use on this node, with those of columns of T+1 rows."),
-    Family("table_capacity_rows", "gauge", "Rows that trajectories can fill on this node."),
-    Family("table_trajectories", "gauge", "Trajectories that the table holds on this node."),
-    Family("table_capacity_trajectories", "gauge", "Trajectories that the table can hold."),
-    Family("table_fill_ratio", "gauge", "Part of the rows or slots in use, whichever is larger."),
-    Family("table_bytes", "gauge", "Bytes of shared memory of the table's store."),
-    Family("table_writers", "gauge", "Processes that are attached and only write."),
-    Family("table_added_trajectories_total", "counter", "Trajectories ever added on this node."),
-    Family("table_added_steps_total", "counter", "Steps ever added on this node."),
-    Family("table_batches_total", "counter", "Global batches ever selected."),
-    Family("table_samples_total", "counter", "Samples ever drawn, over all nodes."),
-    Family("table_policy_version", "gauge", "Version of the newest policy."),
-    Family("table_priority_mean", "gauge", "Mean priority of items that can be drawn."),
-    Family("table_groups", "gauge", "Groups of the table, by state."),
-    Family("table_prompts", "gauge", "Prompts of the table's ledger, by state."),
-    Family("batch_effective_ratio", "gauge", "Effective sample size / size of the newest batch."),
-    Family("batch_duplicates_ratio", "gauge", "Part of the newest batch that repeats an item."),
-    Family("batch_age_trajectories_mean", "gauge", "Mean age of the newest batch's samples."),
-    Family("batch_age_trajectories_max", "gauge", "Largest age of the newest batch's samples."),
-    Family("batch_lag_versions_mean", "gauge", "Mean policy lag of the newest batch's samples."),
-    Family("batch_lag_versions_max", "gauge", "Largest policy lag of the newest batch's samples."),
-    Family("rank_up", "gauge", "1 if the rank is attached, else 0."),
-    Family("rank_batches_total", "counter", "Micro batches or rollout batches that it took."),
-    Family("rank_wait_seconds_total", "counter", "Seconds that it waited for batches."),
-    Family("rank_late_seconds_total", "counter", "Seconds that the first rank waited for it."),
-    Family("rank_waited_for_seconds", "gauge", "Seconds for which another rank waits for it now."),
-    Family("rank_steps_total", "counter", "Optimizer steps of packed batches that it took."),
-    Family("rank_tokens_total", "counter", "Tokens of these steps, of all ranks together."),
-)
+
+#: Help of each metric by its name, without the prefix `gear_`. Those in `_total` are counters.
+HELP = {
+    "table_steps": "Steps that the table holds on this node.",
+    "table_rows": "Rows in use on this node, with those of columns of T+1 rows.",
+    "table_capacity_rows": "Rows that trajectories can fill on this node.",
+    "table_trajectories": "Trajectories that the table holds on this node.",
+    "table_capacity_trajectories": "Trajectories that the table can hold.",
+    "table_fill_ratio": "Part of the rows or slots in use, whichever is larger.",
+    "table_bytes": "Bytes of shared memory of the table's store.",
+    "table_writers": "Processes that are attached and only write.",
+    "table_added_trajectories_total": "Trajectories ever added on this node.",
+    "table_added_steps_total": "Steps ever added on this node.",
+    "table_batches_total": "Global batches ever selected.",
+    "table_samples_total": "Samples ever drawn, over all nodes.",
+    "table_policy_version": "Version of the newest policy.",
+    "table_priority_mean": "Mean priority of items that can be drawn.",
+    "table_groups": "Groups of the table, by state.",
+    "table_prompts": "Prompts of the table's ledger, by state.",
+    "batch_effective_ratio": "Effective sample size / size of the newest batch.",
+    "batch_duplicates_ratio": "Part of the newest batch that repeats an item.",
+    "batch_age_trajectories_mean": "Mean age of the newest batch's samples.",
+    "batch_age_trajectories_max": "Largest age of the newest batch's samples.",
+    "batch_lag_versions_mean": "Mean policy lag of the newest batch's samples.",
+    "batch_lag_versions_max": "Largest policy lag of the newest batch's samples.",
+    "rank_up": "1 if the rank is attached, else 0.",
+    "rank_batches_total": "Micro batches or rollout batches that it took.",
+    "rank_wait_seconds_total": "Seconds that it waited for batches.",
+    "rank_late_seconds_total": "Seconds that the first rank waited for it.",
+    "rank_waited_for_seconds": "Seconds for which another rank waits for it now.",
+    "rank_steps_total": "Optimizer steps of packed batches that it took.",
+    "rank_tokens_total": "Tokens of these steps, of all ranks together.",
+}
 
 
 def exposition(readings: Iterable[RunReading]) -> str:
@@ -85,7 +79,7 @@ def exposition(readings: Iterable[RunReading]) -> str:
 
     Metrics without a sample are left out. Source: Prometheus, "Exposition formats", 0.0.4.
     """
-    by_name: dict[str, list[Sample]] = {family.name: [] for family in FAMILIES}
+    by_name: dict[str, list[Sample]] = {name: [] for name in HELP}
     for reading in readings:
         run = reading.run.name or reading.run.id
         for table in reading.tables:
@@ -95,22 +89,12 @@ def exposition(readings: Iterable[RunReading]) -> str:
             for sample in _of_rank(rank, {"run": run, "rank": str(rank.rank)}):
                 by_name[sample.name].append(sample)
     lines = []
-    for family in FAMILIES:
-        samples = by_name[family.name]
+    for name, samples in by_name.items():
         if samples:
-            lines.append(f"# HELP gear_{family.name} {family.help}")
-            lines.append(f"# TYPE gear_{family.name} {family.kind}")
-            lines += [_line(sample) for sample in samples]
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP gear_{name} {HELP[name]}", f"# TYPE gear_{name} {kind}"]
+            lines += map(str, samples)
     return "".join(f"{line}\n" for line in lines)
-
-
-def _line(sample: Sample) -> str:
-    labels = ",".join(f'{name}="{_escaped(text)}"' for name, text in sample.labels.items())
-    return f"gear_{sample.name}{{{labels}}} {float(sample.value)!r}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def _of_table(table: TableReading, labels: Mapping[str, str]) -> Iterator[Sample]:

@@ -10,10 +10,10 @@ import torch
 from deepspeed import env_report
 from deepspeed.accelerator import get_accelerator
 
-from ..errors import GearError
-from ..ops import jit, toolchain
-from ..ops.backends import load_native, load_native_cuda
-from ..ops.op_builders import GearBuilder, GearCudaBuilder, register
+from deepspeed_gear.errors import GearError
+from deepspeed_gear.ops import jit, toolchain
+from deepspeed_gear.ops.backends import load_native, load_native_cuda
+from deepspeed_gear.ops.op_builders import GearBuilder, GearCudaBuilder, register
 
 _WIDTH = 26
 

@@ -16,8 +16,8 @@ import signal
 import threading
 from contextlib import ExitStack
 
-from ..errors import ConfigError, undo_on_error
-from . import Options
+from deepspeed_gear.cli import Options
+from deepspeed_gear.errors import ConfigError, undo_on_error
 
 _RUN = "name or id of the run, where several of one config share this node"
 _MESSAGE = (

@@ -34,6 +34,7 @@ FORWARDED = (
     "DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR PATH LD_LIBRARY_PATH "
     "CUDA_HOME CXX"
 ).split()
+GEAR = ("-m", "deepspeed_gear.cli.main")  # the `gear` command, as arguments of the interpreter
 _MODULE = ("-m", "deepspeed_gear.cli.ssh_hosts")
 _CONNECT_S = 10.0
 _IDLE_S = 60.0

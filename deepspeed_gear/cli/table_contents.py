@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
 from deepspeed_gear.cli.dataset_summary import LEVELS, distribution
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.exclusions import count_exclusions
 from deepspeed_gear.sampling.mass_rules import MassRule

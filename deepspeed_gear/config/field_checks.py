@@ -1,4 +1,4 @@
-"""The fields of a batch with all defaults filled in, checked against the table's schema."""
+"""Fields of a batch: defaults, dtypes and columns, checked against the schemas of the tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
-from deepspeed_gear.config.device_checks import ON_HOST
+from deepspeed_gear.config.device_checks import check_device_columns
 from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
@@ -58,9 +58,9 @@ def check_against(
     fields = {
         name: _fields(config, name, schemas[name], statistics) for name in config.sampled_tables
     }
-    for other in others if config.pack is not None else ():
-        _check_packed(config, first, other, schemas)
     if config.pack is not None:
+        for other in others:
+            _check_packed(first, other, schemas)
         _check_members(config)
     joined = _joined(config, fields)
     _check_pipeline(config, [field.name for field in joined if not field.is_opaque])
@@ -128,15 +128,8 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     """Reject options of a table that name a column which is missing or does not suit them."""
     at = dotted("gear", "tables", name)
     table = config.resolved_tables[name]
-    opaque = [column for column in schema if not column.is_tensor]
-    if opaque and table.placement == "device":
-        kind = "with max_values" if opaque[0].is_ragged else f"of dtype {opaque[0].dtype}"
-        raise ConfigError(
-            at,
-            f"must not have a column {kind} on devices",
-            opaque[0].name,
-            ON_HOST,
-        )
+    if table.placement == "device":
+        check_device_columns(at, schema)
     numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
     if (group := table.group) is not None:
         integers = [c for c in numbers if not c.is_floating and not c.late]
@@ -188,11 +181,8 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
                 )
 
 
-def _check_packed(
-    config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]
-) -> None:
+def _check_packed(first: str, other: str, schemas: Mapping[str, Schema]) -> None:
     """Reject tables of one packed batch with different tokens or loss masks."""
-    remedy = "give the tables equal columns, or sample one of them"
     for role in ("token", "loss_mask"):
         columns = [schemas[table].role(role) for table in (first, other)]
         known = [
@@ -203,7 +193,7 @@ def _check_packed(
                 dotted("gear", "tables", other),
                 f"must have the column of the role {role} of table {first}, {known[0]}",
                 known[1],
-                remedy,
+                "give the tables equal columns, or sample one of them",
             )
 
 

@@ -37,7 +37,7 @@ from deepspeed_gear.data.ingest.source_checks import pyarrow_for
 from deepspeed_gear.data.ingest.source_columns import NEEDED, make_column
 from deepspeed_gear.data.opaque_rows import encode
 from deepspeed_gear.data.partial_folder import PartialFolder, check_destination, writing
-from deepspeed_gear.data.trajectory_checks import as_numbers, not_finite
+from deepspeed_gear.data.stored_values import as_numbers, not_finite
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.file_system import sync
 from deepspeed_gear.schema import Column, Schema

@@ -1,7 +1,8 @@
-"""A table in the memory of one device, private to the process, with rings of rows and slots.
+"""A table in the memory of one device: rings of rows and slots, added steps, removal, statistics.
 
-A trajectory never wraps around the end of the rows (common/ring_layout.h), and the oldest ones are
-evicted. Tensors have fixed addresses, for CUDA graphs.
+It is private to the process. A trajectory never wraps around the end of the rows
+(common/ring_layout.h), and the oldest ones are evicted. Tensors have fixed addresses, for CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -225,6 +226,7 @@ class RingTable:
         self._rewards = None if reward is None else self.columns[reward.name]
         self.state = zeros(RingState.NUM_WORDS)
         self.slots = zeros(spec.num_slots, Slot.NUM_WORDS)
+        # Number of each slot's first row (see RingState): it tells a wrapped row from an old one.
         self.begins = zeros(spec.num_slots)
         self.sums = zeros(tree_size(self.num_items))
         self.minima = zeros(minima_size(self.num_items) if items.has_minima else 0)

@@ -21,6 +21,7 @@ from deepspeed_gear.engine.launch_environment import be_single_rank_unless_launc
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section
 from deepspeed_gear.errors import ConfigError, undo_on_error
 from deepspeed_gear.frameworks import deepspeed_compat, engine_place
+from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.op_builders import register
@@ -203,7 +204,7 @@ def _replay_for(
     deepspeed_compat.check_elasticity(engine.config)
     engine_checkpoint.check_start(engine, checkpoint)
     if section.pack is not None:
-        packed_steps.check_engine(engine, section.pack)
+        packed_steps.check_gradients(engine, section.pack)
     if engine_place.is_pipeline(engine):
         check_section(section)
     place, info = _sizes_of(engine)
@@ -264,7 +265,8 @@ def _check_shared(
     place, info = _sizes_of(engine)
     if isinstance(replay, Replay) and replay.config.pack is not None:
         info = replay.batch_info  # packed batches have the sizes of the config
-        divisor, _ = packed_steps.check_engine(engine, replay.config.pack)
+        packed_steps.check_gradients(engine, replay.config.pack)
+        divisor = gradient_divisor(engine)
         if divisor != replay.gradient_divisor:
             rule = f"must belong to an engine that divides gradients as this one does ({divisor:g})"
             remedy = "give both engines the same ZeRO stage, or the engine a Replay of its own"
@@ -291,7 +293,7 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
             "" if counted == wanted or packs is not None else f" (train_batch_size is {counted})"
         )
         LOG.info("gear: %s%s", replay.batch_info, wrong)
-        for note in [] if packs is None else packed_steps.check_engine(engine, packs)[1]:
+        for note in [] if packs is None else packed_steps.check_gradients(engine, packs):
             LOG.info("gear: %s", note)
 
 

@@ -15,16 +15,17 @@ from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.sampling.batch_sizes import TRAIN
 
 
-def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
-    """Check that an engine's gradients of packs are exact.
+def check_gradients(engine: Any, pack: PackConfig) -> list[str]:
+    """Check that an engine's gradients of packs are exact: that they have one divisor.
 
     Returns:
-        The engine's gradient divisor, and notes for the log on settings that round or clip.
+        Notes for the log on settings that round or clip.
     Raises:
         ConfigError: A setting of the engine makes the gradients differ.
     """
     settings = deepspeed_compat.gradient_settings(engine)
-    return engine_divisor(settings), check_accumulation(settings, pack.pad.to)
+    engine_divisor(settings)
+    return check_accumulation(settings, pack.pad.to)
 
 
 class PackedSteps:
@@ -85,7 +86,7 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
     """Give an engine `gear_step` and `gear_rollout`, and check its optimizer steps.
 
     Args:
-        engine: An engine that `check_engine` accepts.
+        engine: An engine that `check_gradients` accepts.
         replay: Its replay.
         owns: Whether the replay was made for the engine: then it counts skipped steps.
     """

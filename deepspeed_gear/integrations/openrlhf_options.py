@@ -1,4 +1,4 @@
-"""What a table for OpenRLHF's policy follows from: its options, by their names there.
+"""OpenRLHF's options: which ones a table supports, and the gear section that follows from them.
 
 Nothing here imports OpenRLHF: `args` is the namespace that its command line gives.
 """

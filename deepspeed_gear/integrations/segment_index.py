@@ -1,7 +1,8 @@
-"""Index of the values in segment files: a function of the records in the store's log.
+"""TransferQueue's values: records of the store's log, and an index of the live ones.
 
-A put is one segment: for each of its fields, the values of its samples one after another. A value
-is live until a newer put of the same sample and field supersedes it or its sample is cleared.
+The index is a function of the records. A put is one segment: for each of its fields, the values of
+its samples one after another. A value is live until a newer put of the same sample and field
+supersedes it or its sample is cleared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A storage backend of TransferQueue: `tq.init({"backend": gear_backend()})`.
+"""A storage backend of TransferQueue: its storage nodes, puts and gets, and checkpoints.
 
-Values lie in files of the node (`SegmentStore`), by default in /dev/shm, which the processes of the
-node read and write themselves; one actor per node serves the processes of other nodes. No process
-holds a value, so none loses one by its death.
+`tq.init({"backend": gear_backend()})` uses it. Values lie in files of the node (`SegmentStore`), by
+default in /dev/shm, which the processes of the node read and write themselves; one actor per node
+serves the processes of other nodes. No process holds a value, so none loses one by its death.
 
 The import registers the backend. Other processes of the Ray job import this module when they
 unpickle TransferQueue's config, which holds a `StorageUnits`.
@@ -332,8 +332,7 @@ class GearStorageManager(StorageManager):
     def _save(self, folder: Path) -> None:
         folder.mkdir()
         self._call("save", self._parts(folder))
-        content = {"units": len(self._units.nodes)}
-        (folder / _UNITS).write_text(json.dumps(content))
+        (folder / _UNITS).write_text(json.dumps({"units": len(self._units.nodes)}))
 
     def _load(self, folder: Path) -> None:
         if not (folder / _UNITS).exists():

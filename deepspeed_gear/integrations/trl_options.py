@@ -1,5 +1,4 @@
-"""Options of TRL's GRPOConfig: which ones the packed step applies, which have no packed form, and
-the gear section that follows from them.
+"""TRL's GRPOConfig: options that are applied or refused, and the gear section from them.
 
 Every field of the installed GRPOConfig is in one of the lists;
 tests/unit/integrations/test_trl_options.py compares them. A field that is in none, such as one of a

@@ -1,4 +1,4 @@
-"""Ops of a backend, and how the native ops are loaded into this process.
+"""The ops of a backend: which native op is loaded, whether it is built, and its fakes for torch.
 
 Ops write in place and take positional arguments. They are checked only against accesses outside of
 their tensors.
@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_gear.errors import BuildError, ConfigError
 from deepspeed_gear.ops import jit, kernel_faults, native_op
-
-from ..errors import BuildError, ConfigError
 
 Op = Callable[..., None]
 _LEAST_BYTES = 1 << 20  # for which an existing build is loaded
@@ -193,7 +192,7 @@ def build_kernels() -> None:
             builder.load()
 
 
-def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
+def load_native_cuda() -> ModuleType:
     """Load the CUDA kernels, after the CPU op whose schemas they implement; see `load_native`.
 
     Kernels of a wheel are also loaded without a driver. DeepSpeed is imported only to compile.
@@ -204,8 +203,8 @@ def load_native_cuda(timeout_s: float = jit.BUILD_TIMEOUT_S) -> ModuleType:
         op = _builder("GearCudaBuilder")
         if jit.loaded(op.NAME) is None and op.finished() is None:
             op.require_tools()
-    load_native(timeout_s, with_kernels=not is_prebuilt)
-    module = op.load(timeout_s=timeout_s)
+    load_native(with_kernels=not is_prebuilt)
+    module = op.load()
     kernel_faults.report_at_exit()
     return module
 
@@ -222,7 +221,7 @@ def _builder(name: str) -> Any:
     logger = logging.getLogger("DeepSpeed")
     logger.addFilter(is_other)
     try:
-        from . import op_builders
+        from deepspeed_gear.ops import op_builders
     finally:
         logger.removeFilter(is_other)
     return op_builders.BUILDERS[name]()

@@ -1,4 +1,4 @@
-"""Load a native op once per process, and build it once per node.
+"""Just-in-time builds: one per node under a lock, loaded once per process, owners checked first.
 
 Ranks are serialised by a lock on a file beside the build folder. The kernel releases it when its
 process ends: a killed build blocks no later one. torch's own `lock` file, which would, is removed
@@ -24,14 +24,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from torch._appdirs import user_cache_dir
 
+from deepspeed_gear.errors import BuildError
 from deepspeed_gear.timeouts import wait_until
 
-from ..errors import BuildError
-
 BUILD_TIMEOUT_S = 600.0
+Loaded = TypeVar("Loaded", ModuleType, ModuleType | None)
 _FINISHED = "gear_finished.json"
 _POLL_S = 0.05
 _PACKAGE = Path(__file__).resolve().parent
@@ -39,15 +40,18 @@ _loaded: dict[str, ModuleType] = {}
 _threads = threading.RLock()
 
 
-def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the process's one copy of a native op. Thread safe; a failure is not kept.
+def load_once(name: str, load: Callable[[], Loaded]) -> ModuleType | Loaded:
+    """Return the process's one copy of a native op. Thread safe; None and errors are not kept.
 
     A second copy in a process would abort it.
     """
     with _threads:
-        if name not in _loaded:
-            _loaded[name] = load()
-        return _loaded[name]
+        if name in _loaded:
+            return _loaded[name]
+        module = load()
+        if module is not None:
+            _loaded[name] = module
+        return module
 
 
 def loaded(name: str) -> ModuleType | None:
@@ -131,7 +135,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
     build depends on.
     """
     folder = build_folder(name)
-    failure = build_folder(name).with_suffix(".failed")
+    failure = folder.with_suffix(".failed")
     check_folders(folder)
     asked_at = time.time_ns()
     with build_lock(folder.with_suffix(".lock"), timeout_s):

@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import KernelError
-from ..log import LOG
-from . import jit, native_op
+from deepspeed_gear.errors import KernelError
+from deepspeed_gear.log import LOG
+from deepspeed_gear.ops import jit, native_op
 
 
 def found_fault() -> KernelError | None:

@@ -1,4 +1,4 @@
-"""The native ops: their sources, dependencies and keys, and the build that fits this process.
+"""The native ops: their sources, flags and keys, and the prebuilt op or build that fits here.
 
 It works without DeepSpeed, which `op_builders` needs to compile them: importing DeepSpeed warns
 where there is no GPU.
@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import BuildError
-from ..log import LOG
-from . import jit, toolchain
+from deepspeed_gear.errors import BuildError
+from deepspeed_gear.log import LOG
+from deepspeed_gear.ops import jit, toolchain
 
 # No -ffast-math and no contraction: every backend gives the same bits. No -std: torch's headers
 # decide it.
@@ -135,15 +135,8 @@ class NativeOp(ABC):
 
     def load_existing(self) -> ModuleType | None:
         """Load the op without building it; None where neither a prebuilt op nor a build exists."""
-
-        def load() -> ModuleType:
-            module = self.load_finished()
-            if module is None:
-                raise BuildError(f"the native op {self.NAME}", "is not built", remedy=self.INSTEAD)
-            return module
-
         with suppress(BuildError):
-            return jit.load_once(self.NAME, load)
+            return jit.load_once(self.NAME, self.load_finished)
         return None
 
     def finished(self) -> str | None:

@@ -1,6 +1,7 @@
-"""GEAR's op builders: `GearBuilder` for the CPU op, `GearCudaBuilder` for the kernels.
+"""DeepSpeed's op builders for the CPU op and the kernels: flags, nvcc, architectures, wheels.
 
-Two, because a machine with a GPU and no CUDA toolkit must not lose the CPU op with the kernels.
+`GearBuilder` for the CPU op, `GearCudaBuilder` for the kernels: two, because a machine with a GPU
+and no CUDA toolkit must not lose the CPU op with the kernels.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from deepspeed.ops.op_builder.builder import (
 )
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from ..errors import BuildError
-from . import jit, toolchain
-from .native_op import CXX_FLAGS, CpuOp, CudaOp, NativeOp
+from deepspeed_gear.errors import BuildError
+from deepspeed_gear.ops import jit, toolchain
+from deepspeed_gear.ops.native_op import CXX_FLAGS, CpuOp, CudaOp, NativeOp
 
 _CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 #: Flags of DeepSpeed that begin so are left out: fast-math, and switches of half types.

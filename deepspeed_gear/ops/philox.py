@@ -48,8 +48,6 @@ def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple
     The counter is the number, 32 bits of `stream` and 32 of `purpose`; the key is `seed`.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
     """
     flat = numbers.reshape(-1).numpy().view(np.uint64)
     quarters = philox(seed, flat, stream, np.array([[purpose]], np.uint64))

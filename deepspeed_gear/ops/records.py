@@ -1,7 +1,7 @@
-"""Records and codes that Python and C++ share, a class of words each.
+"""Records and codes that Python and C++ share: slots, resolutions, fields, ring state.
 
-A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a row. A
-test compares the classes with the headers.
+Each is a class of words. A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS`
+is the length of a row. A test compares the classes with the headers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ class Slot:
     NUM_STEPS: Final = 4
     NUM_ROWS: Final = 5
     OWNER: Final = 6  # peer that has reserved it
-    TIMES_SAMPLED: Final = (
-        6  # in a table on a device, which no peer reserves, where draws are limited
-    )
+    # In a table on a device, which no peer reserves, where draws are limited.
+    TIMES_SAMPLED: Final = 6
     BORN: Final = 7  # global batch at which it was committed
     NUM_WORDS: Final = 8
 
@@ -49,9 +48,8 @@ class Resolution:
     MASS: Final = 6
     SAMPLE_NUMBER: Final = 7
     NUM_WORDS: Final = 8
-    NO_SAMPLE: Final = (
-        -1
-    )  # id and slot of a record without a sample; else it is 0, but for the sample number
+    # Id and slot of a record without a sample, which else is 0, but for the sample number.
+    NO_SAMPLE: Final = -1
 
 
 class MassUnit:
@@ -63,6 +61,8 @@ class MassUnit:
 
 
 class PriorityUpdate:
+    """A new priority of an item; the item is ignored once its slot has another generation."""
+
     SLOT: Final = 0
     GENERATION: Final = 1
     ANCHOR: Final = 2
@@ -206,16 +206,20 @@ class RowColumn:
 
 
 class RingState:
-    """State of a table in a device's memory. Header: common/ring_layout.h."""
+    """State of a table in a device's memory. Header: common/ring_layout.h.
 
-    HEAD: Final = 0
-    NEXT: Final = 1
-    TAIL: Final = 2
-    SAMPLES: Final = 3
-    BATCH: Final = 4
-    TOTAL: Final = 5
-    STEPS: Final = 6
-    REFUSED: Final = 7
+    Rows and trajectories are numbered for ever: in a ring of 10 rows, row 23 lies at 3. Words that
+    are left out here belong to the kernels.
+    """
+
+    HEAD: Final = 0  # number of the row after the newest trajectory
+    NEXT: Final = 1  # id of the next trajectory
+    TAIL: Final = 2  # id of the oldest one that is stored
+    SAMPLES: Final = 3  # sample number of the next global batch
+    BATCH: Final = 4  # number of the next global batch
+    TOTAL: Final = 5  # total mass that the latest one was drawn from
+    STEPS: Final = 6  # steps that are stored
+    REFUSED: Final = 7  # invalid lengths and priorities, which have changed nothing
     COUNTS: Final = 8  # the words of UpdateCount begin here
     EMPTY: Final = 14  # global batches without samples
     DROPPED: Final = 15  # steps of open trajectories that were evicted by the same call
@@ -253,11 +257,13 @@ class PlacedStep:
 
 
 class PlacedTrajectory:
-    SLOT: Final = 0
+    """An added trajectory's place in a device's table. Header: common/ring_layout.h."""
+
+    SLOT: Final = 0  # -1: it was not added
     FIRST_ROW: Final = 1
     NUM_STEPS: Final = 2
     ID: Final = 3
-    BEGIN: Final = 4
+    BEGIN: Final = 4  # number of its first row, which lies at FIRST_ROW
     NUM_WORDS: Final = 5
 
 

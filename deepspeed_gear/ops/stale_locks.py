@@ -1,4 +1,4 @@
-"""Locks that killed builds of torch extensions leave.
+"""Removes locks that killed builds of torch extensions leave, for which every load would wait.
 
 torch creates `lock` in an extension's folder before it compiles and removes it afterwards
 (`file_baton`). It outlives a process that is killed meanwhile, such as a launch that compiles
@@ -12,12 +12,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from deepspeed_gear.errors import BuildError
 from deepspeed_gear.file_system import is_open
 from deepspeed_gear.log import LOG
-
-from ..errors import BuildError
-from .jit import build_folder, build_lock
-from .toolchain import output
+from deepspeed_gear.ops.jit import build_folder, build_lock
+from deepspeed_gear.ops.toolchain import output
 
 _GUARD_TIMEOUT_S = 60.0
 _SECOND_LOOK_S = 0.5  # between closing its lock and removing it, a holder needs some microseconds

@@ -33,6 +33,7 @@ from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tab
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.plan.arrival_rooms import ArrivalRoom, with_arrivals
 from deepspeed_gear.plan.stream_resolution import (
     check_compressed,
     mixture_of,
@@ -40,7 +41,7 @@ from deepspeed_gear.plan.stream_resolution import (
     streams_of,
     weight_total,
 )
-from deepspeed_gear.plan.table_resolution import ArrivalRoom, store_of, with_arrivals, writing_of
+from deepspeed_gear.plan.table_resolution import store_of, writing_of
 from deepspeed_gear.plan.table_sizes import check_holds_batch
 from deepspeed_gear.row_exchange.exchange_plan import (
     ExchangePlan,
@@ -348,13 +349,13 @@ def _with_store(plan: Resolved, name: str, table: ResolvedTable) -> ResolvedTabl
     if table.dataset is None and streams:
         count = 1 if shard is None else shard.count
         check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
-    routes = None
+    exchange_plan = None
     rooms = dict[str, ArrivalRoom]()
     if streams and name in placement.spread and plan.holds_shard:
-        routes = plan_exchange(plan.topology, placement.order, config, fields, table.schema)
-        store, rooms = with_arrivals(config, store, routes, streams)
+        exchange_plan = plan_exchange(plan.topology, placement.order, config, fields, table.schema)
+        store, rooms = with_arrivals(config, store, exchange_plan, streams)
     writing = writing_of(config, store)
-    return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)
+    return replace(table, store=store, exchange_plan=exchange_plan, rooms=rooms, writing=writing)
 
 
 def schemas_of(

@@ -15,7 +15,7 @@ from deepspeed_gear.config.table_checks import refuse_split
 from deepspeed_gear.config.table_options import GroupConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import most_mass_bits

@@ -17,7 +17,7 @@ from deepspeed_gear.actors.board_search import BoardSearch
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.errors import DataError, StoreError, StoreGoneError
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.gateway_messages import CHUNK_BYTES, client_name
+from deepspeed_gear.remote.gateway_messages import CHUNK_BYTES, SAME_VERSION, client_name
 
 MOST_COPIES = 2  # versions that are held at once
 READER_S = 30.0  # a reader without a call for so long has ended
@@ -92,7 +92,7 @@ class BoardDownloads:
         self._check = check
         self._board: PolicyBoard | None = None
         self._looked_at = -_SEARCH_S
-        self._copies: list[VersionCopy] = []  # the oldest first
+        self.copies: list[VersionCopy] = []  # the oldest first
         self._lock = threading.Lock()
 
     def state(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
@@ -153,8 +153,7 @@ class BoardDownloads:
                 return {"gone": True}
             if index >= copy.num_chunks:
                 rule = f"must be below {copy.num_chunks}"
-                remedy = "use the same version of deepspeed_gear on both sides"
-                raise DataError("chunk", rule, index, remedy)
+                raise DataError("chunk", rule, index, SAME_VERSION)
             copy.admit(client)
             if index == copy.num_chunks - 1:
                 copy.end(client)
@@ -164,12 +163,12 @@ class BoardDownloads:
     def expire(self) -> None:
         """Free the copies that no client downloads any more."""
         with self._lock:
-            self._copies = [copy for copy in self._copies if not copy.is_idle]
+            self.copies = [copy for copy in self.copies if not copy.is_idle]
 
     def close(self) -> None:
         """Detach from the board, and free all copies. Safe to call twice."""
         with self._lock:
-            self._copies.clear()
+            self.copies.clear()
             if self._board is not None:
                 self._board.close()
 
@@ -197,7 +196,7 @@ class BoardDownloads:
 
     def _copy(self, board: object, version: object) -> VersionCopy | None:
         """Return the copy of a version, if it is held."""
-        known = {(copy.board, copy.version): copy for copy in self._copies}
+        known = {(copy.board, copy.version): copy for copy in self.copies}
         return known.get((str(board), version)) if isinstance(version, int) else None
 
     def _newer(self, board: PolicyBoard, loaded: int) -> VersionCopy | None:
@@ -208,19 +207,18 @@ class BoardDownloads:
         copy = self._copy(board.name, newest)
         if copy is None and self._make_place():
             copy = VersionCopy(board)
-            self._copies.append(copy)
+            self.copies.append(copy)
         if copy is None:
-            copy = self._copies[-1]
-        is_newer = copy.board == board.name and copy.version > loaded
-        return copy if is_newer else None
+            copy = self.copies[-1]
+        return copy if copy.board == board.name and copy.version > loaded else None
 
     def _make_place(self) -> bool:
         """Make a place for one more copy; False: readers download all that are held."""
-        if len(self._copies) < MOST_COPIES:
+        if len(self.copies) < MOST_COPIES:
             return True
         before = time.monotonic() - HOLD_S
-        for copy in self._copies:
+        for copy in self.copies:
             if not copy.has_readers() or copy.since < before:
-                self._copies.remove(copy)
+                self.copies.remove(copy)
                 return True
         return False

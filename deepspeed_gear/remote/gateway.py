@@ -107,8 +107,8 @@ class Gateway:
         actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
         actions |= {"board": self._downloads.state, "weights": self._downloads.begin}
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, "gear-serve")
-        self._calls = CallLimits(_NUM_WORKERS, longest_call_s(max_message_bytes))
-        self._unsent = CallLimits(
+        self.calls = CallLimits(_NUM_WORKERS, longest_call_s(max_message_bytes))
+        self.unsent = CallLimits(
             _MOST_UNSENT, longest_call_s(CHUNK_BYTES), _CHUNKS_OF_CONNECTION, "unsent chunks"
         )
         answers: dict[str, Answer] = {"chunk": self.send_chunk}
@@ -173,8 +173,8 @@ class Gateway:
                 self._writer.check_goes_on(at_once=True)
                 self.sessions.expire()
                 self._connections.look()
-                self._calls.cancel_late()
-                self._unsent.cancel_late()
+                self.calls.cancel_late()
+                self.unsent.cancel_late()
                 self._downloads.expire()
                 self._flush_logs()
             except GearError as error:
@@ -189,8 +189,7 @@ class Gateway:
         return self.sessions.error
 
     def _flush_logs(self, at_once: bool = False) -> None:
-        limits = (self._connections.log, self._calls.log, self._unsent.log)
-        for log in (self._wrong_tokens, *limits):
+        for log in (self._wrong_tokens, self._connections.log, self.calls.log, self.unsent.log):
             log.flush(at_once)
 
     def shutdown(self) -> None:
@@ -262,9 +261,9 @@ class Gateway:
 
         The call has its place until the connection has taken the answer, which gRPC buffers.
         """
-        unsent = _begin(self._unsent, context)
-        if not context.add_callback(partial(self._unsent.end, unsent)):
-            self._unsent.end(unsent)  # the call has ended already
+        unsent = _begin(self.unsent, context)
+        if not context.add_callback(partial(self.unsent.end, unsent)):
+            self.unsent.end(unsent)  # the call has ended already
         return self.answer(self._downloads.chunk, messages, context)
 
     def answer(
@@ -272,12 +271,12 @@ class Gateway:
     ) -> bytes:
         """Receive a call's message and answer it, unless too many calls of its peer run."""
         self._connections.show_token(Peer.of_grpc(context.peer()))
-        call = _begin(self._calls, context)
+        call = _begin(self.calls, context)
         try:
             message = next(messages, None)  # None: the caller has ended the call
             return b"" if message is None else _answer(action, message)
         finally:
-            self._calls.end(call)
+            self.calls.end(call)
 
 
 def _begin(limits: CallLimits, context: grpc.ServicerContext) -> Call:

@@ -151,7 +151,7 @@ class CallLimits:
         most_of_connection: int = MOST_OF_CONNECTION,
         places: str = "workers",
     ) -> None:
-        self._num_places = num_places
+        self.num_places = num_places
         self._longest_s = longest_s
         self._most_of_connection = most_of_connection
         self._places = places
@@ -161,10 +161,15 @@ class CallLimits:
             "gear serve: calls refused beyond the share of an address: %d, from %s"
         )
 
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that have a place."""
+        return len(self._calls)
+
     def begin(self, peer: Peer, cancel: Callable[[], object]) -> Call | str:
         """Admit a call, or return the reason for its refusal, with the remedy."""
         with self._lock:
-            free = self._num_places - len(self._calls)
+            free = self.num_places - len(self._calls)
             of_address = sum(call.peer.address == peer.address for call in self._calls)
             of_connection = sum(call.peer == peer for call in self._calls)
             reason = None

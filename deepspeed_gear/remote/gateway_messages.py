@@ -47,7 +47,7 @@ NUM_LEASE_WORDS = 5  # the first words of a LeaseRecord, entry to attempt, ident
 _MOST_CLIENT = 64  # characters of a client's name, which the gateway keeps
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
-_SAME_VERSION = "use the same version of deepspeed_gear on both sides"
+SAME_VERSION = "use the same version of deepspeed_gear on both sides"
 # Of each value and number: its offset in the message, and the array that the gateway makes of it.
 # If these did not count, millions of short trajectories would take many times a message's length.
 _VALUE_BYTES = 8 + 248
@@ -115,12 +115,12 @@ def decode(
     types = [pa.int64(), *[pa.large_binary()] * (len(names) - 1)]
     kinds = pa.ArrowException, OSError, EOFError
     with DataError.on(
-        "batch", "must be an Arrow stream of one record batch", *kinds, remedy=_SAME_VERSION
+        "batch", "must be an Arrow stream of one record batch", *kinds, remedy=SAME_VERSION
     ):
         own = pa.ipc.read_schema(source)
         if own.names != names or own.types != types:
             raise DataError(
-                "batch", f"must have the columns {names} of large_binary", str(own), _SAME_VERSION
+                "batch", f"must have the columns {names} of large_binary", str(own), SAME_VERSION
             )
         message = pa.ipc.read_message(source)
         if message.type == "record batch" and decompressed_bytes(message) is not None:
@@ -136,7 +136,7 @@ def decode(
         remedy = "send fewer trajectories per call"
         raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
-        raise DataError("batch", "must have no nulls", remedy=_SAME_VERSION)
+        raise DataError("batch", "must have no nulls", remedy=SAME_VERSION)
     stored = [column.item_number if column.is_ragged else column for column in schema]
     every = [*stored, Column("media", "uint8")]  # whose bytes `MediaSpec.received` checks
     given = zip(names[1:], every, batch.columns[1:], strict=False)
@@ -153,12 +153,12 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
     bad = lengths != column.row_bytes if column.rows == "1" else lengths % column.row_bytes != 0
     if bad.any():
         rule = f"must have rows of {column.row_bytes} bytes"
-        raise DataError(f"batch: column {column.name}", rule, int(lengths[bad][0]), _SAME_VERSION)
+        raise DataError(f"batch: column {column.name}", rule, int(lengths[bad][0]), SAME_VERSION)
     if column.dtype == "bool" and (content[offsets[0] : offsets[-1]] > 1).any():
         raise DataError(
             f"batch: column {column.name}",
             "must hold bytes of 0 and 1, as its dtype is bool",
-            remedy=_SAME_VERSION,
+            remedy=SAME_VERSION,
         )
     lead = () if column.rows == "1" else (-1,)
     pieces = (content[start:end] for start, end in pairwise(offsets))
@@ -197,7 +197,7 @@ def lease_of(words: Any) -> LeaseRecord:
         "must be a list of 7 words",
         TypeError,
         ValueError,
-        remedy=_SAME_VERSION,
+        remedy=SAME_VERSION,
     ):
         entry, token, number, version, attempt, _, origin = words
     for word in (entry, token, number, version, attempt):
@@ -234,12 +234,12 @@ def unpack(
             "message",
             f"must have a header of at most {most_bytes} bytes",
             end - _LENGTH,
-            _SAME_VERSION,
+            SAME_VERSION,
         )
-    with DataError.on("message", "must begin with a JSON object", ValueError, remedy=_SAME_VERSION):
+    with DataError.on("message", "must begin with a JSON object", ValueError, remedy=SAME_VERSION):
         header = parse_json(bytes(view[_LENGTH:end]))
     if not isinstance(header, dict) or end > len(view):
-        raise DataError("message", "must begin with a JSON object", None, _SAME_VERSION)
+        raise DataError("message", "must begin with a JSON object", None, SAME_VERSION)
     return header, message.slice(end)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.data.trajectory_checks import as_stored
+from deepspeed_gear.data.stored_values import as_stored
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -28,7 +28,7 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.log import LOG
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS
+from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS, SAME_VERSION
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.group_members import by_member
@@ -401,10 +401,5 @@ class LeaseSessions(Sessions):
         elif does == "renew":
             self._ledger.renew(lease)
         else:
-            raise DataError(
-                "a call",
-                "must lease, renew, keep, commit or fail",
-                does,
-                "use the same version of deepspeed_gear on both sides",
-            )
+            raise DataError("a call", "must lease, renew, keep, commit or fail", does, SAME_VERSION)
         return []

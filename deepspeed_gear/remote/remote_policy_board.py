@@ -18,6 +18,7 @@ from deepspeed_gear.actors.policy_board import BoardReader
 from deepspeed_gear.errors import DataError, NotReadyError, StoreError, undo_on_error
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection
+from deepspeed_gear.remote.gateway_messages import SAME_VERSION
 from deepspeed_gear.timeouts import check_timeout, wait_until
 
 _SEARCH_S = 0.2  # between two calls while the run has no board
@@ -206,8 +207,7 @@ class RemotePolicyBoard(BoardReader):
         if self._download is None or self._download.version != answer["version"]:
             if answer["num_bytes"] != self._tensors.num_bytes:
                 rule = f"must have the {self._tensors.num_bytes} bytes of its tensors"
-                remedy = "use the same version of deepspeed_gear on both sides"
-                raise DataError("a version of the board", rule, answer["num_bytes"], remedy)
+                raise DataError("a version of the board", rule, answer["num_bytes"], SAME_VERSION)
             self._download = Download(str(self._board), answer)
         return self._download
 

@@ -25,8 +25,8 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.batch_sizes import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT
@@ -110,7 +110,12 @@ class BatchLoader:
         self._position = position.at
 
     def next(self) -> Batch:
-        """Return the next micro batch; if another rank has failed, the next call tries again."""
+        """Return the next micro batch; if another rank has failed, the next call tries again.
+
+        With several nodes and prefetching, the call for batch n also takes batch n + 1, if it is
+        prepared, and sends this node's messages of its barrier, which travel while batch n is
+        trained. The call for batch n + 1 then requests its selection and waits for the barrier.
+        """
         if self._transfer is not None:
             self._transfer.refuse_capture()
         self._lent.make_room()

@@ -10,8 +10,8 @@ import torch
 
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.plan.arrival_rooms import ArrivalRoom
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.plan.table_resolution import ArrivalRoom
 from deepspeed_gear.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.row_exchange.resolution_exchange import (
@@ -31,7 +31,7 @@ from deepspeed_gear.sampling.stream_state import StreamState
 class SpreadTrajectories:
     """How packs get the trajectories of a table that several nodes hold."""
 
-    plan: ExchangePlan
+    exchange_plan: ExchangePlan
     room: ArrivalRoom  # for trajectories of a rollout batch that other nodes hold
     exchange: TrajectoryExchange | None  # sends their rows; None: another rank of this node does
 
@@ -71,21 +71,23 @@ class NodeLinks:
         plan.control_plane.barrier()
         selectors: dict[StreamState, Selector] = {}
         # Streams of replicated tables come first, on every node.
-        for state in sorted(states, key=lambda state: self._routes(state) is not None):
-            routes = self._routes(state)
-            if plan.config.pack is not None and routes is not None:
-                self._spread(state, routes)
+        for state in sorted(states, key=lambda state: self._exchange_plan(state) is not None):
+            exchange_plan = self._exchange_plan(state)
+            if plan.config.pack is not None and exchange_plan is not None:
+                self._keep_spread(state, exchange_plan)
             if not self._channels or not state.spec.together:
                 continue
             # Nodes select together from a replicated table for its priorities only: for training.
-            trains = state.spec.name == TRAIN or routes is None
+            trains = state.spec.name == TRAIN or exchange_plan is None
             channel = self._channels[trains]
             draws: ResolutionSender | ResolutionExchange | None = None
-            if routes is not None and plan.config.pack is not None:
+            if exchange_plan is not None and plan.config.pack is not None:
                 draws = ResolutionSender(state, channel)
-            elif routes is not None:
-                rows = self._rows(state, routes, trains)
-                draws = ResolutionExchange(state, routes, rows, goals, plan.config.verify_every)
+            elif exchange_plan is not None:
+                rows = self._rows(state, exchange_plan, trains)
+                draws = ResolutionExchange(
+                    state, exchange_plan, rows, goals, plan.config.verify_every
+                )
             selectors[state] = Selector(state, SelectionRounds(state, channel), draws)
             if trains:
                 self._training.append(selectors[state])
@@ -102,28 +104,30 @@ class NodeLinks:
             if plan.config.exchange != "host":
                 self._transports[trains] = DeviceTransport(channel, self._device)
 
-    def _routes(self, state: StreamState) -> ExchangePlan | None:
+    def _exchange_plan(self, state: StreamState) -> ExchangePlan | None:
         return self._plan.tables[state.table.spec.name].exchange_plan
 
-    def _spread(self, state: StreamState, routes: ExchangePlan) -> None:
+    def _keep_spread(self, state: StreamState, exchange_plan: ExchangePlan) -> None:
         """Keep how packs get the trajectories of a stream's table from other nodes."""
         exchange = None
         if self._channels:
-            exchange = TrajectoryExchange(self._rows(state, routes, trains=True))
-        spread = SpreadTrajectories(routes, self._room(state), exchange)
+            exchange = TrajectoryExchange(self._rows(state, exchange_plan, trains=True))
+        spread = SpreadTrajectories(exchange_plan, self._room(state), exchange)
         self.trajectories[state.table.spec.name] = spread
 
     def _room(self, state: StreamState) -> ArrivalRoom:
         return self._plan.tables[state.table.spec.name].rooms[state.spec.name]
 
-    def _rows(self, state: StreamState, routes: ExchangePlan, trains: bool) -> RowExchange:
+    def _rows(self, state: StreamState, exchange_plan: ExchangePlan, trains: bool) -> RowExchange:
         room = self._room(state)
         n_step = self._plan.config.n_step
         rows = (room.first_row, room.num_rows)
         slots = (room.first_slot, room.num_slots)
         channel = self._channels[trains]
         transport = self._transports.get(trains)
-        return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
+        return RowExchange(
+            channel, state.table, exchange_plan.needs, n_step, rows, slots, transport
+        )
 
     def take_metrics(self) -> dict[str, float]:
         """Return means of the training selections since the last call, or of the period before.

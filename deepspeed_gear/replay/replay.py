@@ -26,7 +26,6 @@ from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.plan.resolved_plan import resolve_plan
 from deepspeed_gear.replay import replay_statistics
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.log_warnings import warnings_of
 from deepspeed_gear.replay.metrics import Metrics, Progress
@@ -38,6 +37,7 @@ from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.replay.replay_tables import ReplayTables
 from deepspeed_gear.sampling.batch_sizes import BatchInfo, Turns
 from deepspeed_gear.schema import Schema

@@ -16,8 +16,8 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.transform import Transform
-from deepspeed_gear.checkpoint import save_folders, whole_saves
-from deepspeed_gear.checkpoint.save_folders import FolderLocks
+from deepspeed_gear.checkpoint import checked_files, save_folders, whole_saves
+from deepspeed_gear.checkpoint.folder_locks import FolderLocks
 from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
@@ -272,7 +272,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
         def lock() -> None:
             if leads:
-                with save_folders.writing(Path(at)):
+                with checked_files.writing(Path(at)):
                     save_folders.make(Path(at))
                     self._folder_locks.acquire(Path(at))
 

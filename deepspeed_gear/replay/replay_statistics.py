@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.records import Resolution, Slot
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics, Progress
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import (
     recent_selections,

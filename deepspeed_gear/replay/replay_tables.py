@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.priority_updates import Ids
 from deepspeed_gear.replay.prompt_priorities import PromptPriorities
 from deepspeed_gear.replay.replay_base import ReplayBase
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.replay.table_access import inserter_of
 from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.store.table import Table
@@ -111,11 +112,21 @@ class ReplayTables(ReplayBase):
             StoreFullError: Too few rows are free; with `split_by_flags` earlier parts stay.
         """
         inserter = self._inserter(table)
-        releases = self._parts.releases
         if not split_by_flags:
-            return table_access.add(inserter, releases, trajectory)
-        parts = inserter.split(trajectory, final)
-        return [table_access.add(inserter, releases, part) for part in parts]
+            return self._add(inserter, trajectory)
+        return [self._add(inserter, part) for part in inserter.split(trajectory, final)]
+
+    def _add(self, inserter: Inserter, trajectory: Mapping[str, Any]) -> int:
+        """Add a trajectory; return its id. A full table is tried again once the device has read."""
+        releases = self._parts.releases
+        releases.settle()
+        try:
+            return inserter.add(trajectory)
+        except StoreFullError:
+            # Rows of selections that the device was reading may be free now.
+            if not releases.drain():
+                raise
+            return inserter.add(trajectory)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
         """Set the version of the learner's policy; the next selection evicts stale trajectories.

@@ -1,4 +1,4 @@
-"""Calls of a replay on a table: add, read, remove and clear trajectories, set a policy version."""
+"""Calls of a replay on a table: read, remove and clear trajectories, set a policy version."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import (
     ConfigError,
     NotReadyError,
     StoreError,
-    StoreFullError,
 )
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -53,18 +51,6 @@ def inserter_of(
             masses.of(np.array([slot]))
 
     return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
-
-
-def add(inserter: Inserter, releases: DeferredRelease, trajectory: Mapping[str, Any]) -> int:
-    """Add a trajectory; return its id. A full table is tried again once the device has read."""
-    releases.settle()
-    try:
-        return inserter.add(trajectory)
-    except StoreFullError:
-        # Rows of selections that the device was reading may be free now.
-        if not releases.drain():
-            raise
-        return inserter.add(trajectory)
 
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:

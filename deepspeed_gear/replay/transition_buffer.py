@@ -10,7 +10,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.data.trajectory_checks import as_stored
+from deepspeed_gear.data.stored_values import as_stored
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.log import LOG
 from deepspeed_gear.public_names import PublicNames

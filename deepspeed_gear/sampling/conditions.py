@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema

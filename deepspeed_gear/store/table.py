@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
+from deepspeed_gear.data.stored_values import as_numbers, no_values
 from deepspeed_gear.errors import (
     ConfigError,
     StoreError,

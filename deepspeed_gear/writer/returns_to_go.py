@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.writer.inserter import Inserter

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from deepspeed_gear.data.trajectory_checks import split_episodes
+from deepspeed_gear.data.episode_split import split_episodes
 from deepspeed_gear.errors import StoreError, StoreGoneError
 from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.store.late_columns import fill

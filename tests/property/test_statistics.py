@@ -26,7 +26,7 @@ from deepspeed_gear.data.statistics.dataset_statistics import (
     compute_statistics,
 )
 from deepspeed_gear.data.statistics.running_moments import Moment, add_rows
-from deepspeed_gear.data.trajectory_checks import as_float64
+from deepspeed_gear.data.stored_values import as_float64
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema

@@ -2,13 +2,14 @@
 connections.
 """
 
+import json
 import selectors
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ from gear_support import prefix
 from process_support import environment
 from warm_python import PIPE, WarmProcess
 
-from deepspeed_gear import Column, RemoteWriter, Replay, Schema, TrajectoryWriter
+from deepspeed_gear import (
+    Column,
+    RemoteRolloutWorker,
+    RemoteWriter,
+    Replay,
+    RolloutWorker,
+    Schema,
+    TrajectoryWriter,
+)
 from deepspeed_gear.remote.gateway import Gateway
+from deepspeed_gear.writer.rollout_worker import LeaseWorker
 
 TOKEN = "0123456789abcdef" * 2
 WRONG = "another-token-of-32-characters!!"
@@ -106,6 +116,13 @@ def write_token(path: Path) -> Path:
     path.touch(mode=0o600)
     path.write_text(TOKEN + "\n")
     return path
+
+
+def write_run(folder: Path, gear: dict[str, Any]) -> tuple[Path, Path]:
+    """Write the ds_config.json of a run and its token; return both files."""
+    config = folder / "ds_config.json"
+    config.write_text(json.dumps({"gear": gear}))
+    return config, write_token(folder / "token")
 
 
 class Proxy:
@@ -210,6 +227,17 @@ def openssl_certificate(
 
 def connect(url: str, **options: Any) -> RemoteWriter:
     return RemoteWriter.connect(url, **{"token": TOKEN, "timeout_s": 20.0, **options})
+
+
+def attached(url: str | None, config: dict[str, Any], stack: ExitStack) -> LeaseWorker:
+    """Return a rollout worker of a gateway's url, or one of the node, which the stack closes."""
+    worker: LeaseWorker = (
+        RolloutWorker.attach(config)
+        if url is None
+        else RemoteRolloutWorker.connect(url, token=TOKEN, timeout_s=20.0)
+    )
+    stack.callback(worker.close)
+    return worker
 
 
 def serve(config: Path, token: Path, *options: str) -> tuple[WarmProcess, str]:

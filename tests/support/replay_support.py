@@ -8,7 +8,7 @@ import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory
 
 from deepspeed_gear import Batch, Replay
-from deepspeed_gear.replay.builder import ReplayParts
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 LENGTHS = lengths_of(40)
@@ -43,6 +43,13 @@ def streams_of(replay: Replay, table: str | None = None) -> dict[str, BatchStrea
     Without a table, of the first sampled one.
     """
     return parts_of(replay).streams[table or replay.config.sampled_tables[0]]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    is_cpu = False
+    is_cuda = True
 
 
 def read_late(replay: Replay, blocks: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.trajectory_checks import CORRECT, cast
+from deepspeed_gear.data.stored_values import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows
 
@@ -77,7 +77,7 @@ def in_order_of_roles(columns: Iterable[Column]) -> tuple[Column, ...]:
 
 
 def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
-    """Convert a source's array to the dtype of its column, as `trajectory_checks.cast` does.
+    """Convert a source's array to the dtype of its column, as `stored_values.cast` does.
 
     Rewards and flags lose axes of one value.
     """

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from deepspeed_gear.data.statistics.quantiles import Bool, Int64
 from deepspeed_gear.data.statistics.row_sample import RowSample
 from deepspeed_gear.data.statistics.running_moments import Float64, Moment, add_rows
-from deepspeed_gear.data.trajectory_checks import as_float64
+from deepspeed_gear.data.stored_values import as_float64
 from deepspeed_gear.ops.backends import existing_native
 from deepspeed_gear.schema import DTYPES, Column
 

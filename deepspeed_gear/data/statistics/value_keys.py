@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.statistics.running_moments import Float64
-from deepspeed_gear.data.trajectory_checks import as_float64
+from deepspeed_gear.data.stored_values import as_float64
 from deepspeed_gear.schema import Column
 
 

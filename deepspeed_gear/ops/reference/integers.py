@@ -13,7 +13,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ..constants import ONE_Q62
+from deepspeed_gear.ops.constants import ONE_Q62
 
 LOW_32 = 0xFFFFFFFF
 _SIGN = -(1 << 63)

@@ -7,6 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import (
+    EXACT_MASS_BITS,
+    FAN_OUT,
+    MASS_BITS,
+    MOST_MASS_BITS,
+    ONE_Q62,
+    minima_levels,
+)
 from deepspeed_gear.ops.records import (
     LogEntry,
     MassUnit,
@@ -16,11 +25,15 @@ from deepspeed_gear.ops.records import (
     SlotState,
     UpdateCount,
 )
-
-from ...errors import ShapeError
-from ..constants import EXACT_MASS_BITS, FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE_Q62, minima_levels
-from . import select
-from .integers import LOW_32, exp2, float_bits, log2, power_of_priority, scale
+from deepspeed_gear.ops.reference import select
+from deepspeed_gear.ops.reference.integers import (
+    LOW_32,
+    exp2,
+    float_bits,
+    log2,
+    power_of_priority,
+    scale,
+)
 
 _INFINITY = 0x7F800000
 _MINUS_ZERO = 0x80000000

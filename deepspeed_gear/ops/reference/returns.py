@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.conversion import narrow, widen
 from deepspeed_gear.ops.records import Resolution
-
-from ...errors import ShapeError
-from ..conversion import narrow, widen
-from ..windows import is_no_sample
-from .gather import Reads, check_rows
-from .integers import exp2, float_bits
+from deepspeed_gear.ops.reference.gather import Reads, check_rows
+from deepspeed_gear.ops.reference.integers import exp2, float_bits
+from deepspeed_gear.ops.windows import is_no_sample
 
 
 def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:

@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.constants import FAN_OUT, tree_levels
 from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import (
     GoalStrategy,
@@ -17,10 +19,7 @@ from deepspeed_gear.ops.records import (
     Slot,
     SlotState,
 )
-
-from ...errors import ShapeError
-from ..constants import FAN_OUT, tree_levels
-from .integers import less, multiply_high, shift_right, signed
+from deepspeed_gear.ops.reference.integers import less, multiply_high, shift_right, signed
 
 _FEISTEL_ROUNDS = 8
 _LEAST_BITS = 8

@@ -24,13 +24,13 @@ from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_loader import give_up
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.log_warnings import EqualRewardsWarning, LossWarning
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
 from deepspeed_gear.replay.packed.rollout_context import MASK, PackSettings, RolloutContext
 from deepspeed_gear.replay.packed.table_rows import TableRows
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head

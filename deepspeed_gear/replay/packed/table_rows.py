@@ -72,7 +72,7 @@ class TableRows:
             self._locate()
         if spread is not None:
             origins = trajectories.origins.numpy()
-            routes = spread.plan
+            plan = spread.exchange_plan
             shard = table.spec.shard
             assert shard is not None
             self._own = np.nonzero((origins >> SHARD_BITS == shard.index) & contributes)[0]
@@ -81,9 +81,9 @@ class TableRows:
             self._places = TrajectoryPlaces(
                 origins,
                 np.maximum(self.rows[:, Resolution.NUM_STEPS].numpy() - shared, 1),
-                routes.final_row,
-                routes.num_nodes,
-                routes.index,
+                plan.final_row,
+                plan.num_nodes,
+                plan.index,
                 copies_own=not table.gathers_own_rows,
             )
         self._slots: np.ndarray = trajectories.resolutions.numpy()[self._own, Resolution.SLOT]
@@ -102,7 +102,7 @@ class TableRows:
         """
         if self._spread is None:
             return None
-        replica_nodes = self._spread.plan.replica_nodes
+        replica_nodes = self._spread.exchange_plan.replica_nodes
         needed = np.zeros((len(replica_nodes), len(self.rows)), bool)  # [S, n]
         needed[:, index] = replica_nodes[:, replica]
         if self.shared is not None:  # also the trajectories that hold their prompts

@@ -2,6 +2,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "common/convert.h"
@@ -139,52 +140,40 @@ class QuantileBins {
       uint32_t* bins = bins_.data() + e * (num_bins + 1);
       Each(at, rows, [&](T x) { ++bins[bin_of(e, x)]; });
     });
-    // For each element: its ranks, the bins that hold them, and the keys of those bins.
     std::array<std::vector<int64_t>, kGroup> ranks;
-    std::array<std::vector<Key>, kGroup> keys, selected;
-    std::array<std::vector<int64_t>, kGroup> places;  // of the ranks, among the keys
-    std::vector<uint8_t> is_wanted(static_cast<size_t>(count * (num_bins + 1)), 0);
+    std::array<WantedBins, kGroup> wanted;
+    std::array<std::vector<Key>, kGroup> keys;  // of the wanted bins
     std::array<int64_t, kGroup> finite{};
-    std::array<bool, kGroup> has_all{};
+    std::array<bool, kGroup> is_compared{};  // a bin has several keys
     for (int64_t e = 0; e < count; ++e) {
+      if (least[e] > greatest[e]) continue;  // no finite value
       const uint32_t* bins = bins_.data() + e * (num_bins + 1);
-      for (int64_t b = 0; b < num_bins; ++b) finite[e] += bins[b];
-      if (least[e] > greatest[e]) finite[e] = 0;
-      if (finite[e] == 0) continue;
+      finite[e] = std::accumulate(bins, bins + num_bins, int64_t{0});
       ranks[e] = RanksOf(finite[e]);
-      int64_t before = 0, taken = 0;  // keys in the bins before, and in those that are wanted
-      size_t next = 0;
-      for (int64_t b = 0; b < num_bins && next < ranks[e].size(); ++b) {
-        const int64_t until = before + bins[b];
-        if (ranks[e][next] < until) {
-          is_wanted[e * (num_bins + 1) + b] = 1;
-          for (; next < ranks[e].size() && ranks[e][next] < until; ++next) {
-            places[e].push_back(taken + ranks[e][next] - before);
-            selected[e].push_back(static_cast<Key>(least[e] + (static_cast<Key>(b) << shift[e])));
-          }
-          taken += bins[b];
-        }
-        before = until;
-      }
-      has_all[e] = shift[e] == 0;  // a bin has one key
-      if (!has_all[e]) keys[e].reserve(static_cast<size_t>(taken));
+      wanted[e] = FindBins(bins, num_bins, ranks[e].data(), static_cast<int64_t>(ranks[e].size()));
+      // What is not finite is in the last bin.
+      wanted[e].is_wanted.push_back(0);
+      is_compared[e] = shift[e] > 0;
+      if (is_compared[e]) keys[e].reserve(static_cast<size_t>(wanted[e].num_keys));
     }
-    if (!std::all_of(has_all.begin(), has_all.begin() + count, [](bool has) { return has; }))
+    if (std::find(is_compared.begin(), is_compared.end(), true) != is_compared.end())
       EachTile(first, count, [&](int64_t e, const T* at, int64_t rows) {
-        if (has_all[e] || finite[e] == 0) return;
-        const uint8_t* wanted = is_wanted.data() + e * (num_bins + 1);
+        if (!is_compared[e]) return;
+        const uint8_t* is_wanted = wanted[e].is_wanted.data();
         Each(at, rows, [&](T x) {
-          if (wanted[bin_of(e, x)] != 0) keys[e].push_back(Order::KeyOf(x));
+          if (is_wanted[bin_of(e, x)] != 0) keys[e].push_back(Order::KeyOf(x));
         });
       });
     for (int64_t e = 0; e < count; ++e) {
       if (finite[e] == 0) continue;
-      if (!has_all[e]) {
-        const auto n = static_cast<int64_t>(keys[e].size());
-        Select(keys[e].data(), 0, n, places[e].data(), places[e].data() + places[e].size());
-        for (size_t i = 0; i < places[e].size(); ++i) selected[e][i] = keys[e][places[e][i]];
-      }
-      Write(first + e, finite[e], ranks[e], selected[e]);
+      const std::vector<int64_t>& places = wanted[e].places;
+      if (is_compared[e])
+        Select(keys[e].data(), 0, wanted[e].num_keys, places.data(), places.data() + places.size());
+      std::vector<Key> selected;
+      for (size_t i = 0; i < places.size(); ++i)
+        selected.push_back(is_compared[e] ? keys[e][places[i]]
+                                          : static_cast<Key>(least[e] + wanted[e].bins[i]));
+      Write(first + e, finite[e], ranks[e], selected);
     }
   }
 

@@ -147,24 +147,14 @@ void SelectQuantileKeysOf(const Key* keys, int64_t num_keys, const uint64_t* bou
       ++counts[bin];
     }
   }
-  std::vector<uint8_t> is_wanted(counts.size(), 0);
-  std::vector<int64_t> places;  // of the ranks, among the keys that are compared
-  int64_t before = 0, taken = 0, next = 0;
-  for (size_t bin = 0; bin < counts.size() && next < num_ranks; ++bin) {
-    const int64_t until = before + counts[bin];
-    if (ranks[next] < until) {
-      is_wanted[bin] = 1;
-      for (; next < num_ranks && ranks[next] < until; ++next)
-        places.push_back(taken + ranks[next] - before);
-      taken += counts[bin];
-    }
-    before = until;
-  }
+  const WantedBins wanted =
+      FindBins(counts.data(), static_cast<int64_t>(counts.size()), ranks, num_ranks);
   std::vector<Key> compared;
-  compared.reserve(static_cast<size_t>(taken));
+  compared.reserve(static_cast<size_t>(wanted.num_keys));
   for (int64_t i = 0; i < num_keys; ++i)
-    if (is_wanted[bin_of[i]] != 0) compared.push_back(keys[i]);
-  Select(compared.data(), 0, taken, places.data(), places.data() + places.size());
+    if (wanted.is_wanted[bin_of[i]] != 0) compared.push_back(keys[i]);
+  const int64_t* places = wanted.places.data();
+  Select(compared.data(), 0, wanted.num_keys, places, places + num_ranks);
   for (int64_t i = 0; i < num_ranks; ++i) found[i] = compared[places[i]];
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include "common/convert.h"
 
@@ -59,6 +60,37 @@ void Select(Key* keys, int64_t begin, int64_t end, const int64_t* first, const i
   while (above < last && *above == *middle) ++above;
   Select(keys, begin, *middle, first, below);
   Select(keys, *middle + 1, end, above, last);
+}
+
+// Where wanted ranks lie among keys that were counted in ascending bins. For counts [2, 0, 3] and
+// the rank 4: is_wanted [0, 0, 1], bin 2, place 2 of the 3 keys in wanted bins.
+struct WantedBins {
+  std::vector<uint8_t> is_wanted;  // [bins]
+  std::vector<int64_t> bins;       // of each rank
+  std::vector<int64_t> places;     // of each rank, among the sorted keys of the wanted bins
+  int64_t num_keys = 0;            // in the wanted bins
+};
+
+// ranks: ascending, each below the sum of the counts.
+template <typename Count>
+WantedBins FindBins(const Count* counts, int64_t num_bins, const int64_t* ranks,
+                    int64_t num_ranks) {
+  WantedBins wanted;
+  wanted.is_wanted.assign(static_cast<size_t>(num_bins), 0);
+  int64_t before = 0, next = 0;
+  for (int64_t bin = 0; bin < num_bins && next < num_ranks; ++bin) {
+    const int64_t until = before + counts[bin];
+    if (ranks[next] < until) {
+      wanted.is_wanted[bin] = 1;
+      for (; next < num_ranks && ranks[next] < until; ++next) {
+        wanted.bins.push_back(bin);
+        wanted.places.push_back(wanted.num_keys + ranks[next] - before);
+      }
+      wanted.num_keys += counts[bin];
+    }
+    before = until;
+  }
+  return wanted;
 }
 
 }  // namespace gear::cpu

@@ -48,7 +48,7 @@ def machines(count: int = 3, **changes: Any) -> dict[str, dict[str, Any]]:
 
 
 def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = None) -> list[str]:
-    return [str(problem) for problem in problems_of(reports, slots)]
+    return [str(problem) for problem in problems_of(reports, slots or {})]
 
 
 @pytest.mark.parametrize(

@@ -141,13 +141,13 @@ def test_calls_that_never_end_leave_workers_to_other_addresses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(section()) as (replay, server):
-        calls = server._calls
+        calls = server.calls
         with held(*(raw(server.port, slow_calls(), "127.0.0.2") for _ in range(60))):
-            wait_until(lambda: len(calls._calls) == 48, "the share of an address")
+            wait_until(lambda: calls.num_calls == 48, "the share of an address")
             with connect(server.url) as writer:
                 writer.add(trajectory(0))
             monkeypatch.setattr(calls, "_longest_s", 0.0)
-            wait_until(lambda: not calls._calls, "the end of calls that take too long")
+            wait_until(lambda: not calls.num_calls, "the end of calls that take too long")
         assert_same(stored(replay), range(1))
     assert any("beyond the share of an address" in text for text in caplog.messages)
 
@@ -155,7 +155,7 @@ def test_calls_that_never_end_leave_workers_to_other_addresses(
 def test_one_connection_of_many_calls_leaves_workers_to_its_address() -> None:
     with served(section()) as (replay, server):
         with held(*(raw(server.port, slow_calls()) for _ in range(10))):
-            wait_until(lambda: len(server._calls._calls) == 20, "two calls of each connection")
+            wait_until(lambda: server.calls.num_calls == 20, "two calls of each connection")
             with connect(server.url) as writer:
                 writer.add(trajectory(0))
         assert_same(stored(replay), range(1))
@@ -163,7 +163,7 @@ def test_one_connection_of_many_calls_leaves_workers_to_its_address() -> None:
 
 def test_a_refused_call_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(section()) as (_, server):
-        monkeypatch.setattr(server._calls, "_num_places", 0)
+        monkeypatch.setattr(server.calls, "num_places", 0)
         text = (
             r"log name a limit\? RESOURCE_EXHAUSTED: 127.0.0.1 must leave workers .* start "
             r"fewer writers"

@@ -31,6 +31,7 @@ from remote_support import (
     served,
     stored,
     trajectory,
+    write_run,
     write_token,
 )
 from warm_python import PIPE, WarmProcess
@@ -274,12 +275,12 @@ def test_the_end_of_the_run_ends_the_gateway() -> None:
 
 def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
-        with _gateway(replay) as first:
+        with _gateway() as first:
             writer = connect(first.url)
             writer.add(trajectory(0))
             writer.flush()
             port = first.port
-        with _gateway(replay, port=port):
+        with _gateway(port=port):
             writer.add(trajectory(1))
             with pytest.raises(StoreError, match=r"restarted: .*; trajectories 1 to 1 "):
                 writer.flush()
@@ -290,24 +291,24 @@ def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
 
 def test_a_gateway_that_cannot_listen_says_why() -> None:
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
-        with _gateway(replay, host="::1") as first:
+        with _gateway(host="::1") as first:
             assert first.url == f"grpc://[::1]:{first.port}"
             with connect(first.url) as writer:
                 writer.add(trajectory(0))
             address = rf"must be able to listen at \[::1\]:{first.port}"
             with (
                 pytest.raises(ConfigError, match=address),
-                _gateway(replay, host="::1", port=first.port),
+                _gateway(host="::1", port=first.port),
             ):
                 pass
-        wrong = _gateway(replay, certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
+        wrong = _gateway(certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
         with pytest.raises(ConfigError, match="must be able to listen"), wrong:
             pass
         assert_same(stored(replay), range(1))
 
 
 @contextmanager
-def _gateway(replay: Replay, **options: Any) -> Iterator[Gateway]:
+def _gateway(**options: Any) -> Iterator[Gateway]:
     """A gateway that dies without a word, as far as a gateway in this process can."""
     with TrajectoryWriter.attach(section()) as writer:
         made = Gateway(writer, TOKEN, **options)
@@ -332,12 +333,9 @@ writer.close()
 
 def test_processes_that_are_killed(tmp_path: Path) -> None:
     """An actor: whole trajectories, in order. The gateway: a named error in time. SIGTERM: told."""
-    config = tmp_path / "ds_config.json"
-    token = write_token(tmp_path / "token")
-    config.write_text(
-        json.dumps({"gear": section(capacity_trajectories=6000, capacity_steps=1_500_000)})
-    )
-    with Replay(json.loads(config.read_text())["gear"], schemas={"main": SCHEMA}) as replay:
+    gear = section(capacity_trajectories=6000, capacity_steps=1_500_000)
+    config, token = write_run(tmp_path, gear)
+    with Replay(gear, schemas={"main": SCHEMA}) as replay:
         gateway, url = serve(config, token)
         actor = WarmProcess(["-c", WRITES, url, str(token), "100000"], environment(), PIPE)
         STARTED.append(actor)

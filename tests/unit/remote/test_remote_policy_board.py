@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,17 @@ import pyarrow as pa
 import pytest
 import torch
 from gear_support import wait_until
-from remote_support import SCHEMA, TOKEN, WRONG, Proxy, section, serve, served, serving, write_token
+from remote_support import (
+    SCHEMA,
+    TOKEN,
+    WRONG,
+    Proxy,
+    section,
+    serve,
+    served,
+    serving,
+    write_run,
+)
 from torch import nn
 
 from deepspeed_gear import PolicyBoard, RemotePolicyBoard, Replay
@@ -390,15 +399,17 @@ def downloads() -> Iterator[tuple[PolicyBoard, BoardDownloads, Clients]]:
 def test_a_gateway_holds_two_versions_at_most(
     downloads: tuple[PolicyBoard, BoardDownloads, Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board, _, clients = downloads
+    board, made, clients = downloads
     last = board.tensors.num_bytes // CHUNK
     board.publish(policy(2.0))
     assert clients.begin("second") == 2
     board.publish(policy(3.0))
     assert clients.begin("third") == 2  # both are downloaded: the newer one of them
     assert clients.begin("third", loaded=2) is None  # which a client gets once
+    assert [copy.version for copy in made.copies] == [1, 2]
     assert clients.chunk("first", 1, last)  # it has all, so its place is free
     assert clients.begin("third", loaded=2) == 3
+    assert [copy.version for copy in made.copies] == [2, 3]
     assert not clients.chunk("first", 1, 0)
     assert clients.chunk("second", 2, 0)
     board.publish(policy(4.0))
@@ -414,10 +425,10 @@ def test_a_worker_that_was_killed_occupies_nothing(
 ) -> None:
     board, made, clients = downloads
     made.expire()
-    assert clients.chunk("first", 1, 0)
+    assert len(made.copies) == 1
     monkeypatch.setattr(board_downloads, "READER_S", -1.0)
     made.expire()
-    assert not clients.chunk("first", 1, 0)
+    assert made.copies == []
     assert clients.begin("first") == 1  # it was only slow
     monkeypatch.setattr(board_downloads, "_MOST_READERS", 1)
     monkeypatch.setattr(board_downloads, "READER_S", 30.0)
@@ -451,7 +462,7 @@ def test_a_sent_chunk_frees_its_place() -> None:
             far.loaded = 0
             assert far.load_into(module) == 1
             num_chunks += 8
-        wait_until(lambda: not gateway._unsent._calls, "the last chunk")
+        wait_until(lambda: not gateway.unsent.num_calls, "the last chunk")
 
 
 @contextmanager
@@ -466,9 +477,7 @@ def served_by_others() -> Iterator[PolicyBoard]:
 
 def test_gear_serve_serves_the_board_of_its_run(tmp_path: Path) -> None:
     """Through the command; it is killed in between."""
-    config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps({"gear": section()}))
-    token = write_token(tmp_path / "token")
+    config, token = write_run(tmp_path, section())
     with served_by_others() as board:
         process, url = serve(config, token)
         module = policy(0.0)

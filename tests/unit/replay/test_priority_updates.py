@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of, lengths_of, prefix, wait_until
-from replay_support import filled, parts_of, read_late, streams_of
+from replay_support import Elsewhere, filled, parts_of, read_late, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -352,13 +352,6 @@ def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
 SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor that says that it is on a device."""
-
-    is_cpu = False
-    is_cuda = True
-
-
 class Device:
     """Computes what it was given when it is told to."""
 
@@ -536,7 +529,7 @@ def test_a_device_that_hangs_holds_nobody_up_for_ever(data: Path, device: Device
     replay.close()
 
 
-def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
+def _online(unit: str, prefetch: int) -> Replay:
     columns = {"observation": {"dtype": "float32", "rows": "T+1", "role": "observation"}}
     columns["action"] = {"dtype": "int32", "role": "action"}
     table = {"capacity_steps": 100, "capacity_trajectories": 20, "max_length": 25, "remove": "fifo"}
@@ -558,7 +551,7 @@ def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("tries", [(1, 0), (0, 1), (1, 1), (2, 2)], ids=str)
 def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
-    unit: str, prefetch: int, tries: tuple[int, int], tmp_path: Path
+    unit: str, prefetch: int, tries: tuple[int, int]
 ) -> None:
     """As without the calls that were not ready: what is reported first counts for the
     first batch.
@@ -568,7 +561,7 @@ def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
         "action": np.arange(3, dtype=np.int32),
     }
     of_items: dict[str, Any] = {"steps": [0, 1, 2]} if unit == "step" else {}
-    with _online(unit, prefetch, tmp_path) as replay:
+    with _online(unit, prefetch) as replay:
         ids = [replay.add(trajectory) for _ in range(2)]
         count = 3 if of_items else 1
 

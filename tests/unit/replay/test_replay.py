@@ -22,8 +22,8 @@ from warm_python import run_warm
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.replay import node_stores
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Progress
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.store.cgroup_limits import MemoryLimit
 
 

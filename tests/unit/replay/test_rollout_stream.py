@@ -239,7 +239,7 @@ def spread_over_two(index: int, **more: Any) -> Any:
     """Return how two nodes of a table exchange its rows."""
     replica_nodes = np.eye(2, dtype=bool)
     plan = SimpleNamespace(final_row=0, num_nodes=2, index=index, replica_nodes=replica_nodes)
-    return SimpleNamespace(plan=plan, **more)
+    return SimpleNamespace(exchange_plan=plan, **more)
 
 
 class Nodes:

@@ -90,7 +90,7 @@ def test_a_reader_of_the_construction_goes_through_few_files(data: Path, is_onli
     made: list[Replay] = []
     leads = leads_of(lambda: made.append(Replay(options)))
     made[0].close()
-    stages = {"plan/resolved_plan.py", "replay/builder.py", "replay/node_stores.py"}
+    stages = {"plan/resolved_plan.py", "replay/replay_parts.py", "replay/node_stores.py"}
     assert stages | {"replay/replay.py"} <= leads.keys()
     assert len(leads) <= MOST_OF_CONSTRUCTION, leads
 

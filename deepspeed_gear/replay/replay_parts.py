@@ -251,5 +251,12 @@ def _barrier(
         channel = NodeChannel(topology, order, "turns", timeout_s, plan.group, detector)
     early = only_readers and config.prefetch > 0
     return BatchBarrier(
-        table, topology, only_readers, timeout_s, channel, over_nodes, early, detector
+        table,
+        topology,
+        only_readers,
+        timeout_s,
+        channel=channel,
+        over_nodes=over_nodes,
+        early=early,
+        detector=detector,
     )
