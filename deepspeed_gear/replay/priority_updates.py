@@ -116,8 +116,7 @@ class PriorityReports:
         values, faults = _reduced(batch, given, counts, sampler)
         parts = _parts(tables, batch)
         if is_late:
-            none = given.new_zeros(2, dtype=torch.float32)
-            self._late.take(parts, float32_on_device(values), none if faults is None else faults)
+            self._late.take(parts, float32_on_device(values), faults)
             return
         rounded = _rounded(values)
         if len(parts) > 1:  # nothing has changed if one of the tables raises
@@ -195,19 +194,19 @@ class PriorityReports:
 
 def _reduced(
     batch: Batch | MicroBatch, given: Tensor, counts: Tensor | None, sampler: PriorityOptions
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Reduce priorities to one for each sample.
 
     What a GPU has yet to compute is not read: its faults are raised once it is computed.
 
     Returns:
         The priorities, [B]; and, on a GPU, whether masks differ, and the number of the first sample
-        without a step that counts, from 1, or 0: [2], float32; None: no step can be at fault.
+        without a step that counts, from 1, or 0: [2], float32.
     Raises:
         DataError, ShapeError: The shape does not fit, or, on the host, there is a fault.
     """
     values = given
-    faults = None
+    faults = given.new_zeros(2, dtype=torch.float32)
     if given.dim() == 2 and isinstance(batch, Batch):
         chosen, *others = priority_reduction.masks_of(batch, given, counts)
         differ = chosen.new_zeros(())

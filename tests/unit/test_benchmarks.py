@@ -150,11 +150,11 @@ def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: 
     masses = None if limit.sums is None else limit.sums[:10_000].copy()
     for turn in range(3):
         limit.run(1)
-        out = limit._keep[1][0]
+        out = limit.kept[1][0]
         for column, rows in zip(content.schema, out, strict=True):
             assert torch.equal(rows, table.tensor(column.name)[torch.from_numpy(limit.items)])
         if masses is not None:
-            masses[limit.items] = limit._new_masses[0]
+            masses[limit.items] = limit.new_masses[0]
             assert np.array_equal(limit.sums[:10_000], masses), turn
             assert limit.sums[-32:].sum() == masses.sum()
     gear.made.close()
@@ -235,7 +235,7 @@ def test_everything_that_is_timed_copies_the_same_rows(load: Load, name: str, wi
         outs = subject.ring[0].outs
         for out in outs:
             out.zero_()
-        subject._random = np.random.default_rng(5)
+        subject.random = np.random.default_rng(5)
         cpu, wall = getattr(subject, kind)(1)
         assert cpu.shape == wall.shape == (1,)
         found.append([out.clone() for out in outs])

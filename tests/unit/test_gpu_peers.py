@@ -115,7 +115,7 @@ def test_an_add_at_one_place_is_found(load: Load) -> None:
     add = table.add
 
     def add_at_first() -> None:
-        table._cursor.zero_()
+        table.cursor.zero_()
         add()
 
     table.add = add_at_first

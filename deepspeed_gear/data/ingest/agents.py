@@ -1,7 +1,8 @@
-"""Arrays of several agents, as PettingZoo's environments give them: one array for all agents.
+"""Several agents in a source: one array for all, and the rewards and ends of their episodes.
 
-A key such as `rewards/agent_0` names the kind of an array and an agent. Arrays of one kind become
-one array [T, agents, ...] if those of all agents have one shape and one dtype.
+The names are those of PettingZoo's environments. A key such as `rewards/agent_0` names the kind of
+an array and an agent. Arrays of one kind become one array [T, agents, ...] if those of all agents
+have one shape and one dtype.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.data.ingest.row_values import numeric
 from deepspeed_gear.data.ingest.source_names import ROW_FLAGS
-from deepspeed_gear.data.ingest.table_rows import numeric
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 
 TRANSITION = "transition"  # a step as every other row: Open X-Embodiment
@@ -25,15 +25,23 @@ ENDS_TERMINATE = (
     "end flags are taken as terminated, as they do not distinguish a terminal state from a time "
     "limit: --episode-length N takes an end after N steps as truncated"
 )
-LAST_STEPS = (TRANSITION, OBSERVATION, REWARD, ACTION)
+#: Values of the option, with the note for the user on last rows.
+NOTES = {
+    TRANSITION: "each row is a step, also the last one of an episode",
+    OBSERVATION: "the last row of each episode is the observation after its last step",
+    REWARD: "the last row of each episode is the observation after its last step, and each row has "
+    "the reward of the step before it",
+    ACTION: "the last row of each episode is the observation after its last step, and each row has "
+    "the action and the reward of the step before it",
+}
 _MOVED = {REWARD: ("reward", "discount"), ACTION: ("action", "reward", "discount")}
 
 
 def check_last_step(given: str) -> str:
     """Return the value of `last_step`; ConfigError if there is no such value."""
-    if given not in LAST_STEPS:
-        remedy = near_name(given, LAST_STEPS) or '"gear ingest --help" has their meaning'
-        raise ConfigError("last_step", f"must be one of {', '.join(LAST_STEPS)}", given, remedy)
+    if given not in NOTES:
+        remedy = near_name(given, NOTES) or '"gear ingest --help" has their meaning'
+        raise ConfigError("last_step", f"must be one of {', '.join(NOTES)}", given, remedy)
     return given
 
 
@@ -71,19 +79,6 @@ def last_step(path: Path, at_first: bool, at_last: bool) -> str:
     )
 
 
-def note(kind: str) -> str:
-    """Return the note on last rows for the user."""
-    notes = {
-        TRANSITION: "each row is a step, also the last one of an episode",
-        OBSERVATION: "the last row of each episode is the observation after its last step",
-        REWARD: "the last row of each episode is the observation after its last step, and each row "
-        "has the reward of the step before it",
-        ACTION: "the last row of each episode is the observation after its last step, and each row "
-        "has the action and the reward of the step before it",
-    }
-    return notes[kind]
-
-
 def num_rows(where: str, row: Mapping[str, Any]) -> int:
     """Return the rows of an episode by its flags; DataError if these are not one for each row.
 
@@ -95,12 +90,17 @@ def num_rows(where: str, row: Mapping[str, Any]) -> int:
         if name in row:
             flags = numeric(row[name])
             if flags is None or flags.ndim != 1 or not len(flags):
-                rule = "must be a flag for each row, and not null"
-                raise DataError(f"{where}: {name}", rule, row[name], "store one flag for each row")
+                raise DataError(
+                    f"{where}: {name}",
+                    "must be a flag for each row, and not null",
+                    row[name],
+                    "store one flag for each row",
+                )
             sizes[name] = len(flags)
     if len({*sizes.values()}) > 1:
-        remedy = "store one flag for each row"
-        raise DataError(where, "must have as many flags of each kind", sizes, remedy)
+        raise DataError(
+            where, "must have as many flags of each kind", sizes, "store one flag for each row"
+        )
     return next(iter(sizes.values()))
 
 

@@ -1,4 +1,4 @@
-"""Arrays of steps that flags divide into episodes.
+"""Arrays of steps, divided into episodes by flags and limits; the observation after each step.
 
 The base of the readers of D4RL, npz, pickles, robomimic and RLlib.
 """
@@ -190,9 +190,11 @@ class Steps:
             given["done"] = given.get("done", False) | np.append(start[1:], is_complete)
         causes = [n for n in self.arrays if n == "truncated" or self.keys[n] == "is_terminal"]
         if limit is not None and causes:
-            where = f"{self.where}{self.keys[causes[0]]}"
             raise DataError(
-                where, "must not be in the source with --episode-length", None, "leave it out"
+                f"{self.where}{self.keys[causes[0]]}",
+                "must not be in the source with --episode-length",
+                None,
+                "leave it out",
             )
         if not (self._is_whole or limit is not None or given.keys() & {"truncated", "done"}):
             raise DataError(
@@ -445,7 +447,7 @@ class ArrayReader(Reader):
             at_last = any(last for _, last in rewarded)
             self.last_step = last_steps.last_step(self.path, at_first, at_last)
         if has_row_flags or self.last_step != last_steps.TRANSITION:
-            self.notes.append(last_steps.note(self.last_step))
+            self.notes.append(last_steps.NOTES[self.last_step])
         first: Steps | None = None
         pairs = []
         is_shifted = True

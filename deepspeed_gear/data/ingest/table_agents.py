@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.ingest.agents import NAMES_AGENTS, AgentRows, Agents
+from deepspeed_gear.data.ingest.row_values import null_place, numeric
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, meaning
-from deepspeed_gear.data.ingest.table_rows import Block, null_place, numeric
+from deepspeed_gear.data.ingest.table_rows import Block
 from deepspeed_gear.errors import DataError
 
 _FILL = "store 0, or false, while an agent does not act"
@@ -99,8 +100,9 @@ class TableAgents:
             if array is None and parts and KINDS.get(head) in NAMES_AGENTS:
                 place = null_place(value)
                 if place is not None:
-                    at = f"{self._where}: {label}: {name}{place}"
-                    raise DataError(at, "must not be null", None, _FILL)
+                    raise DataError(
+                        f"{self._where}: {label}: {name}{place}", "must not be null", None, _FILL
+                    )
             if array is None:
                 kept[name] = value
                 array = np.empty(0, object)

@@ -1,8 +1,8 @@
-"""Rows of language models, one conversation or response each, as TRL, verl and NeMo-RL write them.
+"""Conversations and responses in rows as token ids, loss masks, log-probabilities and rewards.
 
-A row becomes the columns `tokens`, `loss_mask` and `logp`, with a row per token, and the values
-`reward` and `prompt_id` of the trajectory, from which docs/how-to/language-models.md trains. Other
-columns keep their names.
+TRL, verl and NeMo-RL write such rows. A row becomes the columns `tokens`, `loss_mask` and `logp`,
+with a row per token, and the values `reward` and `prompt_id` of the trajectory, from which
+docs/how-to/language-models.md trains. Other columns keep their names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed_gear.data.ingest.message_masks import (
     with_default,
 )
 from deepspeed_gear.data.ingest.preferences import divide, is_pair_of_ids, label_as_reward
-from deepspeed_gear.data.ingest.table_rows import null_place, numeric
+from deepspeed_gear.data.ingest.row_values import null_place, numeric
 from deepspeed_gear.data.opaque_rows import byte_string
 from deepspeed_gear.errors import DataError, GearError
 from deepspeed_gear.schema import Schema
@@ -194,12 +194,11 @@ class TokenRows:
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"raised in {last.filename}, line {last.lineno}"
             raise DataError(
                 where,
                 f"must hold a value that {self._names[name]} takes",
                 f"{type(error).__name__}: {error}",
-                place,
+                f"raised in {last.filename}, line {last.lineno}",
             ) from error
 
     def _with_masks_of(

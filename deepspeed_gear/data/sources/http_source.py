@@ -162,7 +162,7 @@ class HttpFile:
         headers = {**self._headers, "Range": f"bytes={start}-{stop - 1}"}
         if _origin(address) != _origin(self._address):
             headers.pop("Authorization", None)
-        opener = urllib.request.build_opener(_Redirects(self._shown))
+        opener = urllib.request.build_opener(SafeRedirects(self._shown))
         try:
             request = urllib.request.Request(address, headers=headers)
             return opener.open(request, timeout=_TIMEOUT_S)
@@ -174,8 +174,12 @@ class HttpFile:
                 raise
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLCertVerificationError):
-                value = f"a certificate that is not valid ({reason.verify_message})"
-                raise DataError(self._shown, _RULE, value, "check the address") from None
+                raise DataError(
+                    self._shown,
+                    _RULE,
+                    f"a certificate that is not valid ({reason.verify_message})",
+                    "check the address",
+                ) from None
             if isinstance(error, (http.client.InvalidURL, ValueError)):
                 raise DataError(
                     self._shown, "must be a valid address", None, "correct it"
@@ -225,7 +229,7 @@ class HttpFile:
             raise DataError(self._shown, "must not change", None, _CHANGED)
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
+class SafeRedirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects, but not from https to http, and without credentials for other hosts."""
 
     def __init__(self, shown: str) -> None:

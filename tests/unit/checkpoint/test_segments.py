@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_gear import CheckpointError, Column, Replay, Schema
 from deepspeed_gear.checkpoint import segment_links, table_files
+from deepspeed_gear.checkpoint.segment_links import WrittenFile
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.records import SlotRetention
 
@@ -277,9 +278,9 @@ def test_every_linked_file_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(segment_links, "_LEAST_CHECKED_BYTES", 0)
     monkeypatch.setattr(segment_links, "_PARTS", 4)
     read: list[str] = []
-    digest = segment_links._digest_on_disk
+    read_again = WrittenFile.read_again
     monkeypatch.setattr(
-        segment_links, "_digest_on_disk", lambda path: read.append(path.name) or digest(path)
+        WrittenFile, "read_again", lambda file, at: read.append(at.name) or read_again(file, at)
     )
     with make() as replay:
         for code in range(4):

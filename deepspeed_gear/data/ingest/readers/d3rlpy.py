@@ -1,4 +1,4 @@
-"""d3rlpy's HDF5 files: arrays for each episode (version 2), or over all episodes (version 1)."""
+"""Reader of d3rlpy's HDF5 files: arrays of each episode (version 2) or over all (version 1)."""
 
 from __future__ import annotations
 
@@ -72,8 +72,12 @@ class D3rlpyReader(ArrayReader):
             self._num_episodes = int(self._file["num_episodes"][()])
             version = self._file["version"][()].decode()
         if version == "2.0":
-            rule = "must be 2.1 or later, as for d3rlpy itself"
-            raise DataError(f"{self.path}: version", rule, version, _WRITE)
+            raise DataError(
+                f"{self.path}: version",
+                "must be 2.1 or later, as for d3rlpy itself",
+                version,
+                _WRITE,
+            )
         self._describe()
         self.description["version"] = version
 
@@ -95,8 +99,12 @@ class D3rlpyReader(ArrayReader):
                     parts[f"{key}/{part}"] = self._rows(f"{name}_{part}", node)
                     part += 1
                 if not part:
-                    rule = f"must be in the file, which states {self._num_episodes} episodes"
-                    raise DataError(f"{self.path}: {name}", rule, None, DAMAGED)
+                    raise DataError(
+                        f"{self.path}: {name}",
+                        f"must be in the file, which states {self._num_episodes} episodes",
+                        None,
+                        DAMAGED,
+                    )
             yield f"episode {number}", parts, True
 
     def _rows(self, name: str, node: Any) -> Any:

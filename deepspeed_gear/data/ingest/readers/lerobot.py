@@ -1,4 +1,4 @@
-"""LeRobot v2 and v3: frames in Parquet, cameras in videos, and metadata of episodes and tasks."""
+"""Reader of LeRobot v2 and v3: frames in Parquet, cameras in videos, tasks in the metadata."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from deepspeed_gear.data.ingest.decoding.lerobot_metadata import (
     read_lines,
 )
 from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.row_values import null_place
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
@@ -38,7 +39,7 @@ from deepspeed_gear.data.ingest.source_columns import (
     make_column,
 )
 from deepspeed_gear.data.ingest.source_names import KINDS
-from deepspeed_gear.data.ingest.table_rows import arrow_block, null_place, read_table
+from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
 from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
@@ -52,7 +53,7 @@ CODECS = ("av1", "h264", "hevc", "vp9", "mpeg4")  # LeRobot writes the first thr
 _LOSSY = 20  # factor by which video may compress more than other files
 _FILL = "fill it in, or leave the column out with --columns"
 _AGAIN = "the data set is incomplete; download it again"
-_AHEAD_BYTES = 256 << 20  # of results that are computed or wait
+AHEAD_BYTES = 256 << 20  # of results that are computed or wait
 _MOST_THREADS = 8
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -127,9 +128,11 @@ class LerobotReader(Reader):
         self.columns = (*columns, *self._trajectory_columns(listed))
         for name, count in Counter(column.name for column in self.columns).items():
             if count > 1:
-                where = f"{self._info.where}: features"
                 raise DataError(
-                    where, "must have one column for each", f"{name}, {count} times", LEAVE_OUT
+                    f"{self._info.where}: features",
+                    "must have one column for each",
+                    f"{name}, {count} times",
+                    LEAVE_OUT,
                 )
         self.num_steps = sum(episode.length for episode in self._episodes)
         self.description.update(self._info.described, episodes=len(listed), steps=self.num_steps)
@@ -282,8 +285,9 @@ class LerobotReader(Reader):
             rows = block[key]
             shape = (episode.length, *column.shape)
             if (place := null_place(rows)) is not None:
-                at = f"{episode.file}: {key}{place}, {name}"
-                raise DataError(at, "must not be null", None, _FILL)
+                raise DataError(
+                    f"{episode.file}: {key}{place}, {name}", "must not be null", None, _FILL
+                )
             if not isinstance(rows, np.ndarray) or rows.shape not in (shape, (math.prod(shape),)):
                 raise DataError(
                     where,
@@ -465,7 +469,7 @@ def read_ahead(
         try:
             for item in items:
                 size = num_bytes(item)
-                while waiting and size + sum(ahead for _, ahead in waiting) > _AHEAD_BYTES:
+                while waiting and size + sum(ahead for _, ahead in waiting) > AHEAD_BYTES:
                     yield waiting.popleft()[0].result()
                 waiting.append((pool.submit(read, item), size))
             while waiting:

@@ -1,4 +1,4 @@
-"""Minari: one group (HDF5) or folder (Arrow, Parquet) per episode, with N + 1 observations."""
+"""Reader of Minari: an HDF5 group, or a folder of Arrow or Parquet, for each episode."""
 
 from __future__ import annotations
 

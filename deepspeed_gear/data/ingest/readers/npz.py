@@ -1,4 +1,4 @@
-"""Readers of arrays in npz files and pickles.
+"""Readers of npz files, OGBench's npz files, and pickles of arrays.
 
 They are trajectories of imitation, CS285 and hand_dapg, recordings, and rollouts.
 """

@@ -1,4 +1,4 @@
-"""RLDS: data sets of TensorFlow Datasets whose examples are episodes, read without TensorFlow."""
+"""Reader of RLDS, TensorFlow Datasets whose examples are episodes, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RldsReader(Reader):
             episodes=self._num_episodes,
             steps=self.num_steps,
         )
-        self.notes.append(last_steps.note(self._last_step))
+        self.notes.append(last_steps.NOTES[self._last_step])
         self.note("{} episodes of one row have no step: left out", self._num_empty)
 
     def _described_shards(self) -> list[_Shard]:

@@ -1,4 +1,4 @@
-"""RLlib JSON: one line per sample batch, with fragments of several episodes."""
+"""Reader of RLlib's JSON: a line per sample batch, with fragments of several episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of tables of episodes, steps or conversations.
+"""Reader of tables: a row is an episode, a step or a conversation, which the columns show.
 
 They are Parquet, Arrow, CSV and JSON files, or tables of a program.
 """
@@ -14,16 +14,16 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 import deepspeed_gear.data.ingest.last_steps as last_steps
+from deepspeed_gear.data.ingest.column_facts import STEP_NAMES, ColumnFacts
 from deepspeed_gear.data.ingest.message_masks import is_messages
 from deepspeed_gear.data.ingest.preferences import divide
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.row_images import RowImages
+from deepspeed_gear.data.ingest.row_values import numeric, plain, plain_bytes
 from deepspeed_gear.data.ingest.source_columns import (
-    LEAVE_OUT,
     SCALARS,
     column_name,
     end_episode,
-    make_column,
 )
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.step_order import check_order
@@ -31,25 +31,16 @@ from deepspeed_gear.data.ingest.table_agents import TableAgents, divided, has_ag
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
-    null_place,
-    numeric,
     object_blocks,
-    plain,
-    plain_bytes,
     table_files,
     table_form,
 )
 from deepspeed_gear.data.ingest.token_rows import COLUMNS, NAMES, TokenRows, has_tokens
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.opaque_rows import byte_string, json_text
 from deepspeed_gear.errors import DataError, known_names
-from deepspeed_gear.schema import Column, Rows
 
-_NAMES = ("observation", "next_observation", "action", "reward", "terminated", "truncated")
 _ENDS = {"done": "terminated"}  # a table's column `done` is taken for terminal states
-_USUAL = {key: name for key, kind in KINDS.items() if (name := _ENDS.get(kind, kind)) in _NAMES}
-_ROLES = {**{name: name for name in _NAMES}, "next_observation": "observation"}
-_FILL = "fill it in, or leave out the rows that lack it"
+_USUAL = {key: name for key, kind in KINDS.items() if (name := _ENDS.get(kind, kind)) in STEP_NAMES}
 _FLAGS = ("terminated", "truncated")
 _MEASURES = ("tokens", "action", *SCALARS)  # the first one of them gives the number of steps
 _EPISODE_IDS = ("episode_index", "episode_id", "episode")
@@ -106,6 +97,36 @@ class TableReader(Reader):
         # JSON is parsed by Python, which holds the interpreter's lock.
         is_json = "json" in map(table_form, files)
         self.reads_ahead = bool(files) and not is_json and not self._tokenize
+        self._find_layout()
+        facts, uneven = self._facts_of_columns()
+        self._add_notes(facts, uneven)
+        order = (*COLUMNS,) if self._row == "conversation" else STEP_NAMES
+        heads = {one.name: one.name.split(".")[0] for one in facts}
+        facts.sort(key=lambda one: (*order, heads[one.name]).index(heads[one.name]))
+        self.columns = tuple(one.column(self._num_trajectories) for one in facts)
+        roles = {column.role for column in self.columns}
+        roles.update((self.options.get("role") or {}).values())
+        if self._row != "conversation" and roles.isdisjoint(("observation", "action")):
+            self.notes.append(
+                "no column is an observation or an action: --rename COLUMN=observation and "
+                "--rename COLUMN=action name them"
+            )
+        if "rows" not in self.options:
+            wide = sum(column.max_bytes for column in self.columns) * self._num_trajectories
+            self.expansion.check(
+                f"{self.path}: columns of texts and objects",
+                wide,
+                self._file_bytes + self._images.num_bytes,
+            )
+        self.counted = tuple(
+            c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
+        )
+        self.description.update(
+            rows=self._row, trajectories=self._num_trajectories, steps=self.num_steps
+        )
+
+    def _find_layout(self) -> None:
+        """Find out by the first rows, and flags in all, what rows, agents and last rows are."""
         blocks = self._given_blocks(True)
         given = next((block for block in blocks if any(map(len, block.values()))), None)
         if given is None:
@@ -129,50 +150,40 @@ class TableReader(Reader):
         self._check_limit(first)
         by_id = f", an episode is the rows of one {self._id}" if self._id else ""
         self.notes.append(f"read as a table with one {self._row} per row{by_id}")
-        uneven: set[str] = set()  # columns whose values have no common shape
+
+    def _facts_of_columns(self) -> tuple[list[ColumnFacts], set[str]]:
+        """Return the facts of each kept column, and the columns without a common shape.
+
+        Passes are repeated while one finds images after the first row, or an uneven column, which
+        was read as numbers up to there.
+        """
+        uneven: set[str] = set()
         while True:
             self._images.begin_pass()
-            kept, num_trajectories = self._facts(uneven)
+            facts = self._facts(uneven)
             if self._images.is_late:
                 continue
-            if not (
-                more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}
-            ):
-                break
+            more = {
+                one.name
+                for one in facts
+                if one.is_uneven or one.lacks_numbers(self._num_trajectories)
+            }
+            if not more:
+                return facts, uneven
             uneven |= more
+
+    def _add_notes(self, facts: list[ColumnFacts], uneven: set[str]) -> None:
         if self._agents is not None:
             self.description.update(agents=self._agents.agents.names)
             self.notes.append(self._agents.agents.note)
         self.note("each pair of answers is a group, with the rewards 1 and 0", self.numbers_groups)
         self.note("{} of an answer (KTO) is its reward, 1 or 0", self._label)
         self.note("{} episodes of one row have no step: left out", self._num_empty)
-        if images := [facts.name for facts in kept if facts.name in self._images.names]:
+        if images := [one.name for one in facts if one.name in self._images.names]:
             self.note("images, stored as files: {}", images)
             self.description.update(images=images)
         self.note("null in every row, left out: {}", sorted(self._nulls))
         self.note("kept as JSON, without one shape in all rows: {}", sorted(uneven))
-        order = [*(COLUMNS if self._row == "conversation" else _NAMES)]
-        heads = {facts.name: facts.name.split(".")[0] for facts in kept}
-        kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
-        self.columns = tuple(facts.column(num_trajectories) for facts in kept)
-        roles = {column.role for column in self.columns}
-        roles.update((self.options.get("role") or {}).values())
-        if self._row != "conversation" and roles.isdisjoint(("observation", "action")):
-            self.notes.append(
-                "no column is an observation or an action: --rename COLUMN=observation and "
-                "--rename COLUMN=action name them"
-            )
-        if "rows" not in self.options:
-            wide = sum(column.max_bytes for column in self.columns) * num_trajectories
-            self.expansion.check(
-                f"{self.path}: columns of texts and objects",
-                wide,
-                self._file_bytes + self._images.num_bytes,
-            )
-        self.counted = tuple(
-            c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
-        )
-        self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
     def _source_files(self) -> list[Path]:
         """Return the files of the source; DataError if there is none."""
@@ -235,7 +246,7 @@ class TableReader(Reader):
         self._per_row -= others
         if given is None:
             self._last_step = last_steps.last_step(self.path, at_first, at_last)
-        self.notes.append(last_steps.note(self._last_step))
+        self.notes.append(last_steps.NOTES[self._last_step])
 
     def _episodes_of_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the label and the columns, by the usual names, of each episode with row flags."""
@@ -253,9 +264,9 @@ class TableReader(Reader):
     def _judged(self, name: str) -> str:
         return name if name in self._row_flags else usual_name(name, self._names)
 
-    def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
-        """Return the facts of each kept column over all trajectories, and the number of these."""
-        known: dict[str, _Facts | None] = {}
+    def _facts(self, uneven: set[str]) -> list[ColumnFacts]:
+        """Return the facts of each kept column over all trajectories, and count these."""
+        known: dict[str, ColumnFacts | None] = {}
         number = self.num_steps = 0
         first = ""
         for label, arrays, length in self._trajectories():
@@ -265,9 +276,9 @@ class TableReader(Reader):
             for name, value in arrays.items():
                 where = f"{self.path}: {label}: {name}"
                 if name not in known:
-                    is_kept = name in _NAMES or name in COLUMNS or self.select(name)
+                    is_kept = name in STEP_NAMES or name in COLUMNS or self.select(name)
                     known[name] = (
-                        _Facts(where, name, self._row, name in uneven) if is_kept else None
+                        ColumnFacts(where, name, self._row, name in uneven) if is_kept else None
                     )
                     if (facts := known[name]) is not None and number > 1:
                         facts.lack(first)
@@ -280,12 +291,13 @@ class TableReader(Reader):
             for name in known.keys() - arrays.keys():
                 if (facts := known[name]) is not None:
                     facts.lack(f"{self.path}: {label}")
-        return [facts for facts in known.values() if facts is not None], number
+        self._num_trajectories = number
+        return [facts for facts in known.values() if facts is not None]
 
     def _named(self, block: Block) -> Block:
-        if self._agents is not None:
-            return {self.names.name(name.replace("/", ".")): rows for name, rows in block.items()}
-        return {self.names.name(name): rows for name, rows in block.items()}
+        """Return a block by the names that the user gives."""
+        mark = "/" if self._agents is not None else "."  # between a name and its agent
+        return {self.names.name(name.replace(mark, ".")): rows for name, rows in block.items()}
 
     def _blocks(self, is_nested: bool) -> Iterator[Block]:
         return map(self._named, self._given_blocks(is_nested))
@@ -402,59 +414,11 @@ class TableReader(Reader):
         self._label = make.label
 
     def _of_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label and the columns of each episode of a table of steps."""
         parts: list[Block] = []
         last = None
         seen = set()
-        ended = 0
-        is_after_end = False
-        num_rows = 0
-        for block in self._blocks(False):
-            if self._id is not None:
-                ids = list(block.get(self._id, (None,)))
-                for number, one in enumerate(ids, num_rows):
-                    if one is None or not isinstance(one, Hashable) or one != one:  # NaN
-                        where = f"{self.path}: row {number}: {self._id}"
-                        raise DataError(
-                            where,
-                            "must be a number or a text",
-                            "null" if one is None else one,
-                            "fill the column in every row",
-                        )
-                num_rows += len(ids)
-            else:
-                with DataError.on(
-                    str(self.path),
-                    "must have an end flag in every row",
-                    ValueError,
-                    TypeError,
-                    remedy="name it with --role COLUMN=terminated, and fill it in every row",
-                ):
-                    flagged = block if self._agents is None else self._agents.with_flags(block)
-                    flags = [
-                        np.asarray(b, bool)
-                        for name, b in flagged.items()
-                        if usual_name(name, ()) in _FLAGS
-                    ]
-                    num_rows = len(next(iter(block.values())))
-                    starts = np.asarray(flagged.get("is_first", np.zeros(num_rows)), bool)
-                if not flags and "is_first" not in flagged:
-                    raise DataError(
-                        str(self.path),
-                        "must have a column of episode ids, or of end flags, with one step per row",
-                        ", ".join(block),
-                        "name it with --episode-id",
-                    )
-                # The id of a row is the number of episodes before it. With end flags [0, 1, 0] and
-                # starts [0, 0, 1], after 4 episodes whose last row has no end flag, `begins` is
-                # [0, 0, 1] and the ids are [4, 4, 5].
-                is_end = np.zeros(num_rows, bool)
-                for rows in flags:
-                    is_end |= rows.any(tuple(range(1, rows.ndim)))
-                begins = np.append(is_after_end, is_end[:-1]) | starts
-                begins[:1] &= last is not None  # the first row of all begins episode 0
-                ids = [*(ended + np.cumsum(begins)).tolist()]
-                is_after_end = bool(is_end[-1]) if num_rows else is_after_end
-                ended = ids[-1] if ids else ended
+        for ids, block in self._by_id() if self._id is not None else self._by_flags():
             # Runs of equal ids; an episode may continue in the next block.
             bounds = sorted({0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)})
             for low, high in pairwise(bounds):
@@ -473,6 +437,61 @@ class TableReader(Reader):
                 parts.append({name: rows[low:high] for name, rows in block.items()})
         if parts:
             yield f"episode {last}", self._joined(parts)
+
+    def _by_id(self) -> Iterator[tuple[list[Any], Block]]:
+        """Yield blocks of steps with the id of each row's episode, from the column of ids."""
+        num_rows = 0
+        for block in self._blocks(False):
+            ids = list(block.get(self._id or "", (None,)))
+            for number, one in enumerate(ids, num_rows):
+                if one is None or not isinstance(one, Hashable) or one != one:  # NaN
+                    raise DataError(
+                        f"{self.path}: row {number}: {self._id}",
+                        "must be a number or a text",
+                        "null" if one is None else one,
+                        "fill the column in every row",
+                    )
+            num_rows += len(ids)
+            yield ids, block
+
+    def _by_flags(self) -> Iterator[tuple[list[Any], Block]]:
+        """Yield blocks of steps with the number of each row's episode, by end and start flags."""
+        is_after_end = True  # the first row of all begins episode 0
+        number = -1  # of the episode of the last row
+        for block in self._blocks(False):
+            with DataError.on(
+                str(self.path),
+                "must have an end flag in every row",
+                ValueError,
+                TypeError,
+                remedy="name it with --role COLUMN=terminated, and fill it in every row",
+            ):
+                flagged = block if self._agents is None else self._agents.with_flags(block)
+                flags = [
+                    np.asarray(b, bool)
+                    for name, b in flagged.items()
+                    if usual_name(name, ()) in _FLAGS
+                ]
+                num_rows = len(next(iter(block.values())))
+                starts = np.asarray(flagged.get("is_first", np.zeros(num_rows)), bool)
+            if not flags and "is_first" not in flagged:
+                raise DataError(
+                    str(self.path),
+                    "must have a column of episode ids, or of end flags, with one step per row",
+                    ", ".join(block),
+                    "name it with --episode-id",
+                )
+            # With end flags [0, 1, 0] and starts [0, 0, 1], after a row of episode 4 without an end
+            # flag, `begins` is [0, 0, 1] and the numbers are [4, 4, 5].
+            is_end = np.zeros(num_rows, bool)
+            for rows in flags:
+                is_end |= rows.any(tuple(range(1, rows.ndim)))
+            begins = np.append(is_after_end, is_end[:-1]) | starts
+            numbers = (number + np.cumsum(begins)).tolist()
+            if num_rows:
+                is_after_end = bool(is_end[-1])
+                number = numbers[-1]
+            yield numbers, block
 
     def _joined(self, parts: list[Block]) -> dict[str, Any]:
         """Join the rows of an episode; its id, and a text that all steps have, become one value."""
@@ -501,103 +520,9 @@ class TableReader(Reader):
             yield label, {column.name: arrays.get(column.name) for column in self.columns} | opaque
 
 
-class _Facts:
-    """Facts about the values of one column, collected over all trajectories."""
-
-    def __init__(self, where: str, name: str, row: str, is_json: bool) -> None:
-        self.name = name
-        self.is_uneven = False
-        is_token = row == "conversation"
-        self._where = where
-        self._known = COLUMNS.get(name) if is_token else None
-        self._is_json = is_json
-        self._role = "other" if is_token else _ROLES.get(name.split(".")[0], "other")
-        self._dtype: np.dtype[Any] | None = None
-        # Shape of a row for each meaning that the rows may have: with T = 3, values [3, 5] are rows
-        # of shape (5,) for "T", and one row of shape (3, 5) for "1".
-        self._shapes: dict[Rows, tuple[int, ...]] = {}
-        self._text_bytes = 0
-        self._json_bytes = len("null")
-        self._is_text = not is_json
-        self._count = 0
-        self._lacking = ""  # the first trajectory that lacks it
-
-    def lack(self, where: str) -> None:
-        """Record a trajectory without a value, or with null."""
-        self._lacking = self._lacking or where
-
-    def add(self, where: str, value: Any, length: int) -> None:
-        """Add the value of a trajectory of `length` steps; DataError if it does not suit a role."""
-        array = None if self._is_json else numeric(value)
-        self._count += 1
-        if array is None:
-            self.is_uneven |= self._dtype is not None
-            if self._role != "other":
-                if (place := null_place(value)) is not None:
-                    raise DataError(f"{where}{place}", "must not be null", None, _FILL)
-                raise DataError(
-                    where,
-                    "must hold numbers, without gaps and in rows of one shape",
-                    type(value).__name__,
-                    _FILL,
-                )
-            self._is_text &= isinstance(value, (str, bytes))
-            if isinstance(value, (str, bytes)):
-                self._text_bytes = max(self._text_bytes, len(byte_string(value, where)))
-            if not isinstance(value, bytes):
-                text = json_text(plain(where, value), where, LEAVE_OUT)
-                self._json_bytes = max(self._json_bytes, len(text))
-            return
-        self.is_uneven |= self._count > 1 and self._dtype is None
-        fits: dict[Rows, tuple[int, ...]] = {"1": array.shape}
-        if array.ndim and len(array) in (length, length + 1):
-            fits["T" if len(array) == length else "T+1"] = array.shape[1:]
-        known = self._shapes if self._dtype is not None else fits
-        self._shapes = {rows: shape for rows, shape in known.items() if fits.get(rows) == shape}
-        kinds = {array.dtype.kind, array.dtype.kind if self._dtype is None else self._dtype.kind}
-        self._dtype = (
-            array.dtype if self._dtype is None else np.result_type(self._dtype, array.dtype)
-        )
-        rounds = kinds == {"i", "u"} and self._dtype.kind == "f"  # int64 and uint64
-        self.is_uneven |= not self._shapes or (rounds and self._known is None)
-        if self._role != "other" and not {*self._shapes} - {"1"}:
-            raise DataError(
-                where,
-                f"must have a row for each of {length} steps, of the shape of the episodes before",
-                list(array.shape),
-                "store a row for each step, of one shape in all episodes",
-            )
-
-    def lacks_numbers(self, num_trajectories: int) -> bool:
-        """Return whether only some trajectories have numbers; DataError if it has a role."""
-        is_partial = self._dtype is not None and self._count < num_trajectories
-        if is_partial and (self._role != "other" or self._known is not None):
-            counts = f"{self._count} of {num_trajectories}"
-            raise DataError(
-                f"{self._lacking}: {self.name}", "must be in every row, and not null", counts, _FILL
-            )
-        return is_partial
-
-    def column(self, num_trajectories: int) -> Column:
-        if self._dtype is None:
-            if self._is_text and self._count == num_trajectories:
-                return Column(self.name, "bytes", rows="1", max_bytes=max(1, self._text_bytes))
-            return Column(self.name, "json", rows="1", max_bytes=self._json_bytes)
-        if self._known is not None and self._shapes.get(self._known.rows) == ():
-            return self._known
-        rows: Rows = next(rows for rows in ("T", "T+1", "1") if rows in self._shapes)
-        is_scalar = self._shapes[rows] == () and rows == "T"
-        role = (
-            "other"
-            if self._role in SCALARS and not (is_scalar and self.name in SCALARS)
-            else self._role
-        )
-        return make_column(self._where, self.name, self._dtype, self._shapes[rows], role, rows)
-
-
 def has_meaning(name: str) -> bool:
     """Return whether a table needs a column, by its usual name, to find episodes and their ends."""
-    is_needed = name in _NAMES or name in KINDS or name in _EPISODE_IDS or name in COLUMNS
+    is_needed = name in STEP_NAMES or name in KINDS or name in _EPISODE_IDS or name in COLUMNS
     return is_needed or KINDS.get(name.split(".")[0]) in ("reward", *FLAG_KINDS)
 
 
@@ -649,7 +574,7 @@ def _set_flags(
     if "terminated" not in flags or any(
         getattr(rows, "shape", 0) != (length,) for rows in flags.values()
     ):
-        return  # `_Facts` names what is malformed
+        return  # `ColumnFacts` names what is malformed
     truncated = arrays.setdefault("truncated", np.zeros(length, bool))
     if done_is_any_end:
         arrays["terminated"] = (flags["terminated"] != 0) & (truncated == 0)

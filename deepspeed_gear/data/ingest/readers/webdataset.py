@@ -1,4 +1,4 @@
-"""WebDataset: shards in tar files, in which files of one key are a sample."""
+"""Reader of WebDataset: shards in tar files, in which files of one key are a sample."""
 
 from __future__ import annotations
 
@@ -75,8 +75,12 @@ class WebdatasetReader(TableReader):
     def _source_files(self) -> list[Path]:
         files = self.options.get("shards") or _shards(self.path)
         if not files:
-            rule = f"must be a file named {', '.join(_NAMES)}, or a folder of such files"
-            raise DataError(str(self.path), rule, None, "give the shards, or their folder")
+            raise DataError(
+                str(self.path),
+                f"must be a file named {', '.join(_NAMES)}, or a folder of such files",
+                None,
+                "give the shards, or their folder",
+            )
         return files
 
     def _given_blocks(self, is_nested: bool) -> Iterator[Block]:
@@ -103,8 +107,12 @@ class WebdatasetReader(TableReader):
                 where = f"{shard}: {file.name}"
                 for column, value in self._decoded(where, file.field, file.content, shard):
                     if column in sample:
-                        rule = f"must give the sample {key} the column {column} once"
-                        raise DataError(where, rule, None, "rename one of its files or keys")
+                        raise DataError(
+                            where,
+                            f"must give the sample {key} the column {column} once",
+                            None,
+                            "rename one of its files or keys",
+                        )
                     sample[column] = value
             if sample:
                 yield sample
@@ -134,8 +142,12 @@ class WebdatasetReader(TableReader):
                     continue
                 if not member.isreg() or member.issparse():
                     rule = "must be a whole file, and no link"
-                    remedy = "write the shard again, with copies in place of links"
-                    raise DataError(where, rule, f"type {member.type!r}", remedy)
+                    raise DataError(
+                        where,
+                        rule,
+                        f"type {member.type!r}",
+                        "write the shard again, with copies in place of links",
+                    )
                 part = archive.extractfile(member)
                 content = b"" if part is None else part.read()
                 if len(content) != member.size:
@@ -293,8 +305,12 @@ def _array(where: str, content: bytes) -> Any:
 
 
 def _refuse_objects(where: str, content: bytes) -> NoReturn:
-    remedy = "write numbers, or a JSON file in place of it"
-    raise DataError(where, "must not be Python objects", "object", remedy)
+    raise DataError(
+        where,
+        "must not be Python objects",
+        "object",
+        "write numbers, or a JSON file in place of it",
+    )
 
 
 def _shards(path: Path) -> list[Path]:

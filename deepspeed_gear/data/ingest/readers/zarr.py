@@ -1,4 +1,4 @@
-"""Zarr stores of demonstrations: Diffusion Policy's replay buffers, UMI."""
+"""Reader of zarr stores of demonstrations: Diffusion Policy's replay buffers, UMI."""
 
 from __future__ import annotations
 
@@ -125,8 +125,12 @@ class ZarrReader(Reader):
                 continue
             if array.shape[:1] != (self._ends[-1],):
                 rule = f"must have {self._ends[-1]} rows, as {_ENDS} states"
-                remedy = f"{LEAVE_OUT} if its rows are no steps; otherwise the store is incomplete"
-                raise DataError(where, rule, list(array.shape), remedy)
+                raise DataError(
+                    where,
+                    rule,
+                    list(array.shape),
+                    f"{LEAVE_OUT} if its rows are no steps; otherwise the store is incomplete",
+                )
             self._places[column] = where
             yield column, array
         self.note("{}: not arrays of numbers, left out", others)
@@ -150,7 +154,8 @@ class ZarrReader(Reader):
             if name in FLAG_KINDS:
                 continue
             head = name.split(".")[0]
-            role = head.removeprefix("next_") if KINDS.get(head) == head else "other"
+            # "next_observation" and "final_observation" have the role of observations.
+            role = head.rpartition("_")[2] if KINDS.get(head) == head else "other"
             shape = array.shape[1:]
             is_image = len(shape) == 3 and shape[-1] in (1, 3, 4)
             if role == "other" and (array.dtype.kind == "f" or is_image):
@@ -233,8 +238,12 @@ class ZarrReader(Reader):
             if kind != "done" and is_inner.any():
                 rule = "must be set at the last step of an episode only"
                 key = self._places[kind].rpartition(": data/")[2]
-                remedy = f"correct the flag, or {_ENDS}; --rename {key}=dones ends nothing"
-                raise DataError(where, rule, f"row {low + int(np.argmax(is_inner))}", remedy)
+                raise DataError(
+                    where,
+                    rule,
+                    f"row {low + int(np.argmax(is_inner))}",
+                    f"correct the flag, or {_ENDS}; --rename {key}=dones ends nothing",
+                )
         terminated = given["terminated"] | (given["done"] & ~given["truncated"])
         truncated = given["truncated"]
         truncated[last] |= ~terminated[last]
