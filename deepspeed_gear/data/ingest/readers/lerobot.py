@@ -39,7 +39,7 @@ from deepspeed_gear.data.ingest.source_columns import (
     make_column,
 )
 from deepspeed_gear.data.ingest.source_names import KINDS
-from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
+from deepspeed_gear.data.ingest.table_blocks import arrow_block, read_table
 from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
