@@ -96,6 +96,9 @@ class SourceNames:
             for form in (given, usual):
                 if form == old or form.startswith(f"{old}."):
                     return self._renamed(old, new, form.removeprefix(old))
+        # A role gives the name of its kind: with role {"score": "reward"}, "score" is judged as
+        # "reward". Of observations and actions there may be several, so two columns "a" and "b" of
+        # the role observation are judged as the parts "observation.a" and "observation.b".
         final = self._rename.get(given, given)
         for pattern, role in self._role.items():
             if role in self._roles and fnmatchcase(final, pattern):
