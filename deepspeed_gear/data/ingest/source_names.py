@@ -54,7 +54,7 @@ class SourceNames:
 
     A reader asks for the name of each key before it judges what the key is, so arrays of any names
     can be read. A given name or role counts here if it has a known meaning, and no key of the
-    source has that meaning by itself. All others change columns later (`column_options`).
+    source has that meaning by itself. All others change columns later (`output_columns`).
 
     Attributes:
         columns: Name in the data set of each column that the reader names by its meaning.
