@@ -59,20 +59,20 @@ class InferenceClient(VectorWriter):
     ) -> None:
         count, mode = resolve(num_envs, autoreset)
         schema = writer.schema
-        slots, places = attach_places(writer.parts[0].memory.path.name, count, wait_s)
-        with undo_on_error(lambda: slots.leave(places)):
-            open_rows = OpenRows(schema.step_columns, slots.columns, places, slots.native)
+        mailbox, places = attach_places(writer.parts[0].memory.path.name, count, wait_s)
+        with undo_on_error(lambda: mailbox.leave(places)):
+            open_rows = OpenRows(schema.step_columns, mailbox.columns, places, mailbox.native)
             super().__init__(writer, count, mode, open_rows)
-        self._slots = slots
+        self._mailbox = mailbox
         self._places = places
         # The policy's columns are written by its rank: a step is complete without them.
-        self._columns = StepColumns(schema, computed=slots.places.answers)
+        self._columns = StepColumns(schema, computed=mailbox.places.answers)
         self._result_rows = open_rows.rows(self._columns.results)
-        self._answer_rows = open_rows.rows([schema[name] for name in slots.places.answers])
+        self._answer_rows = open_rows.rows([schema[name] for name in mailbox.places.answers])
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
         # Full rows of places, moved here by environment: earlier steps of long episodes.
         self._aside: dict[int, list[dict[str, np.ndarray]]] = {}
-        self._finalizer = weakref.finalize(self, slots.leave, places)
+        self._finalizer = weakref.finalize(self, mailbox.leave, places)
         writer.clients.add(self)
 
     def act(self, timeout_s: float = 60.0) -> dict[str, np.ndarray]:
@@ -93,7 +93,7 @@ class InferenceClient(VectorWriter):
             NotReadyError: The loader has not answered within `timeout_s`.
         """
         self.post()
-        self._slots.wait(self._places, self.num_envs, timeout_s)
+        self._mailbox.wait(self._places, self.num_envs, timeout_s)
         return self.answers()
 
     def post(self, envs: np.ndarray | Sequence[int] | None = None) -> None:
@@ -107,7 +107,7 @@ class InferenceClient(VectorWriter):
         """
         self._check_open()
         asking = self._all if envs is None else np.asarray(envs, np.int64)
-        asking = asking[self._slots.states[self._places[asking]] == PlaceState.IDLE]
+        asking = asking[self._mailbox.states[self._places[asking]] == PlaceState.IDLE]
         if self._waits.any():
             # Environments whose next step ignores the action are ready without the policy.
             resting = asking[self._waits[asking]]
@@ -123,10 +123,12 @@ class InferenceClient(VectorWriter):
                 np.zeros((len(resting), *c.shape), c.numpy_dtype) for c in self._answer_rows.columns
             ]
             self._answer_rows.put(zeros, self._next[resting] - 1)
-            self._slots.states[self._places[resting]] = PlaceState.RESTING
+            self._mailbox.states[self._places[resting]] = PlaceState.RESTING
         if len(asking):
             self._reserve_rows(asking)
-            self._slots.post(self._places[asking], self._next[asking] - 1, self._timesteps[asking])
+            self._mailbox.post(
+                self._places[asking], self._next[asking] - 1, self._timesteps[asking]
+            )
 
     def ready(self, least: int = 1, timeout_s: float = 60.0) -> np.ndarray:
         """Wait until at least `least` environments have an answer or need none.
@@ -143,7 +145,7 @@ class InferenceClient(VectorWriter):
             NotReadyError: Fewer environments are ready after `timeout_s`.
         """
         self._check_open()
-        return np.flatnonzero(self._slots.wait(self._places, least, timeout_s))
+        return np.flatnonzero(self._mailbox.wait(self._places, least, timeout_s))
 
     def answers(self, envs: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Return the policy's answers for environments that are ready.
@@ -165,13 +167,13 @@ class InferenceClient(VectorWriter):
         self._check_open()
         mask = None if mask is None else np.asarray(mask, bool)
         which = self._places[slice(None) if mask is None else mask]
-        if (self._slots.states[which] < PlaceState.IDLE).any():
+        if (self._mailbox.states[which] < PlaceState.IDLE).any():
             raise StoreError(
                 "reset", "must not be called while an answer is pending", None, "call act again"
             )
         completed = super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0
-        self._slots.states[which] = PlaceState.IDLE
+        self._mailbox.states[which] = PlaceState.IDLE
         return completed
 
     def step(
@@ -191,7 +193,7 @@ class InferenceClient(VectorWriter):
         """
         self._check_open()
         places = self._places if envs is None else self._places[envs]
-        if not self._slots.are_ready(places).all():
+        if not self._mailbox.are_ready(places).all():
             raise StoreError(
                 "step",
                 "must be called after the answers have arrived",
@@ -206,14 +208,14 @@ class InferenceClient(VectorWriter):
             )
         self._take(final, envs, given)
         self._timesteps[slice(None) if envs is None else envs] += 1
-        self._slots.states[places] = PlaceState.IDLE
+        self._mailbox.states[places] = PlaceState.IDLE
         if publish:
             self._publish()
         return self._take_completed()
 
     def _set_values(self, values: Mapping[str, np.ndarray], which: Any) -> None:
         super()._set_values(values, which)
-        for name, asked in self._slots.values.items():
+        for name, asked in self._mailbox.values.items():
             asked[self._places[which]] = self._values[name][which]
 
     def _begin(self, envs: np.ndarray) -> None:

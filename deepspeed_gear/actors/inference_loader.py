@@ -33,12 +33,12 @@ class InferenceRequest:
     """
 
     def __init__(self, loader: InferenceLoader, places: np.ndarray) -> None:
-        slots = loader._slots
+        mailbox = loader.mailbox
         self._loader = loader
         self._places = places
         self._open = True
-        self._rows = slots.rows[places]
-        self._stamps = slots.stamps[places]
+        self._rows = mailbox.rows[places]
+        self._stamps = mailbox.stamps[places]
         #: Numbers of the simulators, fixed while they are attached. [n], int64.
         self.simulators = torch.from_numpy(places)
         rows = torch.from_numpy(self._rows)
@@ -49,7 +49,7 @@ class InferenceRequest:
             for name, (column, single) in loader._asked.items()
         }
         #: Time step of each episode; 0: it begins. [n], int64.
-        self.timestep = torch.from_numpy(slots.timesteps[places])
+        self.timestep = torch.from_numpy(mailbox.timesteps[places])
 
     def __len__(self) -> int:
         return len(self._places)
@@ -72,11 +72,11 @@ class InferenceRequest:
             DataError: A column is missing, unknown or does not fit; nothing has changed.
             StoreError: The request was answered before, or the loader is closed.
         """
-        slots = self._loader._slots
+        mailbox = self._loader.mailbox
         answers = self._loader._answers
         places = self._places
         if not self._loader._finalizer.alive:
-            raise StoreError(slots.name, "must be open", None, "it was closed")
+            raise StoreError(mailbox.name, "must be open", None, "it was closed")
         if not self._open:
             raise StoreError(
                 "a request",
@@ -88,12 +88,14 @@ class InferenceRequest:
             wanted = [column.name for column in answers.columns]
             rule = f"must be one of the answers, all of which must be given: {wanted}"
             raise DataError(
-                f"{slots.name}: column {wrong[0]}",
+                f"{mailbox.name}: column {wrong[0]}",
                 rule,
                 remedy="give every answer column, and no others",
             )
         # Places of processes that have ended meanwhile may be used again.
-        valid = (slots.states[places] == PlaceState.TAKEN) & (slots.stamps[places] == self._stamps)
+        valid = (mailbox.states[places] == PlaceState.TAKEN) & (
+            mailbox.stamps[places] == self._stamps
+        )
         values = []
         for value in (columns[column.name] for column in answers.columns):
             if isinstance(value, torch.Tensor):  # an array over the same memory where possible
@@ -102,7 +104,7 @@ class InferenceRequest:
                     value = np.ascontiguousarray(value.numpy())
             values.append(value)
         answers.put(values, np.where(valid, self._rows, -1))
-        slots.answered(places[valid])
+        mailbox.answered(places[valid])
         self._open = False
 
 
@@ -173,26 +175,27 @@ class InferenceLoader(ProcessBound):
         places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
         peer = store.memory.peer
         huge_pages = config.shared_memory.huge_pages
-        slots = self._slots = InferenceMailbox.create(places, store, peer, huge_pages)
+        #: Where simulators post their requests; this rank takes and answers them.
+        mailbox = self.mailbox = InferenceMailbox.create(places, store, peer, huge_pages)
         self.device = replay.device
         # Values of the columns that the policy reads, and whether they are by place (a column with
         # one value per trajectory) rather than by row.
         self._asked: dict[str, tuple[torch.Tensor, bool]] = {}
         for column in (schema[name] for name in places.asks):
             single = column.rows == "1"
-            values = (slots.values if single else slots.columns)[column.name].reshape(
+            values = (mailbox.values if single else mailbox.columns)[column.name].reshape(
                 -1, *column.shape
             )
             self._asked[column.name] = as_tensor(values, column.dtype), single
         given = [schema[column] for column in places.answers]
-        self._answers = ColumnRows(given, slots.columns, slots.native)
-        self._finalizer = weakref.finalize(self, slots.end)
+        self._answers = ColumnRows(given, mailbox.columns, mailbox.native)
+        self._finalizer = weakref.finalize(self, mailbox.end)
         replay.close_with(self)
 
     @property
     def num_simulators(self) -> int:
         """Number of simulators that are attached."""
-        return self._slots.num_taken
+        return self.mailbox.num_taken
 
     def __iter__(self) -> InferenceLoader:
         return self
@@ -200,7 +203,7 @@ class InferenceLoader(ProcessBound):
     def __next__(self) -> InferenceRequest:
         if not self._finalizer.alive:
             raise StopIteration
-        return InferenceRequest(self, self._slots.take(self.batch_size, self.timeout_s))
+        return InferenceRequest(self, self.mailbox.take(self.batch_size, self.timeout_s))
 
     def close(self) -> None:
         """Close the loader; simulators that wait for it get a PeerError.

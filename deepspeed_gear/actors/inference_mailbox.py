@@ -116,15 +116,15 @@ class InferenceMailbox:
         layout = places.layout()
         memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
         with undo_on_error(memory.close):
-            slots = cls(places, memory, table.ops, layout)
-            slots.lock.initialise()
+            mailbox = cls(places, memory, table.ops, layout)
+            mailbox.lock.initialise()
             write_header(memory.buffer, layout, table.run)
             try:
                 memory.link(f"{table.memory.path.name}{SUFFIX}{peer}", reaped=True)
             except FileExistsError:
                 rule = "must have one inference loader at a time"
                 raise StoreError(f"table {places.table}", rule, None, "close the other") from None
-            return slots
+            return mailbox
 
     @classmethod
     def attach(cls, name: str) -> InferenceMailbox:
@@ -142,13 +142,13 @@ class InferenceMailbox:
                 known = layout.meaning["inference"]
                 known |= {name: tuple(known[name]) for name in ("asks", "answers")}
                 places = MailboxPlaces(**{**known, "schema": Schema.from_json(known["schema"])})
-                slots = cls(places, memory, load_library(places.library), layout)
+                mailbox = cls(places, memory, load_library(places.library), layout)
                 if not memory.is_alive(LOADER):
-                    raise StoreError(slots.name, "must be alive", None, "start it again")
+                    raise StoreError(mailbox.name, "must be alive", None, "start it again")
                 # A place with this peer as owner is one of a dead process that had the same index,
                 # and not freed yet: then the next index is tried.
-                if peer not in slots.owners[slots.states != PlaceState.FREE]:
-                    return slots
+                if peer not in mailbox.owners[mailbox.states != PlaceState.FREE]:
+                    return mailbox
             memory.close()
         rule = "must have room for another process"
         raise StoreError(str(SHM / name), rule, None, "raise num_simulators")

@@ -191,12 +191,12 @@ class PolicyBoard(BoardReader):
         cls, search: BoardSearch, module: nn.Module, version: int, timeout_s: float
     ) -> PolicyBoard:
         """Attach a rank to the board that its node leader makes."""
-        found = wait_until(lambda: _found(search), timeout_s, _SEARCH_S)
-        if found is None:
+        memory = wait_until(lambda: _found(search), timeout_s, _SEARCH_S)
+        if memory is None:
             rule = f"must be created by the node leader within {timeout_s:g} s"
             remedy = "call PolicyBoard.create on every rank, or only where is_node_leader"
             raise StoreError("the run's policy board", rule, None, remedy)
-        board = cls(found, search)
+        board = cls(memory, search)
         with undo_on_error(board.close):
             board.tensors.check_exact(module)
         board._published = version
@@ -233,10 +233,10 @@ class PolicyBoard(BoardReader):
             return cls(_attached(name))
         wanted = WantedRun.read(config, run)
         search = BoardSearch(wanted.prefix, wanted.names, wanted.section)
-        found = wait_until(lambda: _found(search), wait_s, _SEARCH_S)
-        if found is None:
+        memory = wait_until(lambda: _found(search), wait_s, _SEARCH_S)
+        if memory is None:
             raise search.error(wait_s)
-        board = cls(found)
+        board = cls(memory)
         board._search = BoardSearch(wanted.prefix, [board._run.id])
         return board
 
@@ -322,10 +322,10 @@ class PolicyBoard(BoardReader):
     def _follow(self) -> None:
         """Attach to the board of the run's next job, if there is one."""
         assert self._search is not None
-        found = _found(self._search)
-        if found is not None:
+        memory = _found(self._search)
+        if memory is not None:
             self._finalizer()
-            self._open(found)
+            self._open(memory)
 
     def copy_newest(self, target: np.ndarray) -> tuple[int, int]:
         """Copy the bytes of the newest version.
@@ -339,8 +339,8 @@ class PolicyBoard(BoardReader):
         Raises:
             StoreError: The board is damaged: no version is complete.
         """
-        found = wait_until(lambda: self._read(target), _PATIENCE_S, _POLL_S)
-        if found is None:
+        read = wait_until(lambda: self._read(target), _PATIENCE_S, _POLL_S)
+        if read is None:
             rule = f"must hold a whole version within {_PATIENCE_S:g} s"
             raise StoreError(
                 f"board {self.name}",
@@ -348,7 +348,7 @@ class PolicyBoard(BoardReader):
                 self.version,
                 "the publisher may have died while it wrote; start it again",
             )
-        return found
+        return read
 
     def _read(self, target: np.ndarray) -> tuple[int, int] | None:
         """Copy the newest version; None if it was overwritten meanwhile."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed_gear.errors import ConfigError
@@ -50,6 +52,16 @@ def listed(options: list[str] | None) -> list[str] | None:
     if options is None:
         return None
     return [part.strip() for option in options for part in option.split(",") if part.strip()]
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file at once: a reader sees the earlier one or all of the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check_one_source(name: str, folder: object, living: object, command: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import warnings
 from html import escape
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.cli import replace_file
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_sample import (
     MOST_ELEMENTS,
@@ -120,13 +120,8 @@ def plot(dataset: Dataset, file: Path) -> dict[str, Any]:
         data = _with_dark_colours(data.decode()).encode()
     if suffix == ".html":
         data = _page(dataset, data.decode()).encode()
-    partial = file.with_name(f".{file.name}.partial")
     with DataError.on(str(file), "must be writable", OSError, remedy="choose another --plot"):
-        try:
-            partial.write_bytes(data)
-            os.replace(partial, file)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(file, data)
     return {
         "file": str(file),
         "sampled": sampling(dataset, sample),
@@ -321,7 +316,7 @@ def _with_dark_colours(svg: str) -> str:
     for number, name in enumerate(dict.fromkeys(re.findall(r'"(p[0-9a-f]{10})"', body))):
         body = body.replace(name, f"clip{number}")
     body = body.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    return re.sub(r"(<svg[^>]*>)", lambda found: found[1] + style, body, count=1)
+    return re.sub(r"(<svg[^>]*>)", lambda tag: tag[1] + style, body, count=1)
 
 
 def _page(dataset: Dataset, svg: str) -> str:

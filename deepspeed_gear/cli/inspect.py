@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     check_one_source("DEST", args.dest, args.living, "gear inspect")
     folder = None if args.dest is None else Path(args.dest)
     held_in, tables = (None, []) if folder is None else find_saves(folder)
-    if args.verify and (folder is None or held_in is not None or tables):
+    is_saved = held_in is not None or bool(tables)
+    may_be_dataset = folder is not None and not is_saved
+    if args.verify and not may_be_dataset:
         raise ConfigError(
             "--verify",
             "must be given for a data set only",
@@ -50,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
             "leave it out: a checkpoint is always verified",
         )
     if args.plot is not None:
-        if folder is None or held_in is not None or tables:
+        if not may_be_dataset:
             remedy = "gear export writes the trajectories of a table, which gear ingest takes"
             raise ConfigError("--plot", "must be of a data set", args.plot, remedy)
         dataset_plots.check_file(Path(args.plot))
     if folder is None:
         document, lines = describe_living(args.living or None)
-    elif held_in is not None or tables:
+    elif is_saved:
         document, lines = describe_saved(held_in, tables)
     elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
         raise DataError(

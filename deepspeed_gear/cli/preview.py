@@ -89,34 +89,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(found: Preview) -> dict[str, Any]:
+def as_json(drawn: Preview) -> dict[str, Any]:
     """Return a preview as JSON values, with an entry for each rank."""
     ranks = []
-    for rank in found.ranks:
+    for rank in drawn.ranks:
         place = dict(zip(_PLACE, rank.place.coordinates, strict=True))
         fields = {name: list(shape) for name, shape in rank.shapes.items()}
         rows = {"bytes": rank.num_bytes, "padding": rank.padding, "ids": rank.ids}
         ranks.append({"rank": rank.rank, "node": rank.node, **place, "fields": fields, **rows})
     return {
-        "global_batch": found.info.global_batch,
-        "micro": found.info.micro,
-        "accumulation": found.info.accumulation,
-        "steps": found.steps,
+        "global_batch": drawn.info.global_batch,
+        "micro": drawn.info.micro,
+        "accumulation": drawn.info.accumulation,
+        "steps": drawn.steps,
         "ranks": ranks,
-        "traffic": found.traffic.tolist(),
-        "digests": [f"{digest % (1 << 64):016x}" for digest in found.digests],
+        "traffic": drawn.traffic.tolist(),
+        "digests": [f"{digest % (1 << 64):016x}" for digest in drawn.digests],
     }
 
 
-def _steps(found: Preview) -> list[str]:
+def _steps(drawn: Preview) -> list[str]:
     """Return the line of the steps by which a replay is made."""
-    line = f"made in {len(found.steps)} steps: {' -> '.join(found.steps)}"
+    line = f"made in {len(drawn.steps)} steps: {' -> '.join(drawn.steps)}"
     return textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
 
 
-def _groups_of_ranks(found: Preview) -> list[str]:
+def _groups_of_ranks(drawn: Preview) -> list[str]:
     lines = []
-    for ranks in grouped(found.ranks, lambda rank: (*rank.shapes.items(), rank.num_bytes)):
+    for ranks in grouped(drawn.ranks, lambda rank: (*rank.shapes.items(), rank.num_bytes)):
         shares = [f"{share:.1%}" for share in sorted(rank.padding for rank in ranks)]
         padding = shares[0] if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
         numbers = [rank.rank for rank in ranks]
@@ -143,10 +143,10 @@ def _groups_of_ranks(found: Preview) -> list[str]:
     return [*lines, ""]
 
 
-def _groups_of_nodes(found: Preview) -> list[str]:
+def _groups_of_nodes(drawn: Preview) -> list[str]:
     """Return a table with one row for all nodes whose ranks get the same numbers of bytes."""
     sizes: dict[int, list[int]] = {}
-    for rank in found.ranks:
+    for rank in drawn.ranks:
         sizes.setdefault(rank.node, []).append(rank.num_bytes)
     exchanges = len(sizes) > 1
     title = "Micro batches of a node's ranks"
@@ -159,17 +159,17 @@ def _groups_of_nodes(found: Preview) -> list[str]:
         equal = sizes[nodes[0]]
         row = [_spans(nodes), str(len(equal)), show_bytes(sum(equal)), show_bytes(max(equal))]
         for axis in (1, 0) if exchanges else ():
-            of_nodes = found.traffic.sum(axis)[nodes]
+            of_nodes = drawn.traffic.sum(axis)[nodes]
             most = int(of_nodes.argmax())
             node = f" (node {nodes[most]})" if of_nodes[most] else ""
             row += [show_bytes(of_nodes.sum()), f"{show_bytes(of_nodes[most])}{node}"]
         rows.append(row)
     lines = [f"{title}:", *grid_of(heads, rows), ""]
     if exchanges:
-        a, b = np.unravel_index(int(found.traffic.argmax()), found.traffic.shape)
-        most = int(found.traffic[a, b])
+        a, b = np.unravel_index(int(drawn.traffic.argmax()), drawn.traffic.shape)
+        most = int(drawn.traffic[a, b])
         text = f", at most {show_bytes(most)} from node {a} to node {b}" if most else ""
-        lines += [f"Rows between all nodes: {show_bytes(found.traffic.sum())}{text}.", ""]
+        lines += [f"Rows between all nodes: {show_bytes(drawn.traffic.sum())}{text}.", ""]
     return lines
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI, TerminalTheme
 from rich.text import Text
 
-from deepspeed_gear.cli import Options
+from deepspeed_gear.cli import Options, replace_file
 from deepspeed_gear.errors import ConfigError, show_bytes
 from deepspeed_gear.replay.run_reading import (
     LiveRun,
@@ -133,12 +133,10 @@ class Page:
         again = ""
         if self._every_s is not None and not is_last:
             again = f'<meta http-equiv="refresh" content="{max(round(self._every_s), 1)}">'
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with ConfigError.on(
             "--html", "must be a file that can be written", OSError, remedy="choose another --html"
         ):
-            new.write_text(_PAGE.format(again=again, forms=forms), encoding="utf-8")
-            new.replace(self._path)
+            replace_file(self._path, _PAGE.format(again=again, forms=forms).encode())
 
 
 _PAGE = """<!DOCTYPE html>
@@ -194,11 +192,11 @@ class RunView:
 
     def _rates(self, count: Callable[[RunReading], float]) -> list[float]:
         """Return the rates between readings, oldest first; a load may set counts back."""
-        found = []
+        rates = []
         for before, after in pairwise(self._readings):
             elapsed_s = max(after.at_s - before.at_s, 1e-9)
-            found.append(max(count(after) - count(before), 0.0) / elapsed_s)
-        return found
+            rates.append(max(count(after) - count(before), 0.0) / elapsed_s)
+        return rates
 
     def _rank_rates(self, at: int, count: Callable[[RankReading], float]) -> list[float]:
         return self._rates(lambda reading: count(reading.ranks[at]))

@@ -16,7 +16,7 @@ from deepspeed_gear.batching.batch_samples import BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers, note_overwritten
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
-from deepspeed_gear.device.device_table import DeviceTable, TableMixture, masses_of
+from deepspeed_gear.device.device_table import DeviceTable, TableMixture, dataset_masses
 from deepspeed_gear.distributed.control_plane import purpose_group
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import tree_size
@@ -361,7 +361,7 @@ class DeviceEvaluation:
             spec = self._splits[split]
             table = self._table.table
             ops = self._plan.ops
-            masses = torch.from_numpy(masses_of(self._plan, self._table.name, spec))
+            masses = torch.from_numpy(dataset_masses(self._plan, self._table.name, spec))
             sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
             sums[: len(masses)] = masses
             ops.tree_build_(sums, len(masses))

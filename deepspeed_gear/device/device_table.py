@@ -145,8 +145,8 @@ class DeviceTable:
         if drops_tail and self.has_data:
             self._most_items = int(table.sums[-FAN_OUT:].sum())
         elif drops_tail:
-            sizes = capacity_of(name, options, table.schema, 1)
-            self._most_items = sizes[int(self._unit == MassUnit.TRAJECTORY)]
+            steps, trajectories = capacity_of(name, options, table.schema, 1)
+            self._most_items = trajectories if self._unit == MassUnit.TRAJECTORY else steps
 
     def mark_filled(self, is_filled: bool = True) -> None:
         """Note whether the table holds trajectories."""
@@ -306,7 +306,7 @@ class TableMixture:
         return masses / totals * shares
 
 
-def masses_of(plan: Resolved, name: str, spec: StreamSpec) -> np.ndarray:
+def dataset_masses(plan: Resolved, name: str, spec: StreamSpec) -> np.ndarray:
     """Return the masses that a stream assigns to the trajectories of a data set. [n], int64."""
     dataset = plan.datasets[name]
     ids = np.arange(len(dataset)) + dataset.first_id
@@ -315,7 +315,7 @@ def masses_of(plan: Resolved, name: str, spec: StreamSpec) -> np.ndarray:
     )
 
 
-def device_of(given: torch.device | str) -> torch.device:
+def usable_device(given: torch.device | str) -> torch.device:
     """Return a torch device with its index."""
     device = arguments.device("device", given)
     if device.type != "cuda":
@@ -329,7 +329,7 @@ def device_of(given: torch.device | str) -> torch.device:
     )
 
 
-def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
+def ops_for_device(backend: str, ops: Ops, device: torch.device) -> Ops:
     """Return the ops for tables on a device; ConfigError: `gear.backend` or the device has none.
 
     Args:
@@ -346,7 +346,7 @@ def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
     return ops if device.type == "cpu" else load_backend("cuda")
 
 
-def table_of(
+def make_table(
     plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torch.device
 ) -> RingTable:
     """Return this rank's table: with the whole data set, or empty and with the whole capacity."""
@@ -393,5 +393,5 @@ def table_of(
         owners = np.repeat(np.arange(len(dataset)), dataset.lengths + final)
         steps_of = np.arange(dataset.num_rows) - dataset.first_rows[owners]
         admitted = spec.rule.anchors.admits(steps_of, dataset.lengths[owners])
-    table.load_(dataset, masses_of(plan, name, spec), admitted)
+    table.load_(dataset, dataset_masses(plan, name, spec), admitted)
     return table

@@ -54,6 +54,7 @@ _RESERVE = 16 << 20  # bytes that puts leave to the log: a full store must take 
 _LOG_GROWTH = 4  # times the records of live segments
 _MOST_BUFFERS = 512  # of one system call
 _MOST_BYTES = 1 << 30  # likewise
+_READ_WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
@@ -109,8 +110,7 @@ class SegmentStore(ProcessBound):
         self._log_end = 0
         self._segments.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._lock = os.open(folder / LOCK, flags, 0o600)
+        self._lock = os.open(folder / LOCK, _READ_WRITE, 0o600)
         with self._locked():
             self._sweep()
         if syncs:
@@ -325,8 +325,7 @@ class SegmentStore(ProcessBound):
         if self._log < 0 or status is None or status.st_ino != os.fstat(self._log).st_ino:
             if self._log >= 0:
                 os.close(self._log)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._log = os.open(self._log_path, flags, 0o600)
+            self._log = os.open(self._log_path, _READ_WRITE, 0o600)
             self._log_end = 0
             self._index = SegmentIndex()
         size = os.fstat(self._log).st_size
@@ -352,8 +351,7 @@ class SegmentStore(ProcessBound):
         if self.syncs:
             os.fsync(self._log)
         self._log_end += len(whole)
-        freed = self._index.apply(record)
-        self._free(freed)
+        self._free(self._index.apply(record))
         if self._log_end > max(_LEAST_LOG, _LOG_GROWTH * self._index.record_bytes):
             self._replace_log(self._index.snapshot())
             self._sweep()

@@ -332,8 +332,7 @@ class GearStorageManager(StorageManager):
     def _save(self, folder: Path) -> None:
         folder.mkdir()
         self._call("save", self._parts(folder))
-        content = {"units": len(self._units.nodes)}
-        (folder / _UNITS).write_text(json.dumps(content))
+        (folder / _UNITS).write_text(json.dumps({"units": len(self._units.nodes)}))
 
     def _load(self, folder: Path) -> None:
         if not (folder / _UNITS).exists():

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from torch._appdirs import user_cache_dir
 
@@ -31,6 +32,7 @@ from deepspeed_gear.errors import BuildError
 from deepspeed_gear.timeouts import wait_until
 
 BUILD_TIMEOUT_S = 600.0
+Loaded = TypeVar("Loaded", ModuleType, ModuleType | None)
 _FINISHED = "gear_finished.json"
 _POLL_S = 0.05
 _PACKAGE = Path(__file__).resolve().parent
@@ -38,15 +40,18 @@ _loaded: dict[str, ModuleType] = {}
 _threads = threading.RLock()
 
 
-def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the process's one copy of a native op. Thread safe; a failure is not kept.
+def load_once(name: str, load: Callable[[], Loaded]) -> ModuleType | Loaded:
+    """Return the process's one copy of a native op. Thread safe; None and errors are not kept.
 
     A second copy in a process would abort it.
     """
     with _threads:
-        if name not in _loaded:
-            _loaded[name] = load()
-        return _loaded[name]
+        if name in _loaded:
+            return _loaded[name]
+        module = load()
+        if module is not None:
+            _loaded[name] = module
+        return module
 
 
 def loaded(name: str) -> ModuleType | None:

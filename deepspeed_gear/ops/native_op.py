@@ -135,15 +135,8 @@ class NativeOp(ABC):
 
     def load_existing(self) -> ModuleType | None:
         """Load the op without building it; None where neither a prebuilt op nor a build exists."""
-
-        def load() -> ModuleType:
-            module = self.load_finished()
-            if module is None:
-                raise BuildError(f"the native op {self.NAME}", "is not built", remedy=self.INSTEAD)
-            return module
-
         with suppress(BuildError):
-            return jit.load_once(self.NAME, load)
+            return jit.load_once(self.NAME, self.load_finished)
         return None
 
     def finished(self) -> str | None:

@@ -210,8 +210,7 @@ class BoardDownloads:
             self.copies.append(copy)
         if copy is None:
             copy = self.copies[-1]
-        is_newer = copy.board == board.name and copy.version > loaded
-        return copy if is_newer else None
+        return copy if copy.board == board.name and copy.version > loaded else None
 
     def _make_place(self) -> bool:
         """Make a place for one more copy; False: readers download all that are held."""

@@ -137,8 +137,7 @@ class Connection:
             ConnectionLost: There is no answer.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
-        num_bytes = len(message) + answer_bytes
-        timeout_s = max(_LEAST_S, min(most_s, longest_call_s(num_bytes)))
+        timeout_s = max(_LEAST_S, min(most_s, longest_call_s(len(message) + answer_bytes)))
         try:
             if self._channel is None and self._credentials is None:
                 self._channel = grpc.insecure_channel(self._target, _OPTIONS)

@@ -29,9 +29,9 @@ from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, D
 from deepspeed_gear.device.device_table import (
     DeviceTable,
     TableMixture,
-    device_of,
-    ops_of,
-    table_of,
+    make_table,
+    ops_for_device,
+    usable_device,
 )
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -96,7 +96,7 @@ class DeviceReplay(ReplayBase):
         plan = resolve_plan(config, process_group, schemas, info, place, on_device=True)
         self.tables: dict[str, RingTable] = {}
         with undo_on_error(plan.control_plane.close), undo_on_error(self._close_tables):
-            to = plan.control_plane.attempt("the device", lambda: device_of(device))
+            to = plan.control_plane.attempt("the device", lambda: usable_device(device))
             super().__init__(plan, to, engine_dtype)
             plan.control_plane.attempt(
                 "the table on the device", lambda: self._build(plan, engine_dtype)
@@ -110,7 +110,7 @@ class DeviceReplay(ReplayBase):
         info = plan.info
         sampler = plan.config.item_sampler
         self._burn_in = BurnIn.of(plan.config.burn_in, plan.fields, plan.needs.fields)
-        ops = ops_of(plan.config.backend, plan.ops, self.device)
+        ops = ops_for_device(plan.config.backend, plan.ops, self.device)
         tables = []
         for name in plan.config.sampled_tables:
             resolved = plan.tables[name]
@@ -123,7 +123,7 @@ class DeviceReplay(ReplayBase):
                 remedy = f'give gear.tables.{name} "placement": "host", where they draw together'
                 raise ConfigError("gear.sampler.kind", rule, sampler.kind, remedy)
             train = resolved.streams[TRAIN]
-            self.tables[name] = table_of(plan, name, train, ops, self.device)
+            self.tables[name] = make_table(plan, name, train, ops, self.device)
             tables.append(DeviceTable(plan, name, self.tables[name], train, engine_dtype))
         num_samples = info.micro * info.accumulation
         self._mixture = TableMixture(tables, plan.mixture, num_samples, info.accumulation)

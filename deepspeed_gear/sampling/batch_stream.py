@@ -115,9 +115,9 @@ class BatchStream:
         if self._native is not None and not (
             self._is_online and time.monotonic() > self._next_cleaning
         ):
-            found = self._native.take(number, part, num_parts, gather)
-            if found is not None:
-                return found
+            selection = self._native.take(number, part, num_parts, gather)
+            if selection is not None:
+                return selection
         return self.part_of(self.get(number), slice(part, None, num_parts))
 
     def part_of(
@@ -506,10 +506,10 @@ class NativeStream:
         if masses is not None:
             alpha = masses.alpha_at(number)
             beta = masses.beta_at(number)
-        found = self._take(self._address, number, alpha, beta, part, num_parts, gather)
-        if found is None:
+        taken = self._take(self._address, number, alpha, beta, part, num_parts, gather)
+        if taken is None:
             return None
-        head, resolutions, weights = found
+        head, resolutions, weights = taken
         return Selection(head, resolutions, weights, None, None, gather != 0)
 
 

@@ -345,8 +345,8 @@ def without_slots(log: np.ndarray, is_saved: np.ndarray, any_slot: np.ndarray) -
     which count for the highest priority, or are dropped where it is [0]. [n, 6], int64; [n], bool;
     [1] or [0].
     """
-    found = log.copy() if len(any_slot) else log[is_saved]
+    kept = log.copy() if len(any_slot) else log[is_saved]
     if len(any_slot):
-        found[~is_saved, PriorityUpdate.SLOT] = any_slot
-        found[~is_saved, PriorityUpdate.GENERATION] = NOTHING
-    return np.asarray(found)
+        kept[~is_saved, PriorityUpdate.SLOT] = any_slot
+        kept[~is_saved, PriorityUpdate.GENERATION] = NOTHING
+    return np.asarray(kept)

@@ -93,7 +93,7 @@ class SelectionRounds:
     @property
     def _nodes(self) -> NodeChannel:
         """The channel to the other nodes, of a store that does not select alone."""
-        assert isinstance(self.channel, NodeChannel)
+        assert not isinstance(self.channel, LoneChannel)
         return self.channel
 
     # ---- state that is equal on all nodes --------------------------------------------------------

@@ -45,8 +45,8 @@ def replicate(monkeypatch: pytest.MonkeyPatch) -> Replicate:
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_replay, "device_of", torch.device)
-    monkeypatch.setattr(device_replay, "ops_of", lambda config, ops, device: ops)
+    monkeypatch.setattr(device_replay, "usable_device", torch.device)
+    monkeypatch.setattr(device_replay, "ops_for_device", lambda config, ops, device: ops)
 
 
 def columns(turn: int) -> dict[str, Tensor]:
