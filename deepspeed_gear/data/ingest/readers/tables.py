@@ -141,6 +141,7 @@ class TableReader(Reader):
         else:
             first = self._named(given)
         self._row = self._what_a_row_is(first)
+        # Of conversations, parts that looked like agents are other columns: names are judged anew.
         if self._row == "conversation" and self._agents is not None:
             self._agents = None
             self.names.compare(given, known)
@@ -318,6 +319,7 @@ class TableReader(Reader):
         self._done_is_any_end = "terminated" in any_end and "truncated" in usual
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
         if not has_steps:
+            # A pair of answers whose tokens are unknown is refused before it is taken for a table.
             row = {name: rows[0] for name, rows in first.items() if len(rows)}
             divide(f"{self.path}: row 0", row, [*self._tokenize])
         has_chats = any(is_messages(rows[0]) for rows in first.values() if len(rows))
@@ -340,6 +342,8 @@ class TableReader(Reader):
         measured = next((one for rows in measures[:1] for one in rows if one is not None), ())
         is_single = isinstance(measured, (bool, int, float, np.generic))
         has_null = self._id is not None and any(one is None for one in first[self._id])
+        # Steps repeat the id of their episode. Where too few ids show that, or one is null (which
+        # is refused later), a flag, reward or action of one value does.
         if len({*ids}) < len(ids) or (is_single and (len(ids) < 2 or has_null)):
             return "step"
         self._id = None
