@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.field_checks import check_where
+from deepspeed_gear.config.column_checks import check_where
 from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.table_options import (
     MOST_REMEMBERED,

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.field_resolution import LEARNS, MASK
 from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology

@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deepspeed_gear import Replay
 from deepspeed_gear.cli import metrics_server, serve, watch
-from deepspeed_gear.cli.metrics_server import HELP, MetricsServer, RunSource, exposition
+from deepspeed_gear.cli.metrics_server import HELP, MetricsServer, RunSource, Sample, exposition
 from deepspeed_gear.distributed.batch_barrier import BarrierWord
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Slot
