@@ -316,11 +316,11 @@ def run(quick: bool = False, launcher: bool = True) -> list[Row]:
         if launcher:
             more.update(_launched(data, samplers, folder, count))
             say("under the launcher")
-    rows = _compare(chosen, digests, more)
+    rows = compare(chosen, digests, more)
     return rows + _distinct([row for row in rows if row["variant"] == Case("", 0).variant])
 
 
-def _compare(
+def compare(
     chosen: Sequence[Case], digests: dict[Case, list[str]], more: dict[tuple[str, str], list[str]]
 ) -> list[Row]:
     rows = []

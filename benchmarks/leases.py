@@ -102,7 +102,7 @@ def measure(
             for child in children:
                 child.start()
             table = replay.tables["rollouts"]
-            while table.ledger is None or not table.ledger.books.account()["issued"]:
+            while table.ledger is None or not table.ledger.account.report()["issued"]:
                 time.sleep(1e-4)
             begin = time.perf_counter()
             for _ in range(batches):

@@ -23,7 +23,7 @@ from support.report import Row
 
 from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
 
 TOKENS = 16384
 STEPS = 8

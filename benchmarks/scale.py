@@ -30,11 +30,11 @@ from fixed_cost import Timers
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.config.sampler_options import UniformSampler
-from deepspeed_gear.distributed.topology import Topology
+from deepspeed_gear.distributed.topology import Topology, rank_grid
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, tree_size
 from deepspeed_gear.ops.records import Resolution, RowSample, Slot
-from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, plan_exchange
 from deepspeed_gear.row_exchange.resolution_exchange import ResolutionExchange
 from deepspeed_gear.row_exchange.row_messages import RowExchange, layout_of
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, AnchorRule, MassRule
@@ -294,12 +294,12 @@ class Node:
 
 def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:
     """Return what makes a node's routes; all nodes share the arrays."""
-    places = tuple(grid({"data": num_nodes * ranks}))
+    places = tuple(rank_grid({"data": num_nodes * ranks}))
     section = {"tables": {"main": {"capacity_steps": STEPS * TRAJECTORIES}}, "fields": FIELDS}
     config = parse(section)
     fields = check_against(config, {"main": SCHEMA})
     topology = Topology(0, places, tuple(np.repeat(np.arange(num_nodes), ranks).tolist()))
-    first = routes_of(topology, range(num_nodes), config, fields, SCHEMA)
+    first = plan_exchange(topology, range(num_nodes), config, fields, SCHEMA)
     rest = first.data_world, first.readers, first.needs, first.need_of
     return lambda index: ExchangePlan(first.holders, index, *rest)
 

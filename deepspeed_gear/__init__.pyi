@@ -39,9 +39,9 @@ from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
 from deepspeed_gear.remote.remote_writer import SendOptions as SendOptions
 from deepspeed_gear.replay.device_replay import DeviceReplay as DeviceReplay
 from deepspeed_gear.replay.normalizer import Normalizer as Normalizer
+from deepspeed_gear.replay.packed.rollout import Rollout as Rollout
+from deepspeed_gear.replay.packed.rollout import TrainStep as TrainStep
 from deepspeed_gear.replay.replay import Replay as Replay
-from deepspeed_gear.replay.rollout import Rollout as Rollout
-from deepspeed_gear.replay.rollout import TrainStep as TrainStep
 from deepspeed_gear.replay.transition_buffer import TransitionBuffer as TransitionBuffer
 from deepspeed_gear.schema import Column as Column
 from deepspeed_gear.schema import Schema as Schema

@@ -46,9 +46,9 @@ class Child:
     """Carries out the orders of `gpu_peers.py`."""
 
     def __init__(self, name: str) -> None:
-        self._module = importlib.import_module(f"device_peers.{name}")
-        self._table: Table | None = None
-        self._case: Case | None = None
+        self.module = importlib.import_module(f"device_peers.{name}")
+        self.table: Table | None = None
+        self.case: Case | None = None
         self._calls: dict[tuple[str, str], Call] = {}
         self._compiler = ""
         self._next_number = 0
@@ -70,7 +70,7 @@ class Child:
 
     def _versions(self) -> str:
         """Name the versions of the system and of what it runs on."""
-        package = self._module.PACKAGE
+        package = self.module.PACKAGE
         found = [f"{package} {importlib.metadata.version(package)}"]
         found += [
             f"{base} {sys.modules[base].__version__}"
@@ -81,20 +81,20 @@ class Child:
 
     def _make(self, case: dict[str, Any], compiler: str) -> dict[str, Any]:
         """Fill a table; the one before is freed first."""
-        if self._table is not None:
-            self._table.close()
+        if self.table is not None:
+            self.table.close()
         self._calls.clear()
-        self._table = None
-        self._case = Case(**case)
+        self.table = None
+        self.case = Case(**case)
         self._compiler = compiler
-        self._next_number = self._case.items + self._case.added  # the first ones are given already
-        self._table = self._module.make(self._case, compiler)
-        return {"note": self._table.note}
+        self._next_number = self.case.items + self.case.added  # the first ones are given already
+        self.table = self.module.make(self.case, compiler)
+        return {"note": self.table.note}
 
     def _made(self) -> tuple[Table, Case]:
-        if self._table is None or self._case is None:
+        if self.table is None or self.case is None:
             raise NotOfferedError
-        return self._table, self._case
+        return self.table, self.case
 
     def _prepare(self, form: str, work: str) -> dict[str, Any]:
         """Make a call, check what it does, and count what the host waits for."""

@@ -28,7 +28,7 @@ class Columns(TorchTable):
         parts = [self.on_device(rows) for rows in case.content()]
         device = case.device
         self._columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        self._cursor = torch.zeros((), dtype=torch.int64, device=device)
+        self.cursor = torch.zeros((), dtype=torch.int64, device=device)
         self._added = torch.arange(case.added, device=device)
         self._masses = torch.ones(case.items, device=device)
         self._highest = torch.ones((), device=device)
@@ -53,12 +53,12 @@ class Columns(TorchTable):
                 for t in range(self.case.rollout):
                     steps[t] = given[t]
             return
-        place = (self._cursor + self._added) % self.case.items
+        place = (self.cursor + self._added) % self.case.items
         for name, column in self._columns.items():
             column[place] = self.given[name]
         if self.case.prioritized:
             self._masses[place] = self._highest.expand(self.case.added)
-        self._cursor += self.case.added
+        self.cursor += self.case.added
 
     def sample(self) -> None:
         count = self.case.batch

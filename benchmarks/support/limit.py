@@ -38,7 +38,7 @@ class _Limit:
     def __init__(
         self, columns: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        self._keep = columns, outs
+        self.kept = columns, outs
         self._num_sets = len(outs)
         self._batch = len(outs[0][0])
         self._columns = np.array([column.data_ptr() for column in columns], np.uint64)
@@ -114,7 +114,7 @@ class SelectLimit(_Limit):
         num_items: int,
     ) -> None:
         super().__init__(columns, outs)
-        self._new_masses = new_masses
+        self.new_masses = new_masses
         self._num_items = num_items
         self._library = library("select_limit")
         self.items = np.empty(self._batch, np.int64)  # of the last batch
@@ -135,8 +135,8 @@ class SelectLimit(_Limit):
             *self._places(),
             ctypes.c_void_p(None) if self.sums is None else _pointer(self.sums),
             ctypes.c_int64(self._num_items),
-            ctypes.c_int64(len(self._new_masses)),
-            _pointer(self._new_masses),
+            ctypes.c_int64(len(self.new_masses)),
+            _pointer(self.new_masses),
             ctypes.c_uint64(self._num_drawn),
             ctypes.c_int64(count),
             ctypes.c_int64(self._batch),

@@ -50,7 +50,7 @@ class Subject:
         self._gatherer = Gatherer(options, table, RING)
         self.ring = self._gatherer.ring
         self._limit = CopyLimit(self._columns, [buffers.outs for buffers in self.ring], self.length)
-        self._random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(seed)
 
     @staticmethod
     def _records(batch: object) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Subject:
         self.replay.close()
 
     def _choose(self, count: int) -> list[int]:
-        return [int(i) for i in self._random.integers(0, len(self._pool), count)]
+        return [int(i) for i in self.random.integers(0, len(self._pool), count)]
 
     def limit(self, count: int) -> Times:
         """Copy batches by memcpy."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.store.live_stores import RUN_VARIABLE, NamedStore, named_stores
 from deepspeed_gear.store.memory_layout import RunIdentity, read_header
 from deepspeed_gear.store.shared_memory import SHM, is_held, opened
+from deepspeed_gear.writer.store_search import RUN_VARIABLE, NamedStore, named_stores
 
 BOARD = "policy_board"  # key of a board in the meaning of its layout
 PUBLISHER = 0  # its peer index; readers have the next ones

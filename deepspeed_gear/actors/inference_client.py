@@ -14,7 +14,7 @@ from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.shared_memory import living
 from deepspeed_gear.timeouts import check_timeout, wait_until
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
 from deepspeed_gear.writer.open_rows import OpenRows
 from deepspeed_gear.writer.partial_publish import CompletedTrajectory
 from deepspeed_gear.writer.step_columns import StepColumns

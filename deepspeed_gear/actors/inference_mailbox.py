@@ -22,6 +22,7 @@ import numpy as np
 from deepspeed_gear.errors import NotReadyError, PeerError, StoreError, undo_on_error
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.futex_events import EVENT_WORDS, FutexEvents
 from deepspeed_gear.store.memory_layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.row_allocator import have_ended
 from deepspeed_gear.store.shared_memory import (
@@ -31,7 +32,7 @@ from deepspeed_gear.store.shared_memory import (
     file_path,
     opened_file,
 )
-from deepspeed_gear.store.store_lock import BELL_WORDS, FutexEvents, StoreLock
+from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
 
@@ -69,10 +70,10 @@ class MailboxPlaces:
     library: str  # file of the native module
 
     def layout(self) -> Layout:
-        """Return the regions of the file: words and bells, then rows of the columns."""
+        """Return the regions of the file: words and events, then rows of the columns."""
         regions = [
             Region("control", "int64", (16,)),
-            Region("bells", "uint32", (1 + self.count, BELL_WORDS)),
+            Region("events", "uint32", (1 + self.count, EVENT_WORDS)),
             Region("states", "int32", (self.count,)),
             Region("places", "int64", (4, self.count)),
         ]
@@ -101,7 +102,7 @@ class InferenceMailbox:
         self.columns = {c.name: views[f"column/{c.name}"] for c in places.schema.step_columns}
         asked = [c.name for c in places.schema.trajectory_columns if c.name in places.asks]
         self.values = {name: views[f"value/{name}"] for name in asked}
-        self.bells = FutexEvents(views["bells"], self.native)
+        self.events = FutexEvents(views["events"], self.native)
         # There is no derived state to rebuild after an owner of the lock has died.
         self.lock = StoreLock(memory, self.native, places.timeout_s, lambda: None)
         self.name = f"the inference loader of table {places.table}"
@@ -164,7 +165,7 @@ class InferenceMailbox:
             if len(free) == count:
                 # The owner is written before the state: `free_dead` reads it for used places.
                 self.owners[free] = self.memory.peer
-                self.bells.fence()  # pairs with that of `free_dead`
+                self.events.fence()  # pairs with that of `free_dead`
                 self.states[free] = PlaceState.IDLE
         return free
 
@@ -174,7 +175,7 @@ class InferenceMailbox:
         Places that the loader owns are freed by it once this process has ended.
         """
         self.states[places[self.states[places] >= PlaceState.IDLE]] = PlaceState.FREE
-        self.bells.ring(LOADER)
+        self.events.notify(LOADER)
         self.close()
 
     def post(self, places: np.ndarray, rows: np.ndarray, timesteps: np.ndarray) -> None:
@@ -183,9 +184,9 @@ class InferenceMailbox:
         self.timesteps[places] = timesteps
         # Requests of one call are taken in the order of `places`.
         self.stamps[places] = time.monotonic_ns() + np.arange(len(places))
-        self.bells.fence()  # pairs with that of `take`
+        self.events.fence()  # pairs with that of `take`
         self.states[places] = PlaceState.POSTED
-        self.bells.ring(LOADER)
+        self.events.notify(LOADER)
 
     def are_ready(self, places: np.ndarray) -> np.ndarray:
         """Return which places have an answer or need none. [n], bool."""
@@ -196,11 +197,11 @@ class InferenceMailbox:
         until = time.monotonic() + check_timeout("timeout_s", timeout_s)
         peer = self.memory.peer
         while True:
-            # The bell is counted before the states are read: a ring after that ends the wait.
-            seen = self.bells.count(peer)
+            # The count is read before the states: a notification after that ends the wait.
+            seen = self.events.count(peer)
             ready = self.are_ready(places)
             if np.count_nonzero(ready) >= least:
-                self.bells.fence()  # pairs with that of `answered`
+                self.events.fence()  # pairs with that of `answered`
                 return ready
             if self.control[CLOSED]:
                 raise PeerError(self.name, "must be open", "it was closed", "attach to another one")
@@ -215,7 +216,7 @@ class InferenceMailbox:
                     "stay posted"
                 )
                 raise NotReadyError(self.name, f"must answer within {timeout_s:g} s", None, remedy)
-            self.bells.wait(peer, seen, min(left, _LOOK_S))
+            self.events.wait(peer, seen, min(left, _LOOK_S))
 
     def _looks(self) -> bool:
         """Return whether it is time to check that the other processes live."""
@@ -231,7 +232,7 @@ class InferenceMailbox:
         while True:
             if self._looks():
                 self.free_dead()
-            seen = self.bells.count(LOADER)
+            seen = self.events.count(LOADER)
             posted = np.flatnonzero(self.states == PlaceState.POSTED)
             more_may_come = (self.states >= PlaceState.IDLE).any()
             if len(posted) >= most or (len(posted) and not more_may_come):
@@ -243,18 +244,18 @@ class InferenceMailbox:
                 left = since + timeout_s - time.monotonic()
             if left <= 0 or self.control[CLOSED]:
                 break
-            self.bells.wait(LOADER, seen, min(left, _LOOK_S))
-        self.bells.fence()  # pairs with that of `post`
+            self.events.wait(LOADER, seen, min(left, _LOOK_S))
+        self.events.fence()  # pairs with that of `post`
         taken = posted[np.argsort(self.stamps[posted], kind="stable")[:most]]
         self.states[taken] = PlaceState.TAKEN
         return taken
 
     def answered(self, places: np.ndarray) -> None:
         """Hand places with written answers back to their simulators."""
-        self.bells.fence()  # pairs with that of `wait`
+        self.events.fence()  # pairs with that of `wait`
         self.states[places] = PlaceState.ANSWERED
         for owner in set(self.owners[places].tolist()):
-            self.bells.ring(owner)
+            self.events.notify(owner)
 
     def free_dead(self) -> None:
         """Free the places of ended processes and drop their open trajectories.
@@ -262,14 +263,14 @@ class InferenceMailbox:
         It takes no lock, since a dead process may hold it.
         """
         used = np.flatnonzero(self.states != PlaceState.FREE)
-        self.bells.fence()  # pairs with that of `claim`
+        self.events.fence()  # pairs with that of `claim`
         self.states[used[have_ended(self.owners[used], self.memory)]] = PlaceState.FREE
 
     def end(self) -> None:
         """Mark the loader as closed, wake its simulators, unlink its file, and detach."""
         self.control[CLOSED] = 1
-        for bell in range(len(self.states) + 1):
-            self.bells.ring(bell)
+        for event in range(len(self.states) + 1):
+            self.events.notify(event)
         if self.memory.path != SHM:
             self.memory.unlink()
         self.close()

@@ -34,7 +34,7 @@ from deepspeed_gear.store.memory_layout import (
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.shared_memory import DEFAULT_PREFIX, SharedMemory, file_path
 from deepspeed_gear.timeouts import check_timeout, wait_until
-from deepspeed_gear.writer.trajectory_writer import WantedRun
+from deepspeed_gear.writer.store_search import WantedRun
 
 MAX_READERS = 1024
 _SLOTS = 3  # a reader may copy a version until the publisher begins the third one after it

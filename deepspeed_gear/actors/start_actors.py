@@ -18,8 +18,8 @@ import deepspeed_gear.liveness as liveness
 from deepspeed_gear.actors.actor_process import ActorJob, gymnasium_module
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.errors import ConfigError, PeerError
-from deepspeed_gear.store.live_stores import RUN_VARIABLE
 from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.writer.store_search import RUN_VARIABLE
 
 if TYPE_CHECKING:
     from deepspeed_gear.replay.replay import Replay

@@ -1,4 +1,4 @@
-"""Batch: the fields, masks and samples that `sample` returns."""
+"""Batch: the fields, masks and samples that `sample` returns, and the end of their lifetime."""
 
 from __future__ import annotations
 
@@ -285,12 +285,11 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         take = sample_taker(key, self.num_samples)
         index = take(self.sample_index)
         batch = self.map(take)
-        samples = batch._samples
         opaque = self._samples.opaque
         if opaque is not None:
             places = take(torch.arange(self.num_samples)).tolist()
             opaque = {name: [values[i] for i in places] for name, values in opaque.items()}
-        samples.note_taken(index, opaque)
+        samples = batch._samples = replace(batch._samples, index=index, opaque=opaque)
         same = self.host_resolutions is self._samples.resolutions
         batch.host_resolutions = (
             samples.resolutions if same else take(self.host_resolutions)

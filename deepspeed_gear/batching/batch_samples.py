@@ -45,11 +45,6 @@ class BatchSamples:
         self.index_step = index_step
         self.source = source
 
-    def note_taken(self, index: torch.Tensor, opaque: dict[str, list[Any]] | None) -> None:
-        """Set what some samples of a batch keep: their positions, and their opaque values."""
-        self.index = index
-        self.opaque = opaque
-
 
 # The attributes of `BatchSamples` that hold a value per sample, and those that hold one for all.
 OF_EACH = (

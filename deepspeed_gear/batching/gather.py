@@ -1,4 +1,4 @@
-"""Fields of a batch, gathered in one pass into a ring of preallocated tensors."""
+"""Gather: fields of a batch into a ring of preallocated tensors, n-step returns, and advantages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
 from deepspeed_gear.batching.batch import Batch, BatchLifetime, storage_of
-from deepspeed_gear.batching.field_rows import SOURCES, FieldRows, Rows, affine, byte_rows
+from deepspeed_gear.batching.field_rows import SOURCES, FieldRows, Rows, byte_rows
+from deepspeed_gear.batching.normalisation import shift_and_gain
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, lower
 from deepspeed_gear.ops.windows import is_no_sample, rows_of
@@ -336,7 +337,7 @@ class Gatherer:
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
             if field.normalize is None:
                 continue
-            shift, gain = affine(field, known, rows.shape)
+            shift, gain = shift_and_gain(field, known, rows.shape)
             for group in self._groups():
                 if number in group.which:
                     at = group.which.index(number)
@@ -461,9 +462,8 @@ class Gatherer:
         """
         buffers = self._next()
         first = 0
-        if (
-            buffers.addresses
-        ):  # native calls fill whole batches only: `fill` calls the ops for parts
+        # Native calls fill whole batches only: `fill` calls the ops for parts.
+        if buffers.addresses:
             note_overwritten(buffers.all)
         for gatherer, resolutions, goal_step in parts:
             end = first + len(resolutions)

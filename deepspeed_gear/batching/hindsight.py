@@ -1,4 +1,4 @@
-"""Hindsight relabelling: draws the achieved goals that replace stored ones."""
+"""Hindsight relabelling: draws the achieved goals that replace stored ones, and their rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro batch: one pack of trajectories, with its sequences and its part of the loss."""
+"""Micro batch: a pack's fields, sequences, model inputs and loss, and columns filled from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of packs: the trajectories of a rollout batch, their places in a pack, and what is gathered.
+"""Rows of packs: a rollout batch's trajectories, their places in a pack, gathered fields and media.
 
 A rollout batch has `RolloutTrajectories`. Some of them make a pack, whose `PackShape` has the place
 of each. `PackGatherer` copies their rows there, and `MediaReader` reads the media that rows name.
@@ -19,7 +19,7 @@ from deepspeed_gear.batching.gather import FieldGroup
 from deepspeed_gear.batching.prefixes import Prefixes
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.resolved_field import fields_in
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.conversion import convert
@@ -312,6 +312,17 @@ class _AbsentField(NamedTuple):
         )
 
 
+def _as_numpy(values: torch.Tensor) -> np.ndarray:
+    """View values as an array; those of bfloat16, which NumPy lacks, as the bits in uint16."""
+    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+
+
+def _as_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """View what `_as_numpy` returned as a tensor of a dtype."""
+    values = torch.from_numpy(array)
+    return values.view(dtype) if dtype == torch.bfloat16 else values
+
+
 class PackGatherer:
     """Gathers the fields of packs from one table. Not thread-safe."""
 
@@ -338,9 +349,7 @@ class PackGatherer:
         self._copied: dict[str, np.ndarray] = {}
         for name, row in self._per_trajectory.items():
             if row.column.dtype == row.dtype and not len(row.gain):
-                are_bits = row.dtype == torch.bfloat16
-                column = row.column.view(torch.uint16) if are_bits else row.column
-                self._copied[name] = column.numpy()
+                self._copied[name] = _as_numpy(row.column)
         self.fields = [field for field in stored if field.name not in self._per_trajectory]
         rows = [every[field.name] for field in self.fields]
         specs = [
@@ -348,17 +357,15 @@ class PackGatherer:
             for field, row in zip(self.fields, rows, strict=True)
         ]
         self._group = FieldGroup(list(range(len(rows))), specs, rows)
-        # Name, shape, padding, and whether the bits of bfloat16 stand in uint16, which NumPy has.
-        self._outputs: list[tuple[str, tuple[int, ...], np.ndarray, bool]] = []
-        for field, row in zip(self.fields, rows, strict=True):
-            pad = torch.full((1,), row.pad, dtype=row.dtype)
-            are_bits = row.dtype == torch.bfloat16
-            bits = pad.view(torch.uint16) if are_bits else pad
-            self._outputs.append((field.name, row.shape, bits.numpy(), are_bits))
-        for one in self._absent_steps:
-            are_bits = one.dtype == torch.bfloat16
-            bits = one.pad.view(torch.uint16) if are_bits else one.pad
-            self._outputs.append((one.name, one.shape, bits.numpy(), are_bits))
+        pads = [torch.full((1,), row.pad, dtype=row.dtype) for row in rows]
+        # Name, shape of a row, dtype and padding of each per-step field.
+        self._outputs = [
+            (field.name, row.shape, row.dtype, _as_numpy(pad))
+            for field, row, pad in zip(self.fields, rows, pads, strict=True)
+        ]
+        self._outputs += [
+            (one.name, one.shape, one.dtype, _as_numpy(one.pad)) for one in self._absent_steps
+        ]
 
     def outputs(self, rows: int, end: int) -> dict[str, torch.Tensor]:
         """Allocate a tensor for every per-step field of a pack, [1, rows, *shape].
@@ -366,11 +373,10 @@ class PackGatherer:
         Only the padding, which begins at place `end`, is filled in.
         """
         outs = {}
-        for name, shape, pad, are_bits in self._outputs:
+        for name, shape, dtype, pad in self._outputs:
             array = np.empty((1, rows, *shape), pad.dtype)  # torch takes three times as long
             array[:, end:] = pad
-            out = torch.from_numpy(array)
-            outs[name] = out.view(torch.bfloat16) if are_bits else out
+            outs[name] = _as_torch(array, dtype)
         return outs
 
     def gather(
@@ -422,14 +428,12 @@ class PackGatherer:
         slots = resolutions[:, Resolution.SLOT]
         for name, rows in self._per_trajectory.items():
             if name in self._copied:
-                copies = torch.from_numpy(self._copied[name][slots.numpy()])
-                are_bits = rows.dtype == torch.bfloat16
-                gathered[name] = copies.view(torch.bfloat16) if are_bits else copies
+                gathered[name] = _as_torch(self._copied[name][slots.numpy()], rows.dtype)
                 continue
             values = rows.column[slots]
-            affine = (rows.shift, rows.gain) if len(rows.gain) else ()
+            shift_and_gain = (rows.shift, rows.gain) if len(rows.gain) else ()
             flat = values.reshape(values.size(0), rows.elements)
-            gathered[name] = convert(flat, rows.dtype, *affine).view(values.shape)
+            gathered[name] = convert(flat, rows.dtype, *shift_and_gain).view(values.shape)
         for one in self._absent_values:
             shape = (len(slots), *one.shape)
             gathered[one.name] = torch.full(shape, one.value, dtype=one.dtype)

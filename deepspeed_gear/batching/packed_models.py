@@ -1,4 +1,4 @@
-"""Inputs of causal language models of transformers that keep the trajectories of a pack apart.
+"""Inputs of transformers' language models for packs, and the models that are refused.
 
 Masks follow from positions that restart, but not every model passes its positions on; recurrent
 layers take sequences only with other packages' kernels; some factors depend on the place. So a

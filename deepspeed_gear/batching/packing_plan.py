@@ -1,4 +1,4 @@
-"""Packing plan: which trajectory goes into which micro batch of which rank."""
+"""Packing plan: which trajectory goes into which micro batch of which rank, balanced by cost."""
 
 from __future__ import annotations
 

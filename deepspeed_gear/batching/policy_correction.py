@@ -1,4 +1,4 @@
-"""Off-policy corrections: weights of tokens that another policy, or another engine, has sampled.
+"""Off-policy correction: bounded weights of tokens that another policy sampled (tis, mis, icepop).
 
 With the ratio r = exp(log-probability of the trainer - log-probability of the generator):
 

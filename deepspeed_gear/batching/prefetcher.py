@@ -1,4 +1,4 @@
-"""Prefetch: batches prepared by a background thread."""
+"""Prefetcher: a background thread that prepares batches in advance."""
 
 from __future__ import annotations
 

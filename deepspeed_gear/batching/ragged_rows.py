@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,40 +16,26 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.table import Table
 
 
+@dataclass
 class RaggedReader:
-    """Reader of a ragged column, while the rollout batch keeps the rows of its trajectories.
+    """Reader of a ragged column, while the rollout batch keeps the rows of its trajectories."""
 
-    Args:
-        column: The column.
-        offset: Place i has the values of the step that is so many later.
-        tables: Tables of the rollout batch.
-        source: Table of each trajectory of the pack. [S], int64.
-        numbers: Number of each trajectory's item; 0: it has no values. [S], int64.
-    """
-
-    def __init__(
-        self,
-        column: Column,
-        offset: int,
-        tables: Sequence[Table],
-        source: np.ndarray,
-        numbers: np.ndarray,
-    ) -> None:
-        self._column = column
-        self._offset = offset
-        self._tables = tables
-        self._source = source
-        self._numbers = numbers
-        self._items: list[dict[int, Ragged]] | None = None  # by table; None: read on demand
+    column: Column
+    offset: int  # place i has the values of the step that is so many later
+    tables: Sequence[Table]  # of the rollout batch
+    source: np.ndarray  # table of each trajectory of the pack. [S], int64
+    numbers: np.ndarray  # number of each trajectory's item; 0: it has no values. [S], int64
+    # Items by table, which `fetch` has read; None: they are read on demand.
+    _items: list[dict[int, Ragged]] | None = field(default=None, init=False)
 
     def fetch(self, lock: Any) -> None:
         """Read the items now, with the lock of the table held, as nothing pins the trajectories."""
-        self._items = [self._of_table(number, lock) for number in range(len(self._tables))]
+        self._items = [self._of_table(number, lock) for number in range(len(self.tables))]
 
     def _of_table(self, index: int, lock: Any) -> dict[int, Ragged]:
-        media = self._tables[index].media
+        media = self.tables[index].media
         assert media is not None
-        return media.ragged(self._column, self._numbers[self._source == index], lock)
+        return media.ragged(self.column, self.numbers[self.source == index], lock)
 
     def read(self, shape: PackShape) -> Ragged:
         """Return the values at this rank's places of a pack, in host memory.
@@ -61,22 +48,22 @@ class RaggedReader:
         """
         items = self._items
         if items is None:
-            every = enumerate(self._tables)
+            every = enumerate(self.tables)
             items = [self._of_table(index, table.lock) for index, table in every]
         parts = []
-        for trajectory, number in enumerate(self._numbers.tolist()):
-            of_table = items[int(self._source[trajectory])]
+        for trajectory, number in enumerate(self.numbers.tolist()):
+            of_table = items[int(self.source[trajectory])]
             if number and number not in of_table:
                 rule = "must be read while its rollout batch is trained"
                 remedy = "read micro.ragged in the loop"
-                raise StoreError(f"micro.ragged({self._column.name!r})", rule, None, remedy)
+                raise StoreError(f"micro.ragged({self.column.name!r})", rule, None, remedy)
             if number:
                 parts.append(of_table[number])
             else:
                 steps = int(shape.lengths[trajectory])
-                none = torch.zeros(0, dtype=self._column.values.torch_dtype)
+                none = torch.zeros(0, dtype=self.column.values.torch_dtype)
                 parts.append(Ragged(none, torch.zeros(steps + 1, dtype=torch.int64)))
-        none = torch.zeros(0, dtype=self._column.values.torch_dtype)
+        none = torch.zeros(0, dtype=self.column.values.torch_dtype)
         values = torch.cat([none, *(part.values for part in parts)])
         counts = [torch.zeros(1, dtype=torch.int64), *(part.counts for part in parts)]
         joined = Ragged(values, torch.cat(counts).cumsum(0))
@@ -87,7 +74,7 @@ class RaggedReader:
         owner = shape.owners()
         is_step = owner != PADDING
         first = np.cumsum(stored) - stored  # for trajectories of [2, 3] steps first is [0, 2]
-        step = shape.positions() + self._offset
+        step = shape.positions() + self.offset
         index: np.ndarray = np.full(len(owner), -1, np.int64)
         # The place of the last token has no values where they stand one place before their token.
         is_step[is_step] = step[is_step] < shape.lengths[owner[is_step]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint import checked_files, save_folders
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.records import Slot
@@ -108,15 +108,15 @@ class SavedMedia:
         self._opened: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         for shard, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             at = str(folder / save_folders.MANIFEST)
-            given = save_folders.entry(manifest, KIND, dict, at)
+            given = checked_files.entry(manifest, KIND, dict, at)
             if given.get("columns") != Schema(media.spec.columns).to_json()["columns"]:
                 raise CheckpointError(
                     at,
                     f"must have the media {media.spec.columns}",
                     given.get("columns"),
-                    save_folders.ANOTHER,
+                    checked_files.ANOTHER,
                 )
-            words = _loaded(folder / WORDS, manifest["files"])
+            words = _map(folder, manifest, WORDS)
             self._words.append(words)
             heads = np.flatnonzero(words[:, MediaPage.STATE] == PageState.WHOLE)
             self._places.update(
@@ -125,7 +125,7 @@ class SavedMedia:
         missing = [number for number in named.tolist() if number not in self._places]
         if missing:
             rule = "must hold the media that its trajectories name"
-            raise CheckpointError(self._at, rule, missing[0], save_folders.ANOTHER)
+            raise CheckpointError(self._at, rule, missing[0], checked_files.ANOTHER)
         size = media.spec.page_bytes
         places = [self._places[number] for number in named.tolist()]
         sizes = [self._words[shard][head, MediaPage.NUM_BYTES] for shard, head in places]
@@ -142,15 +142,14 @@ class SavedMedia:
 
         The file is checked when it is opened first, and stays mapped.
         """
-        segment = page // save_folders.entry(
+        segment = page // checked_files.entry(
             self._manifests[shard][KIND], "pages", int, self._at, 1
         )
         if (shard, segment) not in self._opened:
             size = int(self._manifests[shard][KIND]["pages"])
             pages = np.flatnonzero(self._words[shard][:, MediaPage.STATE] != PageState.FREE)
-            data = _loaded(
-                self._folders[shard] / file_of(f"{segment:06d}"), self._manifests[shard]["files"]
-            )
+            name = file_of(f"{segment:06d}")
+            data = _map(self._folders[shard], self._manifests[shard], name)
             self._opened[shard, segment] = pages[pages // size == segment], data
         return self._opened[shard, segment]
 
@@ -192,10 +191,7 @@ def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:
     return np.unique(rows[named[inside(named, records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]])
 
 
-def _loaded(path: Path, digests: Mapping[str, str]) -> np.ndarray:
-    digest = save_folders.entry(digests, path.name, str, str(path.parent / save_folders.MANIFEST))
-    is_readable = CheckpointError.on(
-        str(path), "must be readable", OSError, remedy=save_folders.ANOTHER
-    )
-    with is_readable, save_folders.open_checked(path, digest) as file:
-        return np.asarray(np.load(save_folders.link_of(file), mmap_mode="r"))
+def _map(folder: Path, manifest: Mapping[str, Any], name: str) -> np.ndarray:
+    at = str(folder / save_folders.MANIFEST)
+    digest = checked_files.entry(manifest["files"], name, str, at)
+    return checked_files.map_array(folder / name, digest)

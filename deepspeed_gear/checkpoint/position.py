@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
+from deepspeed_gear.checkpoint.checked_files import ANOTHER, entry
+from deepspeed_gear.config.resume_options import resume_digest
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.store.records import Head
@@ -107,7 +108,7 @@ def state_of(
     return {
         **({} if rollout is None else {"rollout": dict(rollout)}),
         "format": FORMAT,
-        "options": plan.config.resume_digest,
+        "options": resume_digest(plan.config),
         "data": fingerprint(plan),
         "passes": dict(passes),
         "train": {table: dict(words) for table, words in train.items()},
@@ -140,7 +141,7 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
         rule += " or of what they have grown from by gear ingest --append" if may_grow else ""
         remedy = "use the data set that the checkpoint was trained on, or load without gear's state"
         raise CheckpointError(AT, rule, data, remedy)
-    if entry(state, "options", str, AT) != plan.config.resume_digest:
+    if entry(state, "options", str, AT) != resume_digest(plan.config):
         rule = "must be of the same seed, tables, sampler, fields and n_step"
         remedy = "use the gear section that is stored in the checkpoint's config"
         raise CheckpointError(AT, rule, None, remedy)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from deepspeed_gear.data import running_moments
+from deepspeed_gear.data.statistics import running_moments
 from deepspeed_gear.distributed.shard_placement import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
@@ -131,10 +131,6 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
         name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
         for name in shards[0].streams
     }
-    inserted = (
-        sum(shard.inserted[0] for shard in shards),
-        sum(shard.inserted[1] for shard in shards),
-    )
     # Shard i of S assigns the ids counter * S + i: the next one is above all of them.
     counters = [shard.next_id for shard in shards]
     given = [(count - 1) * len(shards) + i + 1 for i, count in enumerate(counters) if count > 0]
@@ -143,13 +139,20 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     if slots is not None and len(slots):
         # An id is never assigned again, even if the counter is damaged.
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    retention = _merged(shards, "retention", np.concatenate)
-    groups = _merged(shards, "groups", lambda every: _merge_groups(every, before))
-    moments = _merged(shards, "moments", running_moments.merge)
-    prompts = _merged(shards, "prompts", prompt_ledger.merge)
-    shared = _merged(shards, "shared_prompts", np.concatenate)
     return SavedShard(
-        slots, None, next_id, streams, retention, inserted, groups, moments, prompts, shared
+        slots=slots,
+        numbers=None,
+        next_id=next_id,
+        streams=streams,
+        retention=_merged(shards, "retention", np.concatenate),
+        inserted=(
+            sum(shard.inserted[0] for shard in shards),
+            sum(shard.inserted[1] for shard in shards),
+        ),
+        groups=_merged(shards, "groups", lambda every: _merge_groups(every, before)),
+        moments=_merged(shards, "moments", running_moments.merge),
+        prompts=_merged(shards, "prompts", prompt_ledger.merge),
+        shared_prompts=_merged(shards, "shared_prompts", np.concatenate),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint import checked_files, save_folders
 from deepspeed_gear.errors import CheckpointError
 
 _PREFIX = "rollout."
@@ -42,7 +42,7 @@ def write_rollout(
         np.savez(file, **arrays)
         file.flush()
         os.fsync(file.fileno())
-    return {"file": path.name, "sha256": save_folders.sha256(path)}
+    return {"file": path.name, "sha256": checked_files.sha256(path)}
 
 
 def read_rollout(folder: Path, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -51,13 +51,13 @@ def read_rollout(folder: Path, state: Mapping[str, Any]) -> dict[str, torch.Tens
     if not rollout or not rollout.get("columns"):
         return {}
     at = "the rollout of the gear state"
-    columns = save_folders.entry(rollout, "columns", dict, at)
-    name = save_folders.entry(columns, "file", str, at)
+    columns = checked_files.entry(rollout, "columns", dict, at)
+    name = checked_files.entry(columns, "file", str, at)
     if Path(name).name != name:
-        raise CheckpointError(at, "must name a file of its folder", name, save_folders.ANOTHER)
-    digest = save_folders.entry(columns, "sha256", str, at)
+        raise CheckpointError(at, "must name a file of its folder", name, checked_files.ANOTHER)
+    digest = checked_files.entry(columns, "sha256", str, at)
     with (
-        save_folders.open_checked(folder / name, digest) as file,
+        checked_files.open_checked(folder / name, digest) as file,
         np.load(file, allow_pickle=False) as arrays,
     ):
         return {column: torch.from_numpy(arrays[column]) for column in arrays.files}

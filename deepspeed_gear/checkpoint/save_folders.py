@@ -18,36 +18,32 @@ of a folder after a kill at each point.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import socket
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.dataset_files import payload_digest
+from deepspeed_gear.checkpoint.checked_files import (
+    ANOTHER,
+    entry,
+    read_checked,
+    read_json,
+    readable,
+    sha256,
+    write_checked,
+    writing,
+)
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.errors import CheckpointError, undo_on_error
+from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.file_system import swap_names, sync
-from deepspeed_gear.liveness import hold, release
-from deepspeed_gear.log import LOG
-from deepspeed_gear.store import writer_options
-from deepspeed_gear.store.shared_memory import try_lock
 
 MANIFEST = "manifest.json"
 POSITION = "position.json"
-ANOTHER = "take another checkpoint"
-_EDITED = "it is damaged or was edited: " + ANOTHER
-_MOST_COUNT = 1 << 62  # bound of the integers in a save, all of which count something
 _POSITION_FORMAT = 1
 _NAMES = ("", ".old", ".partial", ".older")
 _TOKEN = ".save-"  # prefix of a file that exists while the save of its id is written
@@ -55,29 +51,6 @@ _SHARED = "save to a file system that all nodes share, such as NFS or Lustre"
 _MOST_RENAMES = 5  # lookups of a table's folder that a concurrent save may disturb
 T = TypeVar("T")
 State = Mapping[str, Any]
-
-
-def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: int = 0) -> T:
-    """Return an entry of a state or a manifest.
-
-    Args:
-        mapping: The state or manifest, or a part of it.
-        name: Name of the entry.
-        kind: Type that it must have.
-        of: Name of the mapping in errors.
-        least: Least value of an integer.
-    Raises:
-        CheckpointError: The entry is missing, of another type, or out of range.
-    """
-    value = mapping.get(name) if isinstance(mapping, Mapping) else None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        rule = f"must have the entry {name!r} ({kind.__name__})"
-        given = None if value is None else type(value).__name__
-        raise CheckpointError(of, rule, given, _EDITED)
-    if isinstance(value, int) and not least <= value < _MOST_COUNT:
-        rule = f"must be in [{least}, {_MOST_COUNT})"
-        raise CheckpointError(f"{of}: {name}", rule, value, _EDITED)
-    return value
 
 
 def save_of(state: State) -> Mapping[str, Any]:
@@ -113,19 +86,6 @@ def compare(states: Sequence[State]) -> None:
             raise CheckpointError("the gear state", rule, f"saves {ids}", remedy)
 
 
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Raise errors of the file system as CheckpointErrors that name the path."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "free space or correct the permissions; the save before this one stays loadable"
-        at = error.filename or folder
-        raise CheckpointError(
-            str(at), "must be writable", error.strerror or str(error), remedy
-        ) from error
-
-
 def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
     """Create empty `.partial` folders, and remove saves that no state can name.
 
@@ -143,7 +103,7 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
         for table in tables:
             with contextlib.suppress(CheckpointError):
                 keep[table] = find(folder, table, kept["save"])
-        if None not in keep.values() and _named(folder) != kept["save"]["id"]:
+        if None not in keep.values() and newest_id(folder) != kept["save"]["id"]:
             # Before the save that it names is removed, `position.json` must name the kept one.
             write_position(folder, kept)
     for table, kept_at in keep.items():
@@ -213,21 +173,6 @@ def publish(folder: Path, tables: Sequence[str]) -> None:
 def write_position(folder: Path, state: State) -> None:
     """Write the state of a folder's newest save."""
     write_checked(folder / POSITION, _POSITION_FORMAT, "state", state)
-
-
-def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any]) -> None:
-    """Write a mapping to a file, with a checksum and the version of its format; atomic."""
-    written = {"format": version, "sha256": writer_options.digest(content), name: content}
-    write_atomically(path, json.dumps(written, indent=1))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content; a crash at any point leaves the old or the new one, whole."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    sync(partial)
-    os.replace(partial, path)
-    sync(path.parent)
 
 
 def write_save(
@@ -320,7 +265,7 @@ def read_position(folder: Path) -> dict[str, Any]:
 
 def is_replaced(folder: Path, state: State) -> bool:
     """Return whether the newest save of a folder is not the one that a state names."""
-    named = _named(folder)
+    named = newest_id(folder)
     return named is not None and named != (state.get("save") or {}).get("id")
 
 
@@ -377,7 +322,7 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
         try:
             for name, digest in files.items():
                 at = path / name
-                with _readable(at):
+                with readable(at):
                     if sha256(at) != digest:
                         raise CheckpointError(str(at), "must be as it was saved", None, ANOTHER)
             return path
@@ -388,7 +333,7 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
     if not saves:
         read_json(folder / table / next(iter(files)))  # its error names the missing file
     remedy = "load the state that was returned by the save of these tables, or another checkpoint"
-    named = _named(folder)
+    named = newest_id(folder)
     if named not in (None, save_id):
         remedy += f"; without a state, load takes the newest, {named}"
     raise CheckpointError(
@@ -421,65 +366,7 @@ def table_in(folder: Path) -> str:
     return folder.stem if folder.suffix in _NAMES[1:] else folder.name
 
 
-def open_checked(path: Path, digest: str | None) -> BinaryIO:
-    """Open a file of a save; it stays readable if another save replaces it.
-
-    Raises:
-        CheckpointError: It is missing, or has another SHA-256 than in its manifest.
-    """
-    changed = CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise changed from error
-    if sha256(Path(link_of(file))) != digest:
-        file.close()
-        raise changed
-    return file
-
-
-def link_of(file: BinaryIO) -> str:
-    """Return a path of an open file that is valid even after the file was renamed or removed."""
-    return f"/proc/self/fd/{file.fileno()}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raise a CheckpointError if the file is missing or malformed."""
-    with _readable(path):
-        content = parse_json(path.read_bytes())
-    if not isinstance(content, dict):
-        raise CheckpointError(str(path), "must hold a mapping", type(content).__name__, ANOTHER)
-    return content
-
-
-def read_versioned(path: Path, version: int) -> dict[str, Any]:
-    """Read a JSON object that must have this version of its format."""
-    content = read_json(path)
-    if content.get("format") != version:
-        raise CheckpointError(
-            str(path), f"must have format {version}", content.get("format"), ANOTHER
-        )
-    return content
-
-
-def read_checked(path: Path, version: int, name: str) -> dict[str, Any]:
-    """Read the mapping that `write_checked` has written, and check its checksum."""
-    content = read_versioned(path, version)
-    mapping: dict[str, Any] = entry(content, name, dict, str(path))
-    if content.get("sha256") != writer_options.digest(mapping):
-        raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
-    return mapping
-
-
-def sha256(path: Path) -> str:
-    return payload_digest(path, 0)
-
-
-def _readable(path: Path) -> AbstractContextManager[None]:
-    return CheckpointError.on(str(path), "must be readable", OSError, ValueError, remedy=ANOTHER)
-
-
-def _named(folder: Path) -> str | None:
+def newest_id(folder: Path) -> str | None:
     """Return the id of the save that `position.json` names, if it names one."""
     with contextlib.suppress(CheckpointError):
         return str(save_of(read_position(folder))["id"])
@@ -496,77 +383,3 @@ def manifests_in(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return [own] if own.is_file() else sorted(folder.glob(f"shard-*/{MANIFEST}"))
     return []
-
-
-FILE = ".saves.lock"
-_MOST_HELD = 64  # folders: an engine saves into one for each tag, and each lock is a descriptor
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-
-class FolderLocks:
-    """Locks of the folders that this run saves into, so that no other run does.
-
-    Rank 0 holds the locks of the latest 64 folders, until `release`. Main thread.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[Path, int] = {}
-        self.release = weakref.finalize(self, _release_all, self._held)
-
-    def acquire(self, folder: Path) -> None:
-        """Take the lock of an existing folder.
-
-        Raises:
-            CheckpointError: Another run holds it.
-        """
-        fd = self._held.pop(folder, None)
-        if fd is not None and not _is_file(fd, folder / FILE):
-            release(fd)  # the folder was deleted and made again
-            fd = None
-        self._held[folder] = _locked(folder) if fd is None else fd  # at the end: the latest one
-        if len(self._held) > _MOST_HELD:
-            release(self._held.pop(next(iter(self._held))))
-
-
-def _locked(folder: Path) -> int:
-    """Return the descriptor of a folder's locked file."""
-    path = folder / FILE
-    while True:
-        fd = hold(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        with undo_on_error(partial(release, fd)):
-            try:
-                is_own = try_lock(fd, fcntl.F_WRLCK, 0, 1)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                LOG.warning(
-                    "%s: its file system has no locks (%s): let one run save into it", folder, error
-                )
-                return fd
-            if not is_own:
-                owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-                remedy = (
-                    "give each run a folder of its own, or end that one; any number may "
-                    "load from it"
-                )
-                raise CheckpointError(
-                    str(folder), "must be saved into by one run at a time", owner, remedy
-                )
-            if _is_file(fd, path):
-                owner = json.dumps({"process": os.getpid(), "host": socket.gethostname()})
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, owner.encode(), 0)
-                return fd
-        release(fd)  # the file was removed meanwhile, with its folder: lock the new one
-
-
-def _is_file(fd: int, path: Path) -> bool:
-    """Return whether a path names an open file."""
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    return False
-
-
-def _release_all(held: dict[Path, int]) -> None:
-    while held:
-        release(held.popitem()[1])

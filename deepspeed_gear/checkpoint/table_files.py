@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -27,11 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.checkpoint import media_files, reshard, save_folders
+from deepspeed_gear.checkpoint import checked_files, media_files, reshard, save_folders
 from deepspeed_gear.checkpoint.segment_links import SegmentLinks
+from deepspeed_gear.data.dataset_files import npy_header
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.kept_ledger import KeptLedger
@@ -210,7 +210,7 @@ def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
     if before is None:
         return {}
     with contextlib.suppress(CheckpointError):
-        manifest = save_folders.read_versioned(before / save_folders.MANIFEST, FORMAT)
+        manifest = checked_files.read_versioned(before / save_folders.MANIFEST, FORMAT)
         if manifest.get("lineage") == table.lineage:  # else an id may name another trajectory
             return manifest
     return {}
@@ -234,13 +234,9 @@ def _write_array(path: Path, column: Column, parts: list[np.ndarray]) -> str:
     Each block is hashed right after it was copied, while it is in the cache.
     """
     digest = hashlib.sha256()
-    header = io.BytesIO()
-    described = np.lib.format.dtype_to_descr(column.numpy_dtype)
-    rows = sum(len(part) for part in parts)
-    form = {"descr": described, "fortran_order": False, "shape": (rows, *column.shape)}
-    np.lib.format.write_array_header_1_0(header, form)
+    header = npy_header(column.numpy_dtype, (sum(map(len, parts)), *column.shape))
     with path.open("wb", buffering=0) as file:
-        for part in (np.frombuffer(header.getvalue(), np.uint8), *parts):
+        for part in (np.frombuffer(header, np.uint8), *parts):
             payload = memoryview(part.reshape(-1).view(np.uint8).data)
             for at in range(0, len(payload), _BLOCK_BYTES):
                 block = rest = payload[at : at + _BLOCK_BYTES]
@@ -300,9 +296,9 @@ def read_table(
             kind, *rest = name.removesuffix(".npy").split(".")
             if kind == "stream":  # stream.<name>.<array>.npy
                 arrays = streams.setdefault(".".join(rest[:-1]), {})
-                arrays[rest[-1]] = load_array(one / name, digest)
+                arrays[rest[-1]] = checked_files.load_array(one / name, digest)
             elif kind not in ("column", media_files.KIND) and not kind.startswith(_SEGMENT):
-                others[kind] = load_array(one / name, digest)
+                others[kind] = checked_files.load_array(one / name, digest)
         groups = [
             others[name] for name in ("groups", "group_counts", "consumed_groups") if name in others
         ]
@@ -351,7 +347,7 @@ def find_shards(
 def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str, Any]:
     """Read and check the manifest of a table, or of a shard."""
     path = folder / save_folders.MANIFEST
-    manifest = save_folders.read_versioned(path, FORMAT)
+    manifest = checked_files.read_versioned(path, FORMAT)
     kinds = {
         "save": str,
         "schema": dict,
@@ -361,15 +357,15 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
         "segments": dict,
     }
     for name, kind in {**kinds, "shard": dict}.items() if of_shard else kinds.items():
-        save_folders.entry(manifest, name, kind, str(path))
+        checked_files.entry(manifest, name, kind, str(path))
     inserted = dict(zip(("trajectories", "steps"), manifest["inserted"], strict=False))
     for name in ("trajectories", "steps"):
-        save_folders.entry(inserted, name, int, f"{path}: inserted")
+        checked_files.entry(inserted, name, int, f"{path}: inserted")
     for name in manifest["segments"]:
-        one = save_folders.entry(manifest["segments"], name, dict, f"{path}: segments")
-        save_folders.entry(one, "rows", int, f"{path}: segments.{name}")
+        one = checked_files.entry(manifest["segments"], name, dict, f"{path}: segments")
+        checked_files.entry(one, "rows", int, f"{path}: segments.{name}")
     for name in ("index", "count") if of_shard else ():
-        save_folders.entry(manifest["shard"], name, int, f"{path}: shard")
+        checked_files.entry(manifest["shard"], name, int, f"{path}: shard")
     if save_id is not None and manifest["save"] != save_id:
         raise CheckpointError(
             str(folder),
@@ -402,7 +398,7 @@ def open_rows(
                 at,
                 f"must name segments of {num_rows} rows together",
                 segments,
-                save_folders.ANOTHER,
+                checked_files.ANOTHER,
             )
         columns: dict[str, list[np.ndarray]] = {}
         for column in () if shard.slots is None else Schema.from_json(manifest["schema"]):
@@ -410,7 +406,7 @@ def open_rows(
             if column.rows != "1":
                 sizes = {file_of(column.name, segment): rows for segment, rows in segments.items()}
             columns[column.name] = [
-                _mapped(folder / name, save_folders.entry(files, name, str, at))
+                checked_files.map_array(folder / name, checked_files.entry(files, name, str, at))
                 if is_read
                 else np.broadcast_to(np.zeros((), column.numpy_dtype), (rows, *column.shape))
                 for name, rows in sizes.items()
@@ -421,17 +417,3 @@ def open_rows(
 def file_of(column: str, segment: str | None = None) -> str:
     """Return the file name of a column with one value per trajectory, or of a segment's rows."""
     return f"column.{column}.npy" if segment is None else f"{_SEGMENT}{segment}.{column}.npy"
-
-
-def load_array(path: Path, digest: str) -> np.ndarray:
-    """Read a NumPy file that has the SHA-256 of its manifest."""
-    with save_folders.open_checked(path, digest) as file:
-        return np.asarray(np.load(file))
-
-
-def _mapped(path: Path, digest: str) -> np.ndarray:
-    is_readable = CheckpointError.on(
-        str(path), "must be readable", OSError, remedy=save_folders.ANOTHER
-    )
-    with is_readable, save_folders.open_checked(path, digest) as file:
-        return np.asanyarray(np.load(save_folders.link_of(file), mmap_mode="r"))

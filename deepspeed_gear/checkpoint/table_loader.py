@@ -15,12 +15,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from deepspeed_gear.checkpoint import media_files, reshard, save_folders
+from deepspeed_gear.checkpoint import checked_files, media_files, reshard, save_folders
 from deepspeed_gear.checkpoint.table_files import (
     SavedTable,
     file_of,
     find_shards,
-    load_array,
     open_rows,
     read_table,
 )
@@ -28,7 +27,7 @@ from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import NodeDraws, ShardDraws
 from deepspeed_gear.store.eviction import Evictor, quiet
@@ -165,7 +164,7 @@ class TableLoader:
         if table.groups is not None and whole.groups is not None:
             file = file_of(table.groups.spec.column)
             numbers_of_shards = [
-                load_array(folder / file, manifest["files"].get(file))
+                checked_files.load_array(folder / file, manifest["files"].get(file))
                 for folder, manifest in zip(saved.folders, saved.manifests, strict=True)
             ]
             numbers = np.concatenate(numbers_of_shards).astype(np.int64)

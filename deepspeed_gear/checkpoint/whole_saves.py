@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from deepspeed_gear.checkpoint import rollout_file, save_folders
-from deepspeed_gear.checkpoint.save_folders import ANOTHER
+from deepspeed_gear.checkpoint import checked_files, rollout_file, save_folders
+from deepspeed_gear.checkpoint.checked_files import ANOTHER
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, GearError, LostNodeError
 
@@ -46,20 +46,13 @@ def name_others(control_plane: ControlPlane, load: Callable[[], T], others: Call
 
 def others_in(folder: Path) -> str:
     """Describe the whole saves of a folder."""
-    newest = newest_in(folder)
+    newest = save_folders.newest_id(folder)
     whole = whole_in(folder)
     if not whole:
         return f"no save in {folder} is whole"
     if newest in whole:
         return f"the newest save in {folder}, {newest}, is whole: load without a state"
     return f"the newest whole save in {folder} is {whole[0]}: load with the state that it returned"
-
-
-def newest_in(folder: Path) -> str | None:
-    """Return the id of the save that a folder's position names, if it names one."""
-    with contextlib.suppress(CheckpointError):
-        return str(save_folders.save_of(save_folders.read_position(folder))["id"])
-    return None
 
 
 def whole_in(folder: Path) -> list[str]:
@@ -94,14 +87,14 @@ def _whole_ids(folder: Path) -> set[str]:
     manifests = save_folders.manifests_in(folder)
     with contextlib.suppress(CheckpointError):
         for path in manifests:
-            manifest = save_folders.read_json(path)
-            files = save_folders.entry(manifest, "files", dict, str(path))
+            manifest = checked_files.read_json(path)
+            files = checked_files.entry(manifest, "files", dict, str(path))
             for name, digest in files.items():
-                save_folders.open_checked(path.parent / name, digest).close()
-            ids.add(save_folders.entry(manifest, "save", str, str(path)))
+                checked_files.open_checked(path.parent / name, digest).close()
+            ids.add(checked_files.entry(manifest, "save", str, str(path)))
             shard = manifest.get("shard", {"count": manifest.get("replicas", 1)})
             at = f"{path}: shard"
-            counts.add(save_folders.entry(shard, "count", int, at))
+            counts.add(checked_files.entry(shard, "count", int, at))
         if len(ids) == 1 and counts == {len(manifests)}:
             return ids
     return set()

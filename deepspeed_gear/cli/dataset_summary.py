@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.cli import grid_of
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.errors import show_bytes
 
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories

@@ -32,7 +32,7 @@ from deepspeed_gear.errors import (
     show_bytes,
 )
 from deepspeed_gear.ops import stale_locks, toolchain
-from deepspeed_gear.store.memory_limits import ENLARGE_SHM, read_file, tightest
+from deepspeed_gear.store.cgroup_limits import ENLARGE_SHM, read_file, tightest
 from deepspeed_gear.store.shared_memory import SHM
 from deepspeed_gear.timeouts import check_timeout
 

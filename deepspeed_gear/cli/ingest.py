@@ -92,9 +92,9 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     """Ingest the sources, and print the size of the data set."""
-    from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
     from deepspeed_gear.data.ingest.side_by_side import without_surplus
+    from deepspeed_gear.data.partial_folder import check_destination
     from deepspeed_gear.data.sources import check_local
 
     if args.overwrite and args.append:

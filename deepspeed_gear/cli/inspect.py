@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.checkpoint import position, save_folders
+from deepspeed_gear.checkpoint import checked_files, position, save_folders
 from deepspeed_gear.cli import Options, check_one_source, dataset_plots
 from deepspeed_gear.cli.dataset_summary import dataset_lines, summarize
 from deepspeed_gear.cli.table_contents import of_living, of_saved, table_lines
@@ -148,7 +148,7 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
         name = save_folders.table_in(path)
         manifest = path / "shard-0" / save_folders.MANIFEST
         lines.append(f"table {name} in {path}")
-        replicas = save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
+        replicas = checked_files.read_json(manifest).get("replicas") if manifest.is_file() else None
         if replicas is None:
             described.append(of_saved(path))
             lines += table_lines(described[-1])

@@ -51,14 +51,14 @@ OPTIONS: Options = {
 def run(args: argparse.Namespace) -> int:
     """Print the batches of every rank, or the packs of packed batches."""
     from deepspeed_gear.config import batch_sizes, expand, gear_config, parse
-    from deepspeed_gear.replay.preview import (
+    from deepspeed_gear.replay.packed.pack_preview import (
         format_pack_preview,
         format_rollout_preview,
         pack_preview,
-        preview,
         read_lengths,
         rollout_preview,
     )
+    from deepspeed_gear.replay.preview import preview
 
     section, sizes = gear_config.read(args.config)
     config = parse(section)

@@ -24,7 +24,7 @@ from deepspeed_gear.config import gear_config, parse
 from deepspeed_gear.config.gear_config import GearConfig
 from deepspeed_gear.errors import ConfigError, LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.replay.preview import read_lengths
+from deepspeed_gear.replay.packed.pack_preview import read_lengths
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger
 from deepspeed_gear.store.prompt_spec import Left, PromptSpec

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
 from deepspeed_gear.cli.dataset_summary import LEVELS, distribution
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.exclusions import count_exclusions
 from deepspeed_gear.sampling.mass_rules import MassRule
@@ -21,7 +21,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups
 from deepspeed_gear.store.live_stores import LiveStore
-from deepspeed_gear.store.prompt_books import PromptBooks
+from deepspeed_gear.store.prompt_account import PromptAccount
 from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import SharedPrompt
 from deepspeed_gear.store.row_allocator import rows_of
@@ -57,7 +57,7 @@ def _contents(
     Args:
         train: Description of its training stream; empty if the table is not sampled.
         lengths: Steps of each trajectory. [n], int64.
-        **more: `groups` (`TableGroups.statistics`) and `prompts` (`PromptBooks.account`), or
+        **more: `groups` (`TableGroups.statistics`) and `prompts` (`PromptAccount.report`), or
             replacements.
     """
     return {
@@ -86,7 +86,7 @@ def of_living(store: LiveStore) -> dict[str, Any]:
         views, groups = forecast_groups(store.table, group, schema, views)
     if sizes.get("prompts") is not None:
         numbers = views["column/" + sizes["group"]["column"]]
-        prompts = PromptBooks(PromptSpec(**sizes["prompts"]), views, numbers).account()
+        prompts = PromptAccount(PromptSpec(**sizes["prompts"]), views, numbers).report()
     slots = np.array(views["slots"])
     lengths = slots[:, Slot.NUM_STEPS]
     is_held = slots[:, Slot.STATE] == SlotState.COMMITTED

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepspeed_gear.config.device_checks import check_device_batches
 from deepspeed_gear.config.field_names import check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
-from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler, PrioritizedSampler
-from deepspeed_gear.config.table_checks import ON_HOST, WHOLE_TRAJECTORIES, check_table
+from deepspeed_gear.config.sampler_options import AnchorsConfig, MixtureSampler
+from deepspeed_gear.config.table_checks import check_table
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
@@ -56,6 +57,8 @@ def check_options(config: GearOptions) -> None:
         "an item may have no rows of a column: give all tables the columns of all",
     )
     _check_sampler(config)
+    if config.on_device:
+        check_device_batches(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
     part.require(
@@ -87,9 +90,6 @@ def check_options(config: GearOptions) -> None:
         f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {steps})",
         "it is their product times the number of ranks",
     )
-    if config.on_device:
-        names = "hindsight prefetch verify_every count_draws pipeline transfer"
-        part.leave_out(names, "for a table on devices", ON_HOST)
     if config.burn_in:
         _check_burn_in(config, part)
     if config.pack is None:
@@ -103,7 +103,7 @@ def check_options(config: GearOptions) -> None:
 
 
 def _check_sampler(config: GearOptions) -> None:
-    """Reject a sampler that its unit, its anchors or tables on devices exclude."""
+    """Reject a sampler that its unit or its anchors exclude."""
     sampler = config.item_sampler
     mixture = isinstance(config.sampler, MixtureSampler)
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
@@ -125,43 +125,6 @@ def _check_sampler(config: GearOptions) -> None:
             "pack",
             'where gear.sampler.unit is "group"',
             'give "pack": {"tokens": ...} and "batch": {"groups": ...}',
-        )
-    if not config.on_device:
-        return
-    if isinstance(config.sampler, MixtureSampler):
-        Part("gear.sampler", config.sampler).leave_out("by_table", "for tables on devices", ON_HOST)
-        for name, share in config.sampler.shares.items():
-            if not isinstance(share, (int, float)):
-                raise ConfigError(
-                    f"gear.sampler.shares.{name}",
-                    "must be a number for tables on devices: a captured step has fixed numbers "
-                    "of samples",
-                    share,
-                    ON_HOST,
-                )
-    part.require(
-        sampler.on_device,
-        "kind",
-        "must be one of uniform, length, prioritized, top_k, epoch for a table on devices",
-        ON_HOST,
-    )
-    if any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables):
-        when = "where steps are added one by one: an episode's values may come later"
-        part.leave_out("where", when, "leave environments out with mask")
-        if sampler.kind == "top_k":
-            when = (
-                "where steps are added one by one: rows are not in the order of ids, by which equal"
-            )
-            part.admit(
-                "unit", ["trajectory"], f"{when} priorities are selected", WHOLE_TRAJECTORIES
-            )
-    if isinstance(sampler, PrioritizedSampler):
-        part.leave_out("decay", "for a table on devices", ON_HOST)
-        part.require(
-            isinstance(sampler.alpha, (int, float)),
-            "alpha",
-            "must be a number for a table on devices: all masses follow from it",
-            ON_HOST,
         )
 
 
@@ -229,13 +192,13 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", when, "leave it out")
     part.leave_out("advantage", when, 'call rollout.advantages("gae", value=...)')
     part.leave_out(sizes, when, "give the size as gear.batch or gear.rollout")
-    if pack.room == 0:
-        raise ConfigError(
-            "gear.pack.tokens",
-            f"must be at least gear.pack.pad.multiple ({pack.pad.multiple})",
-            pack.tokens,
-            "raise it, or lower the multiple",
-        )
+    pack_part = Part("gear.pack", pack)
+    pack_part.require(
+        pack.room > 0,
+        "tokens",
+        f"must be at least gear.pack.pad.multiple ({pack.pad.multiple})",
+        "raise it, or lower the multiple",
+    )
     unit = "group" if config.has_group_items else "trajectory"
     sampler = Part("gear.sampler", config.item_sampler)
     sampler.admit("unit", ("trajectory", "group"), when, _WHOLE)
@@ -244,7 +207,7 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
         when = 'with "prefix": "share" of gear.pack'
         if unit != "group":
             sampler.admit("unit", ["group"], when, "trajectories of a group share prefixes")
-        Part("gear.pack", pack).leave_out("max_trajectories", when, "bound micro batches by tokens")
+        pack_part.leave_out("max_trajectories", when, "bound micro batches by tokens")
     for name in config.sampled_tables:
         table = config.resolved_tables[name]
         table_part = Part(dotted("gear", "tables", name), table)
@@ -379,13 +342,13 @@ def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
     if config.pack is None or config.pack.too_long == "truncate":
         return
     for name in config.sampled_tables:
-        if longest.get(name, 0) > config.pack.room:
-            raise ConfigError(
-                "gear.pack.tokens",
-                f"must hold the longest trajectory of table {name} ({longest[name]} steps)",
-                config.pack.tokens,
-                'raise it, or set "too_long": "truncate"',
-            )
+        steps = longest.get(name, 0)
+        Part("gear.pack", config.pack).require(
+            steps <= config.pack.room,
+            "tokens",
+            f"must hold the longest trajectory of table {name} ({steps} steps)",
+            'raise it, or set "too_long": "truncate"',
+        )
 
 
 def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) -> None:
@@ -393,21 +356,20 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) 
     pack = config.pack
     if pack is None:
         return
-    if pack.plan_width is not None and pack.plan_width % replicas:
-        raise ConfigError(
-            "gear.pack.plan_width",
-            f"must be a multiple of the replicas ({replicas})",
-            pack.plan_width,
-            "change it, or the number of ranks",
-        )
-    if pack.pad.multiple % sequence:
-        raise ConfigError(
-            "gear.pack.pad.multiple",
-            f"must be a multiple of the sequence ranks ({sequence})",
-            pack.pad.multiple,
-            "each of them gets an equal slice",
-        )
-    Part("gear.pack", pack).require(
+    part = Part("gear.pack", pack)
+    part.require(
+        pack.plan_width is None or pack.plan_width % replicas == 0,
+        "plan_width",
+        f"must be a multiple of the replicas ({replicas})",
+        "change it, or the number of ranks",
+    )
+    Part("gear.pack.pad", pack.pad).require(
+        pack.pad.multiple % sequence == 0,
+        "multiple",
+        f"must be a multiple of the sequence ranks ({sequence})",
+        "each of them gets an equal slice",
+    )
+    part.require(
         pack.prefix == "own" or sequence == 1,
         "prefix",
         'must be "own" with sequence ranks',

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
+from deepspeed_gear.config.device_checks import ON_HOST
 from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
@@ -134,7 +135,7 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
             at,
             f"must not have a column {kind} on devices",
             opaque[0].name,
-            'give the table "placement": "host"',
+            ON_HOST,
         )
     numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
     if (group := table.group) is not None:

@@ -1,4 +1,9 @@
-"""The `gear` section of ds_config.json: read and parsed, with the batch sizes around it."""
+"""Reading the `gear` section: ds_config around it, recipe, unknown options, defaults, checks.
+
+`parse` expands the recipe (`recipes.py`), and pydantic fills in defaults (`options.py`). Errors of
+single options, such as unknown ones, are made in `option_errors.py`; rules between options are in
+`cross_checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,11 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.config.batch_sizes import SIZES
 from deepspeed_gear.config.cross_checks import check_options
 from deepspeed_gear.config.option_errors import translate
-from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.config.recipes import expand
-from deepspeed_gear.config.resume_options import batch_options, sha256, shared_options
 from deepspeed_gear.errors import ConfigError
 
 # Options that only the config of DeepSpeed has: a mapping with one of them is no gear section.
@@ -25,7 +29,6 @@ _OF_DEEPSPEED = {
     "optimizer",
     "zero_optimization",
 }
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class GearConfig(GearOptions):
@@ -35,19 +38,6 @@ class GearConfig(GearOptions):
     def _check_options(self) -> GearConfig:
         check_options(self)
         return self
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the options that must be the same on all ranks, in hex."""
-        return sha256(shared_options(self))
-
-    @property
-    def resume_digest(self) -> str:
-        """SHA-256 of the options that decide the samples of a global batch, in hex.
-
-        A checkpoint fits a run with an equal one.
-        """
-        return sha256(batch_options(self))
 
 
 def load(config: Any) -> Any:
@@ -117,55 +107,3 @@ def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
         return GearConfig(**expand(section))
     except ValidationError as error:
         raise translate(GearConfig, error) from None
-
-
-def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) -> tuple[int, int]:
-    """Return the samples of a micro batch, and the micro batches per rank of a global batch.
-
-    Args:
-        given: The sizes among `SIZES` in a ds_config around the section. If there are none, the
-            section's own options count.
-    Raises:
-        ConfigError: They contradict each other for this number of replicas.
-    """
-    names = SIZES
-    if not given:
-        names = ("gear.batch_size", "gear.micro_batch_size", "gear.gradient_accumulation_steps")
-        options = {name: getattr(config, name.removeprefix("gear.")) for name in names}
-        given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(
-                name,
-                "must be an integer >= 1 where there is no engine",
-                value,
-                "give a positive integer, or let DeepSpeed's initialize resolve it",
-            )
-    # batch = micro * steps * replicas; those that are not given follow from the others.
-    batch, micro, steps = map(given.get, names)
-    if micro is None:
-        if batch is None:
-            raise ConfigError(
-                names[0], "must be given where there is no engine", None, f"or {names[1]}"
-            )
-        micro = batch // replicas // (steps or 1)
-    if steps is None:
-        steps = 1 if batch is None or micro < 1 else batch // replicas // micro
-    if micro < 1 or steps < 1 or batch not in (None, micro * steps * replicas):
-        raise ConfigError(
-            names[0],
-            f"must be {names[1]} * {names[2]} * replicas ({micro} * {steps} * {replicas})",
-            batch,
-            "change one of them, or the number of ranks",
-        )
-    return micro, steps
-
-
-def refuse_batch_sizes(config: GearOptions) -> None:
-    """Reject the section's batch sizes where an engine or a ds_config gives them."""
-    for option, of_the_engine in zip(
-        ("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True
-    ):
-        Part("gear", config).leave_out(
-            option, "with an engine or a ds_config", f"use {of_the_engine} of ds_config.json"
-        )

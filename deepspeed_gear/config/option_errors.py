@@ -1,4 +1,7 @@
-"""Errors of options: those of pydantic, folded into one with option, rule, value and remedy."""
+"""Errors of single options: unknown, misspelt or missing ones, and wrong values.
+
+Those of pydantic are folded into one with option, rule, value and remedy.
+"""
 
 from __future__ import annotations
 

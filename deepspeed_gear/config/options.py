@@ -1,4 +1,4 @@
-"""The options of the `gear` section, whose descriptions make docs/reference/config*.md."""
+"""Options of the `gear` section and their defaults; their texts make docs/reference/config*.md."""
 
 from __future__ import annotations
 

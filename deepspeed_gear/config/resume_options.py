@@ -75,8 +75,10 @@ def batch_options(config: GearOptions) -> dict[str, Any]:
     return section
 
 
-def sha256(options: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()
+def resume_digest(config: GearOptions) -> str:
+    """Return the SHA-256 of `batch_options`, in hex; a checkpoint fits a run with an equal one."""
+    text = json.dumps(batch_options(config), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def difference(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Cross-checks of a table's options: data, placement, groups, prompts, rate limiter."""
+"""Cross-checks of a table's options: data, splits, host memory, groups, prompts, rate limiter."""
 
 from __future__ import annotations
 
+from deepspeed_gear.config.device_checks import check_device_table
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, MixtureSampler
@@ -9,8 +10,6 @@ from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, 
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError
 
-ON_HOST = 'give the table "placement": "host"'
-WHOLE_TRAJECTORIES = f"leave num_envs out and add whole trajectories, or {ON_HOST}"
 _NO_SPLIT_OF_GROUPS = "for a table of groups", "ingest held-out groups into another data set"
 SPLITS = 'evaluate on a data set of its own, with another Replay: "sampler": {"kind": "epoch"}'
 
@@ -20,7 +19,15 @@ def check_table(config: GearOptions, name: str, table: TableConfig) -> None:
     at = dotted("gear", "tables", name)
     part = Part(at, table)
     _check_data(config, name, table, part)
-    _check_placement(config, name, table, part)
+    if table.placement == "device":
+        check_device_table(config, name, table, part)
+    else:
+        part.leave_out("rows", "for a table in host memory", 'give it "placement": "device"')
+        part.leave_out(
+            "num_envs", "for a table in host memory", "use replay.vector_writer(num_envs)"
+        )
+        if config.on_device:
+            part.admit("placement", ["device"], "as that of the other tables")
     if table.group is not None:
         _check_group(table.group, table, Part(f"{at}.group", table.group))
     if table.prompts is not None:
@@ -83,64 +90,6 @@ def _check_data(config: GearOptions, name: str, table: TableConfig, part: Part) 
             )
 
 
-def _check_placement(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    """Reject options of host tables in a table on devices, and the reverse."""
-    if table.placement == "host":
-        part.leave_out("rows", "for a table in host memory", 'give it "placement": "device"')
-        part.leave_out(
-            "num_envs", "for a table in host memory", "use replay.vector_writer(num_envs)"
-        )
-        if config.on_device:
-            part.admit("placement", ["device"], "as that of the other tables")
-        return
-    if name not in config.sampled_tables:
-        part.admit(
-            "placement",
-            ["host"],
-            "for a table that is not sampled",
-            'leave the table out, or give it a share of a "kind": "mixture"',
-        )
-    if table.data is not None:
-        return
-    part.need("max_length", "for a table on devices", ON_HOST)
-    when = "for a table on devices: it is a ring that evicts the oldest trajectories"
-    part.admit("remove", ["fifo"], when, 'write "remove": "fifo"')
-    on_host = "writers max_age version rate_limiter media ragged"
-    part.leave_out(on_host, "for a table on devices", ON_HOST)
-    if config.item_sampler.kind == "epoch":
-        when = "with epochs of a table on devices: every item is drawn once in each"
-        part.leave_out("max_times_sampled", when, "remove trajectories with remove_ or clear")
-    n = 1 if config.n_step is None else config.n_step.n
-    part.require(
-        table.max_length != 1 or n == 1,
-        "max_length",
-        f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory",
-        f"set it to {n} or more and add pieces of that many steps, or single steps of "
-        "environments (num_envs, add_steps_); or set gear.n_step.n to 1",
-    )
-    if table.num_envs is None:
-        return
-    when = "where steps are added one by one: an open trajectory would leave the table"
-    part.leave_out("max_times_sampled", when, WHOLE_TRAJECTORIES)
-    # A step of an environment must not evict the environment's own open trajectory.
-    longest = table.max_length or 1
-    least = 2 * table.num_envs * longest
-    part.require(
-        table.capacity_steps is None or table.capacity_steps >= least,
-        "capacity_steps",
-        f"must be at least {least}: two trajectories of {part.at}.max_length per environment",
-        "raise it, or lower max_length",
-    )
-    least = table.num_envs * (longest + 1)
-    part.require(
-        table.capacity_trajectories is None or table.capacity_trajectories >= least,
-        "capacity_trajectories",
-        f"must be at least {least}: other environments may begin as many while one trajectory is "
-        "open",
-        "leave it out",
-    )
-
-
 def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
     """Reject sizes of groups that contradict one another, or the capacity of the table."""
     part.require(
@@ -169,13 +118,13 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
     )
     part.at_most("min_size", group.size, f"{part.at}.size")
     held = table.capacity_trajectories
-    if held is not None and table.most_trajectories > held:
-        raise ConfigError(
-            f"{part.at.removesuffix('.group')}.capacity_trajectories",
-            f"must be at least the trajectories of a group ({table.most_trajectories})",
-            held,
-            f"raise it to {table.most_trajectories} or more",
-        )
+    most = table.most_trajectories
+    Part(part.at.removesuffix(".group"), table).require(
+        held is None or held >= most,
+        "capacity_trajectories",
+        f"must be at least the trajectories of a group ({most})",
+        f"raise it to {most} or more",
+    )
     for option in ("needs", "after_s", "remember"):
         is_given = bool(getattr(group, option))
         part.require(
@@ -205,15 +154,17 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
             share,
             "prompts are leased for batches with a fixed number of groups",
         )
-    if table.prompts is not None and table.prompts.order == "lease":
-        Part(f"{part.at}.prompts", table.prompts).admit(
+    assert table.prompts is not None
+    prompts = Part(f"{part.at}.prompts", table.prompts)
+    if table.prompts.order == "lease":
+        prompts.admit(
             "late",
             ["wait"],
             'with the order "lease"',
             'in the order of leases each batch waits for its groups: set order to "completion"',
         )
-    if table.prompts is not None and config.shared_memory.keep:
-        Part(f"{part.at}.prompts", table.prompts).admit(
+    if config.shared_memory.keep:
+        prompts.admit(
             "sampler",
             ["epoch"],
             "with gear.shared_memory.keep",
@@ -228,10 +179,12 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
     Part(f"{part.at}.group", table.group).leave_out(
         "after_s", when, "a lease commits whole groups; give min_size alone to commit fewer members"
     )
-    if size is not None and size.tokens is not None:
-        rule = f"must not be given {when}: batches of leases have a fixed number of groups"
-        at = "gear.batch" if config.batch is not None else "gear.rollout"
-        raise ConfigError(f"{at}.tokens", rule, size.tokens, "give the size in groups alone")
+    if size is not None:
+        Part("gear.rollout" if config.batch is None else "gear.batch", size).leave_out(
+            "tokens",
+            f"{when}: batches of leases have a fixed number of groups",
+            "give the size in groups alone",
+        )
 
 
 def _check_rate(

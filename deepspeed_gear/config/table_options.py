@@ -1,4 +1,4 @@
-"""The options of tables in the `gear` section: data sets on disk, and tables with a capacity."""
+"""Options of tables and their defaults: data sets on disk, and tables with a capacity."""
 
 from __future__ import annotations
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +17,6 @@ from torch.utils.data import Dataset as MapDataset
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import dataset_files
-from deepspeed_gear.data.array_file import Workers
 from deepspeed_gear.data.compressed_rows import CompressedRows, files_of
 from deepspeed_gear.data.dataset_files import (
     REMAKE,
@@ -30,13 +26,15 @@ from deepspeed_gear.data.dataset_files import (
     FileEntry,
 )
 from deepspeed_gear.data.dataset_sample import DatasetSample
-from deepspeed_gear.data.dataset_statistics import (
+from deepspeed_gear.data.file_threads import Workers
+from deepspeed_gear.data.mapped_files import MappedFiles
+from deepspeed_gear.data.opaque_rows import decode
+from deepspeed_gear.data.splits import TRAIN, check_split, split_of
+from deepspeed_gear.data.statistics.dataset_statistics import (
     ColumnStatistics,
     compute_statistics,
     statistics_of_groups,
 )
-from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import DataError, SchemaError, near_name, show_bytes
 from deepspeed_gear.notebook_views import (
     histogram_svg,
@@ -47,20 +45,9 @@ from deepspeed_gear.notebook_views import (
 )
 from deepspeed_gear.schema import Column, Schema
 
-CHECK_EVERY_S = 1.0
 # Most trajectories and steps whose returns the view in a notebook reads.
 _VIEW_TRAJECTORIES = 4096
 _VIEW_STEPS = 1 << 20
-# Attributes of a file that show that it has changed, by their names in errors.
-_ATTRIBUTES = {
-    "device": "st_dev",
-    "inode": "st_ino",
-    "size": "st_size",
-    "modification time (ns)": "st_mtime_ns",
-}
-_REMEDY = (
-    "leave a data set unchanged while a run uses it; end the run, and copy it again or ingest it"
-)
 
 
 class Dataset(MapDataset[dict[str, Any]]):
@@ -283,11 +270,17 @@ class Dataset(MapDataset[dict[str, Any]]):
                 f"use the split {self.split} that it was ingested with, or ingest with the other "
                 "one and run gear split again",
             )
+        split = check_split(split)
         # The pass is sequential, so read-ahead pays.
         self.files.advise(mmap.MADV_NORMAL)
         with closing(Workers()) as workers:
             statistics = compute_statistics(
-                self.schema, self.columns, self.first_rows, self.lengths, split, workers
+                self.schema,
+                self.columns,
+                self.first_rows,
+                self.lengths,
+                split,
+                workers,
             )
         if self._is_random:
             self.files.advise(mmap.MADV_RANDOM)
@@ -316,7 +309,7 @@ class Dataset(MapDataset[dict[str, Any]]):
             raise DataError(where, "must have one value", list(column.shape), remedy)
         groups: dict[Any, NDArray[np.bool_]] = {}
         ids = self.first_id + np.arange(len(self), dtype=np.int64)
-        for number in np.flatnonzero(split_of(ids, dict(self.split)) == 0).tolist():
+        for number in np.flatnonzero(split_of(ids, self.split) == TRAIN).tolist():
             first = number if column.rows == "1" else int(self.first_rows[number])
             num_rows = 1 if column.rows == "1" else int(self.lengths[number])
             rows = self.columns[name][first : first + num_rows]
@@ -517,14 +510,8 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileEn
     }
 
 
-class IngestRows(Protocol):
-    """Type of `ingest_rows` in `data/ingest`, which imports `Dataset` and is registered here."""
-
-    def __call__(
-        self, rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
-    ) -> Dataset: ...
-
-
+# `ingest_rows` of `data/ingest`, which imports `Dataset` and is registered here.
+IngestRows = Callable[[Any, str | Path, Schema | None, Mapping[str, Any]], Dataset]
 _ingest_rows: IngestRows
 
 
@@ -535,117 +522,3 @@ def register_ingest(ingest_rows: IngestRows) -> None:
     """
     global _ingest_rows
     _ingest_rows = ingest_rows
-
-
-class MappedFiles:
-    """The mapped files of a folder, and the check that none has changed since it was mapped.
-
-    A changed file may show in its map or not, and access beyond the end of a truncated file ends
-    the process with SIGBUS. So a file whose device, inode, size or modification time differs is a
-    DataError. Where the whole folder has been replaced, as by `gear ingest --append`, the mapped
-    files still exist without a name, and are checked through descriptors. Any thread may check.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._identities: dict[Path, os.stat_result] = {}
-        self._maps: dict[Path, np.memmap] = {}
-        self._checked_at = time.monotonic()
-        self._folder = folder
-        self._is_read_ahead = False
-        # Open descriptors keep the inodes of the folder and its files from being used again, so
-        # equal inodes mean the same file.
-        self._opened: dict[Path, int] = {folder: os.open(folder, os.O_RDONLY | os.O_CLOEXEC)}
-        weakref.finalize(self, lambda opened: [*map(os.close, opened.values())], self._opened)
-
-    def record(self, path: Path) -> None:
-        """Record a file's identity; called before the file is checked and mapped."""
-        if not path.is_file():
-            raise DataError(str(path), "must exist", None, "a file of the data set is missing")
-        self._opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._identities[path] = os.fstat(self._opened[path])
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether another folder is at the path now."""
-        opened = os.fstat(self._opened[self._folder])
-        return self._folder.exists() and not os.path.samestat(os.stat(self._folder), opened)
-
-    def add(self, path: Path, array: np.memmap) -> None:
-        """Keep the map of a recorded file, unless the file has changed since it was recorded."""
-        _compare(path, self._identities[path], path)
-        self._maps[path] = array
-
-    def advise(self, option: int) -> None:
-        """Advise the kernel how the maps are read: one of `mmap.MADV_*`."""
-        for array in self._maps.values():
-            array._mmap.madvise(option)  # type: ignore[attr-defined]
-
-    def check(self) -> None:
-        """Raise DataError if a file has changed. Cost: one `stat` per file."""
-        try:
-            for path, known in self._identities.items():
-                _compare(path, known, path)
-        except DataError:
-            if not self.is_replaced:
-                raise
-            for path, known in self._identities.items():
-                _compare(path, known, self._opened[path])
-
-    def check_at_times(self) -> None:
-        """Call `check` at most once per `CHECK_EVERY_S` seconds.
-
-        Cost: 0.1 us where the last check is recent enough.
-        """
-        now = time.monotonic()
-        if now - self._checked_at >= CHECK_EVERY_S:
-            self._checked_at = now
-            self.check()
-
-    def guard(self, native: ModuleType) -> None:
-        """Install a SIGBUS handler that prints the file's name when an access to a map fails.
-
-        The handler writes one line to standard error and then calls the handler that was installed
-        before it (faulthandler's, or the default action). A map is removed from the guard when it
-        is closed.
-        """
-        for path, array in self._maps.items():
-            memory = array._mmap  # type: ignore[attr-defined]
-            address = np.frombuffer(memory, np.uint8, 1).ctypes.data
-            entry = native.map_guard_add(address, len(memory), os.fsencode(path.absolute()))
-            _remove_with(memory, native.map_guard_remove, entry)
-
-    def read_ahead(self, native: ModuleType, most_bytes: int) -> None:
-        """Mark the maps: gathers request the rows of a batch from the disk before they copy them.
-
-        Args:
-            native: The native ops.
-            most_bytes: Bytes that one gather may request before it copies them.
-        """
-        if self._is_read_ahead:
-            return
-        self._is_read_ahead = True
-        for array in self._maps.values():
-            memory = array._mmap  # type: ignore[attr-defined]
-            address = np.frombuffer(memory, np.uint8, 1).ctypes.data
-            entry = native.read_ahead_add(address, len(memory), most_bytes)
-            _remove_with(memory, native.read_ahead_remove, entry)
-
-
-def _remove_with(memory: mmap.mmap, remove: Callable[[int], None], entry: int) -> None:
-    """Remove the native entry of a map when the map is closed."""
-    # Not at exit: maps may still be read then, and the process ends anyway.
-    weakref.finalize(memory, remove, entry).atexit = False
-
-
-def _compare(path: Path, known: os.stat_result, file: Path | int) -> None:
-    with DataError.on(str(path), "must exist while it is used", OSError, remedy=_REMEDY):
-        status = os.stat(file)
-    changed = [
-        f"{what} {getattr(known, name)} -> {getattr(status, name)}"
-        for what, name in _ATTRIBUTES.items()
-        if getattr(known, name) != getattr(status, name)
-    ]
-    if changed:
-        raise DataError(
-            str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY
-        )

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import DatasetPart
-from deepspeed_gear.data.dataset_writer import (
-    DatasetWriter,
+from deepspeed_gear.data.dataset_writer import DatasetWriter, check_copied
+from deepspeed_gear.data.partial_folder import (
     PartialFolder,
-    check_copied,
     check_destination,
     is_dataset,
     writing,

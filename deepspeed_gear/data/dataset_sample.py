@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.notebook_views import evenly
 from deepspeed_gear.schema import LENGTH_BYTES, Column, Schema
 

@@ -23,20 +23,21 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.array_file import ArrayFile
 from deepspeed_gear.data.dataset_files import write_json
-from deepspeed_gear.data.dataset_writer import PartialFolder, check_destination, writing
 from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
-from deepspeed_gear.data.ingest.exported import (
+from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
+from deepspeed_gear.data.ingest.readers.exported import (
     LENGTHS_KEY,
     ROWS_FILE,
     SCHEMA_KEY,
     ExportedReader,
     written_schema,
 )
-from deepspeed_gear.data.ingest.minari import GROUPS, MinariReader
-from deepspeed_gear.data.ingest.reader import NEEDED, ColumnSelection, Reader, make_column
+from deepspeed_gear.data.ingest.readers.minari import GROUPS, MinariReader
 from deepspeed_gear.data.ingest.source_checks import pyarrow_for
+from deepspeed_gear.data.ingest.source_columns import NEEDED, make_column
 from deepspeed_gear.data.opaque_rows import encode
-from deepspeed_gear.data.trajectory_checks import as_numbers, not_finite
+from deepspeed_gear.data.partial_folder import PartialFolder, check_destination, writing
+from deepspeed_gear.data.stored_values import as_numbers, not_finite
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.file_system import sync
 from deepspeed_gear.schema import Column, Schema

@@ -26,7 +26,7 @@ from deepspeed_gear.data.ragged import (
     encode_ragged,
     item_columns,
 )
-from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
+from deepspeed_gear.data.stored_values import as_stored, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
+from deepspeed_gear.data.stored_values import as_stored, check_finite
 from deepspeed_gear.errors import DataError, ShapeError
 from deepspeed_gear.schema import Column
 

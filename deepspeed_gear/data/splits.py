@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.philox import philox
 from deepspeed_gear.ops.records import RandomPurpose
 
@@ -37,3 +38,20 @@ def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
     thresholds = np.array([min(total, 2**64 - 1) for total in totals], np.uint64)
     index = np.searchsorted(thresholds, words, side="right")
     return np.where(index < len(split), index + 1, 0).astype(np.uint8)
+
+
+def check_split(split: Mapping[str, float]) -> dict[str, float]:
+    """Return a split sorted by name; ConfigError if it is malformed."""
+    for name, share in split.items():
+        if not name or name == "train" or not 0 < share < 1:
+            raise ConfigError(
+                f"split.{name}",
+                "must name a held-out part (not train) and its share in (0, 1)",
+                share,
+                'for example {"eval": 0.05}',
+            )
+    if sum(split.values()) >= 1:
+        raise ConfigError(
+            "split", "must leave a share for training", dict(split), "use smaller shares"
+        )
+    return {name: float(split[name]) for name in sorted(split)}

@@ -12,9 +12,9 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.trajectory_checks import ENDS_LAST
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError
-from deepspeed_gear.sampling.mass_rules import Condition
+from deepspeed_gear.sampling.conditions import Condition
 from deepspeed_gear.schema import DTYPES, Column, Schema
-from deepspeed_gear.writer.autoreset import MODES
+from deepspeed_gear.writer.autoreset_modes import MODES
 
 Columns = Mapping[str, Tensor]
 _PER_ENVIRONMENT = ", a row per environment"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.checkpoint import position, save_folders
+from deepspeed_gear.checkpoint import checked_files, position, save_folders
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.log import LOG
@@ -88,7 +88,7 @@ def saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
 def restore(plan: Resolved, tables: Tables, content: Any) -> None:
     """Copy saved tensors (`saved_names`) into the tables; if one does not fit, copy none."""
     for name, table in tables.items():
-        saved = save_folders.entry(content, name, dict, "the saved content")
+        saved = checked_files.entry(content, name, dict, "the saved content")
         _check_content(table, saved, f"table {name}", saved_names(plan, name, table))
         for key, values in saved.items():
             if table.content[key].shape != values.shape:
@@ -187,10 +187,12 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
 
 def _read(part: Path) -> dict[str, Tensor]:
     path = part / save_folders.MANIFEST
-    files = save_folders.entry(save_folders.read_versioned(path, FORMAT), "files", dict, str(path))
-    with save_folders.open_checked(part / CONTENT, files.get(CONTENT)) as file:
+    files = checked_files.entry(
+        checked_files.read_versioned(path, FORMAT), "files", dict, str(path)
+    )
+    with checked_files.open_checked(part / CONTENT, files.get(CONTENT)) as file:
         content: dict[str, Tensor] = torch.load(
-            save_folders.link_of(file), weights_only=True, mmap=True
+            checked_files.link_of(file), weights_only=True, mmap=True
         )
     return content
 

@@ -17,12 +17,12 @@ from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers, note_overwritten
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture, dataset_masses
-from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.control_plane import purpose_group
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
@@ -49,7 +49,7 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
     source = next(at for rank, at in zip(mine, ranks, strict=True) if topology.places[rank].reports)
     backend = "gloo" if gpu is None or by_host else "nccl"
-    made = lane(
+    made = purpose_group(
         tuple(sorted(ranks)), f"replica {topology.place.data_rank}", plan.config.timeout_s, backend
     )
 

@@ -15,7 +15,7 @@ from deepspeed_gear.batching.gather import Buffers, Gatherer, GatherOptions
 from deepspeed_gear.config import SamplerOptions
 from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, PrioritizedSampler
 from deepspeed_gear.config.schedules import function_of
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter
 from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
 from deepspeed_gear.errors import ConfigError

@@ -1,7 +1,8 @@
 """A table in the memory of one device: rings of rows and slots, added steps, removal, statistics.
 
-It is private to the process. A trajectory never wraps around the end of the rows (common/ring.h),
-and the oldest ones are evicted. Tensors have fixed addresses, for CUDA graphs.
+It is private to the process. A trajectory never wraps around the end of the rows
+(common/ring_layout.h), and the oldest ones are evicted. Tensors have fixed addresses, for CUDA
+graphs.
 """
 
 from __future__ import annotations

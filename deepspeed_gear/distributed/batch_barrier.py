@@ -1,5 +1,4 @@
-"""The batch barrier: a failure, a death or an early end of a rank is raised on all ranks that train
-together.
+"""Batch barrier: a rank's failure, death, early end or wrong samples are raised on all ranks.
 
 A rank that enters a collective which another one never enters hangs. So at each barrier every rank
 publishes its outcome in shared memory and waits for all others before it continues to the model. A
@@ -31,9 +30,8 @@ T = TypeVar("T")
 MOST_DRAIN_S = 3.0  # longest wait of a rank that ends for other nodes
 LOOK_S = 0.25  # between two looks for ranks that have died, while another thing is waited for
 SETTLE_S = 0.1  # after it the last writes of a rank that has ended are visible
-GRACE_S = (
-    2 + 2 * SPREAD_BEATS * MOST_BEAT_S
-)  # ranks wait longer for their leader than it for other nodes
+# Ranks wait longer for their leader than it for other nodes.
+GRACE_S = 2 + 2 * SPREAD_BEATS * MOST_BEAT_S
 NO_DIGEST = 0
 _AWAKE_S = 500e-6
 _POLL_S = 200e-6
@@ -89,19 +87,16 @@ class BatchBarrier:
         self._detector = detector
         self._peer = table.memory.peer
         self.is_early = early and over_nodes
-        self._pending: Callable[[], np.ndarray] | None = (
-            None  # waits for messages of the barrier under way
-        )
+        # Waits for messages of the barrier under way.
+        self._pending: Callable[[], np.ndarray] | None = None
         self._ranks = topology.peers
         places = [topology.places[rank] for rank in self._ranks]
         self._replicas = [place.data_rank for place in places]
         self._members = [p for p, place in enumerate(places) if place.reads or not only_readers]
         self._words: np.ndarray = table.views["status/words"]
         self._outcomes: np.ndarray = table.views["status/outcomes"]
-        self._mine: np.ndarray = self._words[self._peer]
-        # Times are read and written once a batch: NumPy's scalars take several times as long.
-        self._of_peers: list[memoryview] = [words.data for words in self._words]
-        self._own: memoryview = self._of_peers[self._peer]
+        # Of this rank. Read and written once a batch: NumPy's scalars take several times as long.
+        self._own: memoryview = self._words[self._peer].data
         # It waits for all ranks of its node; or for the leader, which publishes the outcome of all
         # nodes.
         self._follows = over_nodes and channel is None
@@ -146,8 +141,8 @@ class BatchBarrier:
             self._note_arrival()
             # Locked so that a reader of the count sees the digest.
             with self._table.lock if digest else contextlib.nullcontext():
-                self._mine[BarrierWord.DIGESTS + self._count % 2] = digest
-            self._mine[BarrierWord.REACHED] = self._count
+                self._own[BarrierWord.DIGESTS + self._count % 2] = digest
+            self._own[BarrierWord.REACHED] = self._count
             self._is_open = True
 
     def note_request(self) -> None:
@@ -218,7 +213,7 @@ class BatchBarrier:
 
     def end(self) -> None:
         """Mark this rank as ended: it takes part in no more barriers."""
-        self._mine[BarrierWord.ENDED] = self._end
+        self._own[BarrierWord.ENDED] = self._end
         self.drain(MOST_DRAIN_S)
 
     def drain(self, timeout_s: float | None = None) -> None:
@@ -241,8 +236,13 @@ class BatchBarrier:
         self._count = 0
         self._is_open = False
         self._late_ns = 0
-        words = ("REACHED", "FAILED", "RELEASED", "REQUESTED")
-        self._mine[[getattr(BarrierWord, name) for name in words]] = 0
+        for word in (
+            BarrierWord.REACHED,
+            BarrierWord.FAILED,
+            BarrierWord.RELEASED,
+            BarrierWord.REQUESTED,
+        ):
+            self._own[word] = 0
         self._publish_passed()
 
     def wait(self) -> None:
@@ -279,7 +279,7 @@ class BatchBarrier:
                     self._publish(error, self._count)
                     self._is_open = False
                     raise
-            self._mine[BarrierWord.RELEASED] = self._count
+            self._own[BarrierWord.RELEASED] = self._count
         self._is_open = False
         self._raise_failure(self._count)
         if self._channel is None and any(
@@ -300,8 +300,8 @@ class BatchBarrier:
         """Publish to the ranks of the node why a barrier is over."""
         with self._table.lock:
             self._write(error)
-            self._mine[BarrierWord.FAILED] = number
-            self._mine[BarrierWord.RELEASED] = number
+            self._own[BarrierWord.FAILED] = number
+            self._own[BarrierWord.RELEASED] = number
 
     def _write(self, error: Exception) -> None:
         self._outcomes[self._peer] = Outcome.of(error).words(OUTCOME_WORDS)
@@ -364,9 +364,8 @@ class BatchBarrier:
                     raise self._died(peer)
         if self._follows and self._words[0, BarrierWord.ENDED]:
             self._leader_ended = self._leader_ended or time.monotonic()
-            if (
-                time.monotonic() - self._leader_ended > SETTLE_S
-            ):  # by then its selections are visible
+            # By then its selections are visible.
+            if time.monotonic() - self._leader_ended > SETTLE_S:
                 self._raise_ended(0)
 
     def _raise_failure(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The control plane between ranks: rounds, errors on all, barriers; makes all process groups."""
+"""Control plane between ranks: collectives that raise a rank's error on all, and process groups."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ControlPlane:
         Collective.
         """
         if self.world_size > 1:
-            self._group = lane(self._ranks, "control", max(timeout_s, SETUP_TIMEOUT_S))
+            self._group = purpose_group(self._ranks, "control", max(timeout_s, SETUP_TIMEOUT_S))
 
     def watch(
         self, lost: Callable[[], GearError | None], note_broken: Callable[[], None] | None = None
@@ -186,7 +186,7 @@ class ControlPlane:
 _groups: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
-def lane(
+def purpose_group(
     ranks: tuple[int, ...],
     purpose: str,
     timeout_s: float,

@@ -1,5 +1,4 @@
-"""The failure detector: finds ranks that died, stand still or cannot be reached while others wait
-for them.
+"""Failure detector: finds ranks and nodes that died, stand still or cannot be reached (heartbeats).
 
 Each rank updates a heartbeat word in shared memory; ranks of a node check each other's words and
 locks, and leaders publish heartbeats through torch.distributed's rendezvous store. Every wait
@@ -31,9 +30,8 @@ MOST_BEAT_S = 1.0
 SPREAD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
 SOME_NODE = "another node"  # name in the error of a failure whose node is not known
 BROKEN_S = 5.0  # longest silence of a node where a connection has broken, which must have a cause
-STUCK_S = (
-    5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
-)
+# A main thread that does not move for so long, when a rank is lost, will not move any more.
+STUCK_S = 5.0
 EXIT_STATUS = 114
 _FIRST = 0  # the node of rank 0, which has the rendezvous store
 _MOST_ERROR_CHARS = 300  # of an error that is reported to other ranks
@@ -88,9 +86,8 @@ class FailureDetector:
         self._others = [node for node in range(topology.num_nodes) if node != topology.node]
         self._num_beats = 0
         self._answered = time.monotonic()  # when the store last answered
-        self._beats: dict[
-            int, tuple[int, float]
-        ] = {}  # number and time of each node's latest heartbeat
+        # Number and time of each node's latest heartbeat.
+        self._beats: dict[int, tuple[int, float]] = {}
         self._ended: set[int] = set()  # nodes that have published their end
         self._ended_first: dict[int, tuple[int, int]] = {}  # of each node, as in its heartbeat
         self._is_disconnected = False  # reads no more heartbeats
@@ -127,9 +124,8 @@ class FailureDetector:
             self._set_failure(self._problem)
         if self._failure is not None:
             if threading.current_thread() is self._main:
-                self._patience_s = max(
-                    STUCK_S, self._timeout_s
-                )  # it gets the error, and may save its state
+                # It gets the error, and may save its state.
+                self._patience_s = max(STUCK_S, self._timeout_s)
             raise self._failure
 
     def check_ended(self) -> None:

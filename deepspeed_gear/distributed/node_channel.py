@@ -1,4 +1,4 @@
-"""The node channel: messages between node leaders, over torch.distributed."""
+"""Node channel: messages and all-gathers between node leaders, which name a node that is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.control_plane import purpose_group
 from deepspeed_gear.distributed.failure_detector import SOME_NODE, FailureDetector
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, PeerError, StoreError
@@ -22,9 +22,8 @@ from deepspeed_gear.outcome import Outcome
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
 OUTCOME_WORDS = 256  # of a failure
 FIRST_WORDS = 1024  # words of a receive buffer before any message has come
-MUST_TAKE_ALL = (
-    "must take as many batches as this rank"  # the rule of ranks and nodes that end early
-)
+# The rule of ranks and nodes that end early.
+MUST_TAKE_ALL = "must take as many batches as this rank"
 _LEAST_WAIT_S = 1e-3
 NO_WORDS = np.empty(0, np.int64)
 _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, each with a tag
@@ -63,19 +62,18 @@ class NodeChannel:
         # ranks of the same group spins, maybe on the core that the sender needs.
         ranks = tuple(sorted(self.ranks))
         wait_s = timeout_s + GRACE_S
-        self._up, self._down = (lane(ranks, f"{purpose}, {way}", wait_s) for way in ("up", "down"))
+        self._up, self._down = (
+            purpose_group(ranks, f"{purpose}, {way}", wait_s) for way in ("up", "down")
+        )
         #: Of this channel's messages among those of the groups.
         self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]
-        self._members = np.argsort(
-            np.argsort(self.ranks)
-        ).tolist()  # of the group, whose ranks ascend
-        self._peer_words = [
-            FIRST_WORDS
-        ] * self.count  # words of the receive buffer that each node has for us
-        self._spare = [
-            np.empty(FIRST_WORDS, np.int64) for _ in self.nodes
-        ]  # the last message of each node
+        # Of the group, whose ranks ascend.
+        self._members = np.argsort(np.argsort(self.ranks)).tolist()
+        # Words of the receive buffer that each node has for us.
+        self._peer_words = [FIRST_WORDS] * self.count
+        # The last message of each node.
+        self._spare = [np.empty(FIRST_WORDS, np.int64) for _ in self.nodes]
         self._buffers: dict[int, tuple[np.ndarray, Any]] = {}  # for the next message of each node
         for node in self._others:
             buffer = np.empty(FIRST_WORDS, np.int64)

@@ -1,4 +1,4 @@
-"""The sum of a tensor over the ranks that share a sequence, with gradients."""
+"""Sequence sum: the sum of a tensor over the ranks that share a sequence, with gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_gear.distributed.control_plane import ControlPlane, lane
+from deepspeed_gear.distributed.control_plane import ControlPlane, purpose_group
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError
 
@@ -91,5 +91,7 @@ def sequence_sum(
     groups = [tuple(part) for part in parts.values()]
     own_group = next(part for part in groups if own in part)
     return SequenceSum(
-        lane(own_group, "sequence", timeout_s, backend, groups), control_plane, backend == "nccl"
+        purpose_group(own_group, "sequence", timeout_s, backend, groups),
+        control_plane,
+        backend == "nccl",
     )

@@ -140,6 +140,7 @@ def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
     """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S +
     1].
     """
+    # For sizes [5, 1, 1, 5] and 2 nodes the bounds are [0, 2, 4].
     before = np.concatenate([[0], np.cumsum(sizes)])
     wanted = before[-1] * np.arange(1, num_nodes) / num_nodes
     inner = np.clip(np.searchsorted(before, wanted), 0, len(sizes))
@@ -150,6 +151,7 @@ def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the nearest bounds, [count + 1], with a trajectory (of at least as many) in every
     part.
     """
+    # Bounds [0, 1, 1, 3] become [0, 1, 2, 3]: less its ordinal, no bound is below the one before.
     ordinals = np.arange(len(bounds))
     spare = np.maximum.accumulate(np.asarray(bounds, np.int64) - ordinals)
     return np.asarray(np.minimum(spare, bounds[-1] - ordinals[-1]) + ordinals)

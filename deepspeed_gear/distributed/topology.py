@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +143,17 @@ class Topology:
         numbers = {node: number for number, node in enumerate(hosts)}
         nodes = tuple(numbers[node] for node, _, _ in answers)
         return cls(control_plane.rank, places, nodes, tuple(hosts.values()))
+
+
+def rank_grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
+    """Return a grid in the order of ranks: pipeline axis slowest, tensor axis fastest; missing axes
+    are 1.
+    """
+    sizes = {axis: worlds.get(axis, 1) for axis in AXES}
+    named = {f"{axis}_world": size for axis, size in sizes.items()}
+    ranks = itertools.product(*(range(size) for size in sizes.values()))
+    names = [f"{axis}_rank" for axis in sizes]
+    return [RankCoordinates(**named, **dict(zip(names, where, strict=True))) for where in ranks]
 
 
 def check_grid(places: tuple[RankCoordinates, ...]) -> None:

@@ -1,11 +1,8 @@
-"""Attach a replay to a DeepSpeed engine: `initialize`, `attach`, `enable`, `disable`."""
+"""Attach a replay to a DeepSpeed engine: `initialize`, `attach`, `enable`; metrics and progress."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch.distributed as dist
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, gear_config, parse, refuse_batch_sizes
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps
+from deepspeed_gear.engine.launch_environment import be_single_rank_unless_launched
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section
 from deepspeed_gear.errors import ConfigError, undo_on_error
 from deepspeed_gear.frameworks import deepspeed_compat, engine_place
+from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.op_builders import register
@@ -31,19 +29,10 @@ from deepspeed_gear.replay.device_replay import DeviceReplay
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.replay.replay_base import ReplayBase
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Numbers of processes that MPI or srun has started. Of Slurm the number of the job step: a batch
-# script is one process of a larger job.
-_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-# Clouds whose variables DeepSpeed reads without mpi4py.
-_CLOUDS = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
-# Marks the rank variables as set by `be_single_rank_unless_launched`: it has their MASTER_PORT.
-_ALONE = "GEAR_SINGLE_RANK_PORT"
-_START = "start with deepspeed or torchrun (one rank: deepspeed --num_gpus 1 train.py)"
 
 
 def initialize(
@@ -146,45 +135,6 @@ def _initialize_if_asked(*arguments: Any, **options: Any) -> Any:
     return initialize(*arguments, **options) if asked else _plain_initialize(*arguments, **options)
 
 
-def be_single_rank_unless_launched() -> None:
-    """Set the rank variables of a process without a launcher: a notebook, or plain python.
-
-    Without them DeepSpeed would look for MPI by mpi4py. Where MPI or srun has started several
-    processes, this is left to DeepSpeed.
-
-    Raises:
-        ConfigError: Only some of the variables are set, or mpi4py is needed and not installed.
-    """
-    if dist.is_initialized():
-        return
-    if _ALONE in os.environ and os.environ[_ALONE] == os.environ.get("MASTER_PORT"):
-        # Inherited from a parent such as a notebook's kernel: this process is a run of its own.
-        for name in _LAUNCHED:
-            os.environ.pop(name, None)
-    missing = [name for name in _LAUNCHED if name not in os.environ]
-    if not missing or any(name in os.environ for name in _CLOUDS):
-        return
-    started = next((name for name in _COUNTS if os.environ.get(name, "1") != "1"), None)
-    if started is not None:
-        if importlib.util.find_spec("mpi4py") is None:
-            rule = f"must be installed where {started} is set and {', '.join(missing)} are not"
-            raise ConfigError("mpi4py", rule, None, f"pip install mpi4py, or {_START}")
-        return
-    some = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
-    if some:
-        rule = f"must be set where {', '.join(some)} {'is' if len(some) == 1 else 'are'}"
-        raise ConfigError(
-            ", ".join(missing), rule, None, f"{_START}, or unset the variables for one rank"
-        )
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    os.environ[_ALONE] = os.environ["MASTER_PORT"]
-
-
 def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Return the ds_config that `deepspeed.initialize` would read; None: no mapping or file."""
     config = options.get("config", options.get("config_params"))
@@ -219,7 +169,10 @@ def _attach_new(
     schemas: Mapping[str, Schema] | None,
     checkpoint: engine_checkpoint.Checkpoint = None,
 ) -> None:
-    """Make the replay of an engine and attach it; the control plane becomes its own. Collective."""
+    """Make an engine's replay, which reports and closes with it, and attach it. Collective.
+
+    The control plane becomes the replay's.
+    """
     deepspeed_compat.check_engine(engine)
     register()
     make = control_plane.attempt("the engine", lambda: _replay_for(engine, config, checkpoint))
@@ -229,7 +182,14 @@ def _attach_new(
             replay.set_model(engine)
         engine_checkpoint.load_late(engine, replay, checkpoint, control_plane)
     _bind(engine, replay, owns=True)
-    _own(engine, replay)
+    _log_sizes(engine, replay)
+    _report_steps(engine, replay)
+
+    def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        replay.close()
+        return original(*arguments, **options)
+
+    deepspeed_compat.wrap(engine, "destroy", destroy)
 
 
 def _replay_for(
@@ -244,7 +204,7 @@ def _replay_for(
     deepspeed_compat.check_elasticity(engine.config)
     engine_checkpoint.check_start(engine, checkpoint)
     if section.pack is not None:
-        packed_steps.check_engine(engine, section.pack)
+        packed_steps.check_gradients(engine, section.pack)
     if engine_place.is_pipeline(engine):
         check_section(section)
     place, info = _sizes_of(engine)
@@ -286,18 +246,6 @@ def _keep_sizes(engine: Any) -> None:
         setattr(engine, name, partial(refuse, name))
 
 
-def _own(engine: Any, replay: ReplayBase) -> None:
-    """Make an engine report and close the replay that was made for it."""
-    _log_sizes(engine, replay)
-    _report_steps(engine, replay)
-
-    def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        replay.close()
-        return original(*arguments, **options)
-
-    deepspeed_compat.wrap(engine, "destroy", destroy)
-
-
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
     """Return this rank's place in an engine's grid, and the sizes of the engine's batches."""
     place = engine_place.place_of(engine)
@@ -317,7 +265,8 @@ def _check_shared(
     place, info = _sizes_of(engine)
     if isinstance(replay, Replay) and replay.config.pack is not None:
         info = replay.batch_info  # packed batches have the sizes of the config
-        divisor, _ = packed_steps.check_engine(engine, replay.config.pack)
+        packed_steps.check_gradients(engine, replay.config.pack)
+        divisor = gradient_divisor(engine)
         if divisor != replay.gradient_divisor:
             rule = f"must belong to an engine that divides gradients as this one does ({divisor:g})"
             remedy = "give both engines the same ZeRO stage, or the engine a Replay of its own"
@@ -344,7 +293,7 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
             "" if counted == wanted or packs is not None else f" (train_batch_size is {counted})"
         )
         LOG.info("gear: %s%s", replay.batch_info, wrong)
-        for note in [] if packs is None else packed_steps.check_engine(engine, packs)[1]:
+        for note in [] if packs is None else packed_steps.check_gradients(engine, packs):
             LOG.info("gear: %s", note)
 
 

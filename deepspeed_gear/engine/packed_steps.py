@@ -1,4 +1,4 @@
-"""Packed steps: optimizer steps of an engine with a variable number of micro batches."""
+"""Packed steps: checks that each optimizer step of an engine trains exactly one train step."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.frameworks.gradient_divisor import check_accumulation, engine_divisor
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.packed.rollout import TrainStep
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.rollout import TrainStep
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 
 
-def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
-    """Check that an engine's gradients of packs are exact.
+def check_gradients(engine: Any, pack: PackConfig) -> list[str]:
+    """Check that an engine's gradients of packs are exact: that they have one divisor.
 
     Returns:
-        The engine's gradient divisor, and notes for the log on settings that round or clip.
+        Notes for the log on settings that round or clip.
     Raises:
         ConfigError: A setting of the engine makes the gradients differ.
     """
     settings = deepspeed_compat.gradient_settings(engine)
-    return engine_divisor(settings), check_accumulation(settings, pack.pad.to)
+    engine_divisor(settings)
+    return check_accumulation(settings, pack.pad.to)
 
 
 class PackedSteps:
@@ -85,7 +86,7 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
     """Give an engine `gear_step` and `gear_rollout`, and check its optimizer steps.
 
     Args:
-        engine: An engine that `check_engine` accepts.
+        engine: An engine that `check_gradients` accepts.
         replay: Its replay.
         owns: Whether the replay was made for the engine: then it counts skipped steps.
     """

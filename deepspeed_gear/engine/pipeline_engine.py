@@ -20,7 +20,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.frameworks.deepspeed_compat import wrap
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.row_exchange.exchange_plan import EXAMPLE
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 
 Part = torch.Tensor | tuple[torch.Tensor, ...] | None
 

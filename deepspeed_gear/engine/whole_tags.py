@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.checkpoint import save_folders, whole_saves
-from deepspeed_gear.checkpoint.save_folders import ANOTHER
+from deepspeed_gear.checkpoint import checked_files, save_folders, whole_saves
+from deepspeed_gear.checkpoint.checked_files import ANOTHER
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.file_system import sync
@@ -34,7 +34,7 @@ def begin(control_plane: ControlPlane, folder: Path) -> None:
 
     def remove() -> None:
         if control_plane.rank == 0:
-            with save_folders.writing(folder):
+            with checked_files.writing(folder):
                 _list_of(folder).unlink(missing_ok=True)
 
     control_plane.attempt("beginning the checkpoint", remove)
@@ -55,21 +55,21 @@ def finish(
     folder = save_dir / tag
 
     def written() -> Sizes:
-        with save_folders.writing(folder):
+        with checked_files.writing(folder):
             return _synced(folder) if leads_node else {}
 
     of_ranks = control_plane.all_results("writing the checkpoint", written)
 
     def name() -> None:
-        with save_folders.writing(save_dir):
+        with checked_files.writing(save_dir):
             if control_plane.rank == 0:
                 save_folders.make(folder / TABLES)
                 sizes = {
                     path: size for of_rank in of_ranks for path, size in sorted(of_rank.items())
                 }
-                save_folders.write_checked(_list_of(folder), _FORMAT, "files", sizes)
+                checked_files.write_checked(_list_of(folder), _FORMAT, "files", sizes)
                 if save_latest:
-                    save_folders.write_atomically(save_dir / LATEST, tag)
+                    checked_files.write_atomically(save_dir / LATEST, tag)
 
     control_plane.attempt("writing `latest`", name)
 
@@ -181,8 +181,8 @@ def _listed(folder: Path) -> Sizes:
     """Return the files of a tag's list; empty if it has none."""
     if not _list_of(folder).exists():
         return {}
-    files = save_folders.read_checked(_list_of(folder), _FORMAT, "files")
-    return {path: save_folders.entry(files, path, int, str(_list_of(folder))) for path in files}
+    files = checked_files.read_checked(_list_of(folder), _FORMAT, "files")
+    return {path: checked_files.entry(files, path, int, str(_list_of(folder))) for path in files}
 
 
 def _sizes(folder: Path) -> Sizes:

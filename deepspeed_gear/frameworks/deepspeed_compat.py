@@ -1,4 +1,4 @@
-"""DeepSpeed's private names, and the differences between its versions.
+"""DeepSpeed's private names and version differences: supported engines, gradient settings.
 
 No module but this one and engine_place.py uses private names of DeepSpeed.
 tests/unit/frameworks/test_deepspeed_compat.py checks them against the installed version.

@@ -1,6 +1,6 @@
-"""Place of a rank in an engine: its replica, tensor, sequence and pipeline rank; second engines.
+"""Place of a rank in an engine: replica, tensor, sequence, pipeline rank; when ranks wait.
 
-Also when the ranks of the engine wait for each other, which follows from their places.
+Also of an engine beside another one. When ranks wait for each other follows from their places.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.utils.bwc import (
 
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.sampling.batch_info import Turns
+from deepspeed_gear.sampling.batch_sizes import Turns
 
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
 

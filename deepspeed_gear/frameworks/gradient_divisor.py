@@ -1,4 +1,4 @@
-"""Gradient divisor: the number that a framework divides the sum of all ranks' gradients by.
+"""Gradient divisor: the number by which DeepSpeed, DDP or FSDP divides the ranks' gradients.
 
 Losses l_1 .. l_n are those of the ranks that have one of their own: replicas times sequence ranks
 (the tensor ranks of a replica share one). The weights are updated by the gradient of (l_1 + ... +
@@ -15,8 +15,8 @@ __avg_scatter_contiguous_grads), `nn/parallel/distributed.py`, `distributed/fsdp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,61 +100,116 @@ def _scattered(settings: GradientSettings, size: int) -> float:
     )
 
 
+class _Requirement(NamedTuple):
+    """A rule for an engine's settings, and the error where it does not hold."""
+
+    holds: bool
+    name: str
+    rule: str
+    value: object
+    remedy: str
+
+
+def _check(requirements: Sequence[_Requirement]) -> None:
+    """Raise the ConfigError of the first rule that does not hold."""
+    for one in requirements:
+        if not one.holds:
+            raise ConfigError(one.name, one.rule, one.value, one.remedy)
+
+
 def _check_exact(settings: GradientSettings) -> None:
     """Raise where gradients have no divisor, or are not reduced over all ranks."""
-    if settings.is_pipeline:
-        rule = "must not be a pipeline: its schedule has a fixed number of micro batches"
-        raise ConfigError(
-            "engine", rule, "PipelineEngine", "use tensor, sequence or data parallelism"
-        )
-    if settings.is_compiled:
-        rule = "must be false: compiled graphs reduce gradients by themselves"
-        raise ConfigError("compile.deepcompile", rule, True, "leave it out")
-    if not settings.is_reduced:
-        rule = "must leave the reduction of gradients to DeepSpeed"
-        raise ConfigError(
-            "optimizer", rule, settings.optimizer, "use one that is not a 1-bit optimizer"
-        )
     used = settings.optimizer
-    if used == "zenflow" or (settings.stage > 0 and used not in ZERO_OPTIMIZERS):
-        remedy = "give an optimizer, and leave zenflow, super_offload and MiCS out"
-        raise ConfigError("zero_optimization", "must use ZeRO's own optimizers", used, remedy)
-    if settings.is_quantized:
-        rule = "must be false: gradients would be rounded to 4 bits"
-        raise ConfigError("zero_optimization.zero_quantized_gradients", rule, True, "leave it out")
-    if settings.is_fp16 and settings.stage == 0:
-        rule = (
-            "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the loss "
-            "scale and does not multiply the loss by it"
-        )
-        raise ConfigError("zero_optimization.stage", rule, 0, "set it to 1")
+    has_sequence = settings.sequence > 1
     is_predivided = settings.postscales and settings.predivide != 1.0
-    if settings.has_sparse and settings.stage == 0 and is_predivided:
-        rule = "must be 1 with sparse embeddings, whose gradients it multiplies"
-        raise ConfigError("gradient_predivide_factor", rule, settings.predivide, "leave it out")
-    if settings.sequence > 1 and settings.has_experts:
-        rule = (
-            "must not have experts with sequence parallelism, whose ranks DeepSpeed takes for "
-            "tensor ranks"
-        )
-        raise ConfigError("model", rule, "MoE layers", "use one of both")
-    if settings.sequence > 1 and settings.optimizer == "BF16_Optimizer":
-        rule = (
-            "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: DeepSpeed's "
-            "gradient norm fails"
-        )
-        raise ConfigError("zero_optimization.stage", rule, settings.stage, "set it to 2")
-    if settings.sequence > 1 and settings.stage < 3 and max(settings.group_sizes) < settings.losses:
-        rule = (
-            "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over "
-            "sequence ranks"
-        )
-        remedy = "give mpu=parallel_state_sp instead"
-        raise ConfigError("mesh_param", rule, f"stage {settings.stage}", remedy)
-    if any(size % settings.losses for size in settings.group_sizes):
-        rule = f"must be reduced over the {settings.losses} ranks that have losses of their own"
-        remedy = "give initialize the mpu that the model was built for"
-        raise ConfigError("gradients", rule, f"{list(settings.group_sizes)} ranks", remedy)
+    reduces_sequence = settings.stage == 3 or (
+        max(settings.group_sizes, default=0) >= settings.losses
+    )
+    _check(
+        [
+            _Requirement(
+                not settings.is_pipeline,
+                "engine",
+                "must not be a pipeline: its schedule has a fixed number of micro batches",
+                "PipelineEngine",
+                "use tensor, sequence or data parallelism",
+            ),
+            _Requirement(
+                not settings.is_compiled,
+                "compile.deepcompile",
+                "must be false: compiled graphs reduce gradients by themselves",
+                True,
+                "leave it out",
+            ),
+            _Requirement(
+                settings.is_reduced,
+                "optimizer",
+                "must leave the reduction of gradients to DeepSpeed",
+                used,
+                "use one that is not a 1-bit optimizer",
+            ),
+            _Requirement(
+                used != "zenflow" and (settings.stage == 0 or used in ZERO_OPTIMIZERS),
+                "zero_optimization",
+                "must use ZeRO's own optimizers",
+                used,
+                "give an optimizer, and leave zenflow, super_offload and MiCS out",
+            ),
+            _Requirement(
+                not settings.is_quantized,
+                "zero_optimization.zero_quantized_gradients",
+                "must be false: gradients would be rounded to 4 bits",
+                True,
+                "leave it out",
+            ),
+            _Requirement(
+                not settings.is_fp16 or settings.stage > 0,
+                "zero_optimization.stage",
+                "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the "
+                "loss scale and does not multiply the loss by it",
+                0,
+                "set it to 1",
+            ),
+            _Requirement(
+                not (settings.has_sparse and settings.stage == 0 and is_predivided),
+                "gradient_predivide_factor",
+                "must be 1 with sparse embeddings, whose gradients it multiplies",
+                settings.predivide,
+                "leave it out",
+            ),
+            _Requirement(
+                not (has_sequence and settings.has_experts),
+                "model",
+                "must not have experts with sequence parallelism, whose ranks DeepSpeed takes for "
+                "tensor ranks",
+                "MoE layers",
+                "use one of both",
+            ),
+            _Requirement(
+                not (has_sequence and used == "BF16_Optimizer"),
+                "zero_optimization.stage",
+                "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: "
+                "DeepSpeed's gradient norm fails",
+                settings.stage,
+                "set it to 2",
+            ),
+            _Requirement(
+                not has_sequence or reduces_sequence,
+                "mesh_param",
+                "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over "
+                "sequence ranks",
+                f"stage {settings.stage}",
+                "give mpu=parallel_state_sp instead",
+            ),
+            _Requirement(
+                not any(size % settings.losses for size in settings.group_sizes),
+                "gradients",
+                f"must be reduced over the {settings.losses} ranks that have losses of their own",
+                f"{list(settings.group_sizes)} ranks",
+                "give initialize the mpu that the model was built for",
+            ),
+        ]
+    )
 
 
 def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
@@ -167,27 +222,42 @@ def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
     Raises:
         ConfigError: A setting would change the loss or lose gradients.
     """
-    if settings.is_managed:
-        rule = "must be false with gear.pack: the number of micro batches differs from step to step"
-        remedy = 'add "managed_gradient_accumulation": false to the DeepSpeed config'
-        raise ConfigError("managed_gradient_accumulation", rule, True, remedy)
-    if settings.accumulation != 1:
-        rule = "must be 1 with gear.pack: every loss would be divided by it"
-        raise ConfigError("gradient_accumulation_steps", rule, settings.accumulation, "set it to 1")
-    if settings.weights != "float32" and "grad_accum_dtype" not in settings.given:
-        short = {"bfloat16": "bf16", "float16": "fp16"}.get(settings.weights, settings.weights)
-        rule = (
-            "must be given with gear.pack: the gradients of all micro batches of a step are "
-            "summed in it"
-        )
-        remedy = f'give "fp32" (ZeRO 1 to 3), or "{short}", which rounds after each micro batch'
-        raise ConfigError("data_types.grad_accum_dtype", rule, None, remedy)
-    if settings.has_experts and pad == "multiple":
-        rule = (
-            'must be "step" or "budget" with MoE layers: their ranks exchange equal numbers '
-            "of tokens"
-        )
-        raise ConfigError("gear.pack.pad.to", rule, pad, 'set it to "step"')
+    short = {"bfloat16": "bf16", "float16": "fp16"}.get(settings.weights, settings.weights)
+    _check(
+        [
+            _Requirement(
+                not settings.is_managed,
+                "managed_gradient_accumulation",
+                "must be false with gear.pack: the number of micro batches differs from step to "
+                "step",
+                True,
+                'add "managed_gradient_accumulation": false to the DeepSpeed config',
+            ),
+            _Requirement(
+                settings.accumulation == 1,
+                "gradient_accumulation_steps",
+                "must be 1 with gear.pack: every loss would be divided by it",
+                settings.accumulation,
+                "set it to 1",
+            ),
+            _Requirement(
+                settings.weights == "float32" or "grad_accum_dtype" in settings.given,
+                "data_types.grad_accum_dtype",
+                "must be given with gear.pack: the gradients of all micro batches of a step are "
+                "summed in it",
+                None,
+                f'give "fp32" (ZeRO 1 to 3), or "{short}", which rounds after each micro batch',
+            ),
+            _Requirement(
+                not (settings.has_experts and pad == "multiple"),
+                "gear.pack.pad.to",
+                'must be "step" or "budget" with MoE layers: their ranks exchange equal numbers '
+                "of tokens",
+                pad,
+                'set it to "step"',
+            ),
+        ]
+    )
     notes = []
     if settings.clipping > 0 and "gradient_clipping" not in settings.given:
         notes.append(

@@ -26,8 +26,8 @@ from deepspeed_gear.integrations.openrlhf_options import (
     fill_ds_config,
     fill_section,
 )
+from deepspeed_gear.replay.packed.rollout import Rollout
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.rollout import Rollout
 
 #: Versions of OpenRLHF whose trainer reads its replay buffer as this one is read.
 VERSIONS = ">=0.11,<0.12"

@@ -21,7 +21,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.integrations.grpo_losses import GRPOLoss
 from deepspeed_gear.integrations.trl_internals import GRPOTrainerParts, scored_columns
 from deepspeed_gear.integrations.trl_options import LIMITED, check_options, fill_ds_config
-from deepspeed_gear.replay.rollout import Rollout, TrainStep
+from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

@@ -21,7 +21,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.integrations.framework_options import TABLE
 from deepspeed_gear.integrations.trl import PackedGRPOTrainer
 from deepspeed_gear.integrations.trl_internals import placeholder_prompts
-from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout import Rollout
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

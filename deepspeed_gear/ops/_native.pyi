@@ -136,6 +136,11 @@ class Store:
         the lock.
         """
 
+    def find_priorities(self, slots: int, count: int, found: int, /) -> None:
+        """Find the priorities of slots, or the highest of their steps, infinite for those newer
+        than the latest selection: int64 and float32, by address. Wants the lock.
+        """
+
     def are_frozen(self) -> bool:
         """Return whether a pass is under way in a stream, whose items stay. Wants the lock."""
 
@@ -307,7 +312,7 @@ def pixels_count(
 ) -> None:
     """Count pixel values by channel; all by address."""
 
-def order_statistics(
+def quantile_bins_find(
     values: int,
     dtype: int,
     num_elements: int,
@@ -322,7 +327,7 @@ def order_statistics(
 ) -> None:
     """Find the finite values around quantiles of elements [first, first + count); by address."""
 
-def digits_count(
+def quantile_digits_count(
     values: int,
     dtype: int,
     num_rows: int,
@@ -337,7 +342,7 @@ def digits_count(
 ) -> None:
     """Count digits of the keys of elements [first, first + count); by address."""
 
-def brackets_count(
+def quantile_brackets_count(
     values: int,
     dtype: int,
     num_rows: int,
@@ -354,7 +359,7 @@ def brackets_count(
 ) -> None:
     """Count keys below brackets and in them, and collect those in them; all by address."""
 
-def keys_select(
+def quantile_keys_select(
     keys: int,
     are_long: bool,
     num_keys: int,
@@ -486,10 +491,10 @@ def stream_report(
         not one in host memory, the log lacks room, or the lock was refused.
     """
 
-def bell_ring(bell: int, /) -> None:
+def futex_notify(event: int, /) -> None:
     """Add one to a 32-bit word in shared memory, named by its address, and wake its waiters."""
 
-def bell_wait(bell: int, seen: int, timeout_s: float, /) -> int:
+def futex_wait(event: int, seen: int, timeout_s: float, /) -> int:
     """Return the word once it is not `seen`, or after the time or a signal; releases the GIL
     meanwhile.
     """

@@ -72,5 +72,5 @@ def minima_size(num_items: int) -> int:
     return sum(width for _, width in minima_levels(num_items))
 
 
-# common/ring.h: a table in the memory of one device.
+# common/ring_layout.h: a table in the memory of one device.
 HIGHEST_SO_FAR = -1  # in place of the bits of the priority of new items

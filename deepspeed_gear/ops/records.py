@@ -206,7 +206,7 @@ class RowColumn:
 
 
 class RingState:
-    """State of a table in a device's memory. Header: common/ring.h.
+    """State of a table in a device's memory. Header: common/ring_layout.h.
 
     Rows and trajectories are numbered for ever: in a ring of 10 rows, row 23 lies at 3. Words that
     are left out here belong to the kernels.
@@ -257,7 +257,7 @@ class PlacedStep:
 
 
 class PlacedTrajectory:
-    """An added trajectory's place in a device's table. Header: common/ring.h."""
+    """An added trajectory's place in a device's table. Header: common/ring_layout.h."""
 
     SLOT: Final = 0  # -1: it was not added
     FIRST_ROW: Final = 1

@@ -1,4 +1,4 @@
-"""The plan of a replay, resolved once from config, data and topology on all ranks."""
+"""The plan of a replay, resolved from config, data and ranks by named steps, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from deepspeed_gear.config.resolved_field import fields_in
 from deepspeed_gear.config.resume_options import difference, shared_options
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
-from deepspeed_gear.data.running_moments import Moment, moments_size
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics, running_statistics
+from deepspeed_gear.data.statistics.running_moments import Moment, moments_size
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
@@ -42,8 +42,13 @@ from deepspeed_gear.plan.stream_resolution import (
 )
 from deepspeed_gear.plan.table_resolution import ArrivalRoom, store_of, with_arrivals, writing_of
 from deepspeed_gear.plan.table_sizes import check_holds_batch
-from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.row_exchange.exchange_plan import (
+    ExchangePlan,
+    ReadNeeds,
+    needs_of,
+    plan_exchange,
+)
+from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
@@ -343,13 +348,13 @@ def _with_store(plan: Resolved, name: str, table: ResolvedTable) -> ResolvedTabl
     if table.dataset is None and streams:
         count = 1 if shard is None else shard.count
         check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
-    routes = None
+    exchange_plan = None
     rooms = dict[str, ArrivalRoom]()
     if streams and name in placement.spread and plan.holds_shard:
-        routes = routes_of(plan.topology, placement.order, config, fields, table.schema)
-        store, rooms = with_arrivals(config, store, routes, streams)
+        exchange_plan = plan_exchange(plan.topology, placement.order, config, fields, table.schema)
+        store, rooms = with_arrivals(config, store, exchange_plan, streams)
     writing = writing_of(config, store)
-    return replace(table, store=store, exchange_plan=routes, rooms=rooms, writing=writing)
+    return replace(table, store=store, exchange_plan=exchange_plan, rooms=rooms, writing=writing)
 
 
 def schemas_of(

@@ -1,4 +1,4 @@
-"""Resolution of a table's batch streams: the items that they admit, and their samplers."""
+"""Resolution of batch streams: splits, samplers, and the items and anchors that they admit."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ from deepspeed_gear.config.table_checks import refuse_split
 from deepspeed_gear.config.table_options import GroupConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.plan.table_sizes import num_items_of
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.mass_rules import (
-    AnchorRule,
-    Condition,
-    MassRule,
-    check_finite,
-    random_key_of,
-)
+from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
+from deepspeed_gear.sampling.conditions import Condition
+from deepspeed_gear.sampling.mass_rules import AnchorRule, MassRule, check_finite, random_key_of
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule

@@ -1,4 +1,4 @@
-"""Resolution of a table's store: retention, groups, prompts, media, rows for arrivals."""
+"""Resolution of a table's store: retention, rate limits, groups, prompts, media, arrivals."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.ragged import item_columns
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.plan.stream_resolution import conditions_of, read_columns
 from deepspeed_gear.plan.table_sizes import capacity_of
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.row_exchange.row_messages import most_rows
-from deepspeed_gear.sampling.mass_rules import Condition, random_key_of
-from deepspeed_gear.sampling.prompt_conditions import admitted_prompts
+from deepspeed_gear.sampling.conditions import Condition, admitted_prompts
+from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.eviction import user_policy

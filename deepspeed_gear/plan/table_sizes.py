@@ -1,4 +1,4 @@
-"""Sizes of a table: the steps, trajectories and items that it holds."""
+"""Sizes of a table: steps and trajectories of a shard or an environment, and bounds of items."""
 
 from __future__ import annotations
 

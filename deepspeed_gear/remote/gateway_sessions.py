@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.data.trajectory_checks import as_stored
+from deepspeed_gear.data.stored_values import as_stored
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,

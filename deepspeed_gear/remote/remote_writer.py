@@ -17,7 +17,7 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_finite
+from deepspeed_gear.data.stored_values import check_finite
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,

@@ -1,4 +1,4 @@
-"""Batch assembler: this rank's samples of a selection, gathered into a batch."""
+"""Batch assembler: gathers this rank's samples into a batch, with rewards and transform."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head

@@ -25,9 +25,9 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
-from deepspeed_gear.sampling.batch_info import TRAIN, Turns
+from deepspeed_gear.replay.replay_parts import ReplayParts
+from deepspeed_gear.sampling.batch_sizes import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.records import Head
@@ -78,7 +78,6 @@ class BatchLoader:
         self._parts = parts
         plan = parts.plan
         config = parts.plan.config
-        self._tables = config.sampled_tables
         self._streams = parts.train
         self._mixture = plan.mixture
         self._prefetch = config.prefetch
@@ -87,14 +86,13 @@ class BatchLoader:
         self._info = plan.info
         self._metrics = metrics
         self._data_rank = plan.topology.place.data_rank
-        self._leads = plan.topology.rank == 0
         self._barrier = None if turns == "schedule" else parts.barrier
         self._after_each = turns != "global"
         self._check = parts.context.check
         self._transfer = parts.assembler.transfer
         self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
         self._lent = LentTensors(max(2, plan.info.accumulation))
-        self.seek(LoaderPosition.start(self._tables))
+        self.seek(LoaderPosition.start(config.sampled_tables))
 
     def seek(self, position: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
@@ -112,7 +110,12 @@ class BatchLoader:
         self._position = position.at
 
     def next(self) -> Batch:
-        """Return the next micro batch; if another rank has failed, the next call tries again."""
+        """Return the next micro batch; if another rank has failed, the next call tries again.
+
+        With several nodes and prefetching, the call for batch n also takes batch n + 1, if it is
+        prepared, and sends this node's messages of its barrier, which travel while batch n is
+        trained. The call for batch n + 1 then requests its selection and waits for the barrier.
+        """
         if self._transfer is not None:
             self._transfer.refuse_capture()
         self._lent.make_room()
@@ -193,7 +196,7 @@ class BatchLoader:
         if made.digest is not None:
             self._digest = _as_int64(self._seen.digest()) | 1
             self._metrics.digest = self.next_number, made.digest
-            if self._leads:
+            if self._parts.plan.topology.rank == 0:
                 LOG.info(
                     "gear: global batch %d: digest %016x", self.next_number, made.digest % (1 << 64)
                 )
@@ -202,9 +205,9 @@ class BatchLoader:
     @property
     def position(self) -> LoaderPosition:
         """The position after the last global batch whose micro batches were all used."""
-        return LoaderPosition(
-            self._position if self._heads is None else after(self._tables, self._heads)
-        )
+        if self._heads is None:
+            return LoaderPosition(self._position)
+        return LoaderPosition(after(self._parts.plan.config.sampled_tables, self._heads))
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise a CheckpointError for a state within a rollout batch."""

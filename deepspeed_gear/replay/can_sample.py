@@ -1,4 +1,4 @@
-"""Questions about the next batch with equal answers on all ranks, such as `can_sample`."""
+"""Answers about the next batch, equal on all ranks: `can_sample`, `missing_groups`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from deepspeed_gear.errors import ConfigError, PeerError
 from deepspeed_gear.replay.batch_loader import BatchLoader
-from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
+from deepspeed_gear.replay.replay_parts import ReplayParts
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import WaitLog
 from deepspeed_gear.writer.inserter import refuse_read_only
@@ -34,7 +34,8 @@ class Readiness:
         # Raises if a rank is lost.
         self._check = parts.context.check if parts.barrier is None else parts.barrier.check
         self._table = parts.train[0].table
-        # By peer: how many calls it has made. A ring: call + 1 and the answer of the latest calls.
+        # By peer: how many calls it has made. A ring: call + 1 and the answer of the latest calls;
+        # in a ring of 64, call 70 overwrites the answer of call 6, which all must have read.
         self._asked: np.ndarray = self._table.views["questions/asked"]
         self._answers: np.ndarray = self._table.views["questions/answers"]
         self._peer = self._table.memory.peer
@@ -49,14 +50,14 @@ class Readiness:
         number = self._loader.next_number
         turn = int(self._asked[self._peer])
         streams = [stream for stream in self._parts.train if not stream.spec.is_optional]
-        self._wait_for_slowest(turn)
+        self._wait_for_calls(turn - len(self._answers) + 1)
         if self._parts.plan.topology.num_nodes == 1:
             answer = bool(self._first(turn, lambda: all(s.can_select(number) for s in streams)))
             self._asked[self._peer] = turn + 1
             return answer
         self._asked[self._peer] = turn + 1
         if self._rates.leads:  # no rank of this node writes while nodes divide quotas
-            self._wait_for_slowest(turn + len(self._answers))
+            self._wait_for_calls(turn + 1)
         may_be_selecting = self._parts.prefetcher.is_alive
         # Every rank takes part for each stream, also after one that cannot be selected from.
         answers = [self._rates.may_select(stream, number, may_be_selecting) for stream in streams]
@@ -78,9 +79,9 @@ class Readiness:
         number = self._loader.next_number
         stream = self._parts.streams[name][TRAIN]
         turn = int(self._asked[self._peer])
-        self._wait_for_slowest(turn)
+        self._wait_for_calls(turn - len(self._answers) + 1)
         self._asked[self._peer] = turn + 1
-        self._wait_for_slowest(turn + len(self._answers))
+        self._wait_for_calls(turn + 1)  # groups are counted after all have added theirs
         if stream.spec.num_shards > 1:
             missing = self._rates.missing_items(stream, number)
         else:
@@ -103,14 +104,14 @@ class Readiness:
                 entry[:] = turn + 1, own
             return int(entry[1])
 
-    def _wait_for_slowest(self, turn: int) -> None:
-        """Wait until all living readers have read the answer that would be overwritten."""
+    def _wait_for_calls(self, least: int) -> None:
+        """Wait until every living reader of the node has made so many calls."""
         topology = self._parts.plan.topology
         memory = self._table.memory
         log = WaitLog(_CALLS)
 
         def lagging() -> list[int]:
-            late = np.nonzero(self._asked <= turn - len(self._answers))[0].tolist()
+            late = np.nonzero(self._asked < least)[0].tolist()
             reads = [topology.places[topology.peers[peer]].reads for peer in late]
             return [
                 peer

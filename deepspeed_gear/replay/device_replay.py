@@ -48,7 +48,7 @@ from deepspeed_gear.plan.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.replay.log_warnings import ClampWarning
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
-from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
+from deepspeed_gear.sampling.batch_sizes import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from deepspeed_gear.log import LOG
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
+from deepspeed_gear.sampling.batch_admission import MOST_ASKED
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import WINDOW
-from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.records import Control, Head

@@ -13,13 +13,12 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.errors import StoreError, show_bytes, undo_on_error
 from deepspeed_gear.log import LOG
 from deepspeed_gear.plan.resolved_plan import Resolved, ResolvedTable
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
+from deepspeed_gear.store.cgroup_limits import read_file, tightest
 from deepspeed_gear.store.kept_ledger import KeptLedger
-from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
-from deepspeed_gear.store.memory_limits import read_file, tightest
 from deepspeed_gear.store.records import PROGRESS, RankProgress
 from deepspeed_gear.store.shared_memory import (
     clean_command,
@@ -31,6 +30,7 @@ from deepspeed_gear.store.shared_memory import (
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest
+from deepspeed_gear.writer.store_search import new_run_name
 
 # Bytes that a rank requests from the disk before it copies them: 1 of 8 that are left.
 _AHEAD_SHARE = 8

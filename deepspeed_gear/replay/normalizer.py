@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.field_rows import affine
 from deepspeed_gear.batching.gather import N_STEP_DTYPES
-from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.batching.normalisation import shift_and_gain
+from deepspeed_gear.checkpoint import checked_files
 from deepspeed_gear.config import GearConfig, ResolvedField, gear_config, parse
 from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
 from deepspeed_gear.ops.conversion import arithmetic_dtype, widen
 from deepspeed_gear.plan.resolved_plan import fields_of, schemas_of, statistics_of
@@ -313,9 +313,9 @@ class Normalizer:
         """
         into = arguments.folder("folder", folder)
         fields = {name: conversion.to_json() for name, conversion in self.fields.items()}
-        with save_folders.writing(into):
+        with checked_files.writing(into):
             into.mkdir(parents=True, exist_ok=True)
-            save_folders.write_checked(into / FILE, _FORMAT, "fields", fields)
+            checked_files.write_checked(into / FILE, _FORMAT, "fields", fields)
 
     @classmethod
     def load(cls, folder: str | Path) -> Normalizer:
@@ -328,13 +328,13 @@ class Normalizer:
             CheckpointError: The folder has no normalizer, or its file has changed.
         """
         path = _find(arguments.folder("folder", folder))
-        fields = save_folders.read_checked(path, _FORMAT, "fields")
+        fields = checked_files.read_checked(path, _FORMAT, "fields")
         try:
             return cls({name: FieldConversion.from_json(entry) for name, entry in fields.items()})
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             rule = "must describe the conversion of each field"
             raise CheckpointError(
-                str(path), rule, None, f"{error!r}; {save_folders.ANOTHER}"
+                str(path), rule, None, f"{error!r}; {checked_files.ANOTHER}"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _conversion(
     dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
     shape = () if column is None else column.shape
     row = replace(field, length=None, part_first=0, part_length=None)
-    shift, gain = affine(row, statistics, shape)
+    shift, gain = shift_and_gain(row, statistics, shape)
     if not len(gain):
         return FieldConversion(stored, dtype, shape)
     form = shape if field.normalize else ()

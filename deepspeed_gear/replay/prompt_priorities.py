@@ -15,9 +15,8 @@ from deepspeed_gear.data.dataset import Dataset, reopened
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import ConfigError, DataError, ShapeError
 from deepspeed_gear.ops.constants import MASS_BITS, most_mass_bits
-from deepspeed_gear.sampling.mass_rules import Condition
+from deepspeed_gear.sampling.conditions import Condition, admitted_prompts
 from deepspeed_gear.sampling.priority_log import check_priorities
-from deepspeed_gear.sampling.prompt_conditions import admitted_prompts
 from deepspeed_gear.store.prompt_masses import PromptMasses
 from deepspeed_gear.store.table import Table
 

@@ -19,25 +19,27 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 from deepspeed_gear.plan.resolved_plan import resolve_plan
-from deepspeed_gear.replay import metrics, table_access, table_forward
+from deepspeed_gear.replay import replay_statistics
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.replay.log_warnings import warnings_of
 from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.normalizer import OnlineStatistics
-from deepspeed_gear.replay.packing_check import check_packing
+from deepspeed_gear.replay.packed import table_forward
+from deepspeed_gear.replay.packed.copied_items import copy_items
+from deepspeed_gear.replay.packed.packing_check import check_packing
+from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
+from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.priority_updates import Ids, PriorityReports
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.replay.replay_tables import ReplayTables
-from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.sampling.batch_info import BatchInfo, Turns
+from deepspeed_gear.sampling.batch_sizes import BatchInfo, Turns
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.records import PROGRESS
 
@@ -86,7 +88,6 @@ class Replay(ReplayTables):
         plan = resolve_plan(config, process_group, schemas, info, place)
         parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         super().__init__(plan, parts, engine_dtype, to)
-        self._place = plan.topology.place
         # An exception that is being handled now is not the reason why this replay is closed.
         self._around = id(sys.exc_info()[1])
         words = self.tables[plan.config.sampled_tables[0]].views[PROGRESS][plan.topology.peer]
@@ -151,7 +152,7 @@ class Replay(ReplayTables):
             target = self.store(table)
             report = None if priorities is None else self._priorities.reporter(table)
             add = partial(self.add, table=table)
-            return table_access.copy_items(columns, target, add, report, chosen, priorities)
+            return copy_items(columns, target, add, report, chosen, priorities)
 
         return columns.context.agree(copy)
 
@@ -396,7 +397,9 @@ class Replay(ReplayTables):
         """
         self._check_open()
         name = self.store(table).spec.name
-        return self._priorities.report_by_id(name, ids, priorities, steps, self._place.reports)
+        return self._priorities.report_by_id(
+            name, ids, priorities, steps, self.topology.place.reports
+        )
 
     def priorities(
         self, ids: Ids, steps: Ids | None = None, table: str | None = None
@@ -440,10 +443,10 @@ class Replay(ReplayTables):
         - With groups: the number held, ever rejected, and of trajectories that came too late.
         """
         self._check_open()
-        return metrics.metrics_of(self._parts, self.metrics)
+        return replay_statistics.metrics_of(self._parts, self.metrics)
 
     def total_progress(self) -> Progress:
-        return metrics.progress_of(self._parts, self.metrics, self._begin_s)
+        return replay_statistics.progress_of(self._parts, self.metrics, self._begin_s)
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, statistics of the training stream, and times since last call.
@@ -451,12 +454,12 @@ class Replay(ReplayTables):
         docs/how-to/statistics.md explains each entry. Cost: one pass over priorities and counters.
         """
         self._check_open()
-        return metrics.statistics_of(self._parts, self.metrics)
+        return replay_statistics.statistics_of(self._parts, self.metrics)
 
     def _check_reads(self) -> None:
         self._check_open()
-        if not self._place.reads:
-            at = f"stage {self._place.pipe_rank} of {self._place.pipe_world}"
+        if not self.topology.place.reads:
+            at = f"stage {self.topology.place.pipe_rank} of {self.topology.place.pipe_world}"
             raise StoreError(
                 "a batch",
                 "must be sampled on the first or last stage",

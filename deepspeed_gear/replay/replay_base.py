@@ -1,4 +1,4 @@
-"""Base class of Replay and DeviceReplay."""
+"""Base of Replay and DeviceReplay: iterators, transform, normalizer, loading of the newest save."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.transform import Transform
-from deepspeed_gear.checkpoint import save_folders, whole_saves
-from deepspeed_gear.checkpoint.save_folders import FolderLocks
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.checkpoint import checked_files, save_folders, whole_saves
+from deepspeed_gear.checkpoint.folder_locks import FolderLocks
+from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
 from deepspeed_gear.plan.resolved_plan import Resolved
@@ -26,7 +26,7 @@ from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.batch_loader import Evaluation
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.normalizer import Normalizer
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 
 if TYPE_CHECKING:  # tables on devices are imported by those who have one
@@ -272,7 +272,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
         def lock() -> None:
             if leads:
-                with save_folders.writing(Path(at)):
+                with checked_files.writing(Path(at)):
                     save_folders.make(Path(at))
                     self._folder_locks.acquire(Path(at))
 

@@ -16,9 +16,9 @@ from deepspeed_gear.checkpoint.segment_links import SegmentLinks, Written
 from deepspeed_gear.checkpoint.table_loader import TableLoader
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
-from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
+from deepspeed_gear.replay.replay_parts import ReplayParts
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.priority_updates import Ids
 from deepspeed_gear.replay.prompt_priorities import PromptPriorities
 from deepspeed_gear.replay.replay_base import ReplayBase
+from deepspeed_gear.replay.replay_parts import ReplayParts
+from deepspeed_gear.replay.table_access import inserter_of
 from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.rollout_worker import RolloutWorker
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
@@ -43,14 +46,20 @@ class ReplayTables(ReplayBase):
         self._of_prompts: dict[str, PromptPriorities] = {}
 
     def _inserter(self, table: str | None) -> Inserter:
+        """Return the inserter of a table, which all writers of this process share."""
         self._check_open()
         known = self._inserters.get(table) if table is None or isinstance(table, str) else None
-        if known is None:
-            name = self.store(table).spec.name
-            known = self._inserters.get(name) or table_access.new_inserter(self._parts, name)
-            self._inserters[name] = known
-            self._inserters[table] = known
-        return known
+        if known is not None:
+            return known
+        target = self.store(table)
+        name = target.spec.name
+        if name not in self._inserters:
+            streams = self._parts.streams[name].values()
+            max_length = self.config.resolved_tables[name].max_length
+            context = replace(self._parts.context, timeout_s=self.config.items_timeout_s(name))
+            self._inserters[name] = inserter_of(target, streams, max_length, context)
+        self._inserters[table] = self._inserters[name]
+        return self._inserters[name]
 
     @overload
     def add(
@@ -103,11 +112,21 @@ class ReplayTables(ReplayBase):
             StoreFullError: Too few rows are free; with `split_by_flags` earlier parts stay.
         """
         inserter = self._inserter(table)
-        releases = self._parts.releases
         if not split_by_flags:
-            return table_access.add(inserter, releases, trajectory)
-        parts = inserter.split(trajectory, final)
-        return [table_access.add(inserter, releases, part) for part in parts]
+            return self._add(inserter, trajectory)
+        return [self._add(inserter, part) for part in inserter.split(trajectory, final)]
+
+    def _add(self, inserter: Inserter, trajectory: Mapping[str, Any]) -> int:
+        """Add a trajectory; return its id. A full table is tried again once the device has read."""
+        releases = self._parts.releases
+        releases.settle()
+        try:
+            return inserter.add(trajectory)
+        except StoreFullError:
+            # Rows of selections that the device was reading may be free now.
+            if not releases.drain():
+                raise
+            return inserter.add(trajectory)
 
     def set_policy_version(self, version: int, table: str | None = None) -> None:
         """Set the version of the learner's policy; the next selection evicts stale trajectories.

@@ -18,12 +18,12 @@ import numpy as np
 from deepspeed_gear.distributed.batch_barrier import BarrierWord
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.sample_counts import sample_ages, stored_samples
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
-from deepspeed_gear.store.prompt_books import PromptBooks
+from deepspeed_gear.store.prompt_account import PromptAccount
 from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import PROGRESS, Control, Head, Peer, RankProgress, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
@@ -315,7 +315,7 @@ def _table(store: LiveStore, num_ranks: int) -> TableReading:
     prompts: dict[str, int] = {}
     if sizes is not None and sizes.get("prompts") is not None:
         numbers = views["column/" + sizes["group"]["column"]]
-        prompts = PromptBooks(PromptSpec(**sizes["prompts"]), views, numbers).by_state()
+        prompts = PromptAccount(PromptSpec(**sizes["prompts"]), views, numbers).by_state()
     groups: dict[str, int] = {}
     if "group_counts" in views and sizes is not None:
         counts = views["group_counts"].tolist()

@@ -1,10 +1,9 @@
-"""Calls of a replay on its tables: add, read, remove, set a policy version, copy items."""
+"""Calls of a replay on a table: read, remove and clear trajectories, set a policy version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,23 +11,16 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.data.ragged import Ragged
 from deepspeed_gear.errors import (
     ConfigError,
-    DataError,
     NotReadyError,
-    ShapeError,
     StoreError,
-    StoreFullError,
 )
-from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.rollout_columns import RolloutColumns
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import check_weight
-from deepspeed_gear.sampling.priority_log import check_priorities
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import Evictor, quiet
@@ -61,26 +53,6 @@ def inserter_of(
     return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
 
 
-def new_inserter(parts: ReplayParts, name: str) -> Inserter:
-    """Return an inserter of a replay's table, which all writers of this process share."""
-    config = parts.plan.config
-    max_length = config.resolved_tables[name].max_length
-    context = replace(parts.context, timeout_s=config.items_timeout_s(name))
-    return inserter_of(parts.tables[name], parts.streams[name].values(), max_length, context)
-
-
-def add(inserter: Inserter, releases: DeferredRelease, trajectory: Mapping[str, Any]) -> int:
-    """Add a trajectory; return its id. A full table is tried again once the device has read."""
-    releases.settle()
-    try:
-        return inserter.add(trajectory)
-    except StoreFullError:
-        # Rows of selections that the device was reading may be free now.
-        if not releases.drain():
-            raise
-        return inserter.add(trajectory)
-
-
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:
     """Copy whole trajectories, under the lock, so that they are consistent."""
     numbers = arguments.integers("ids", ids)
@@ -108,11 +80,11 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
         copies = [
             {name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots
         ]
-        items = [_items(table, rows, nullcontext()) for rows in copies]
+        items = [item_values(table, rows, nullcontext()) for rows in copies]
     return [values(table, *both) for both in zip(copies, items, strict=True)]
 
 
-def _items(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> dict[str, Any]:
+def item_values(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> dict[str, Any]:
     """Return the media and ragged values of a trajectory by column.
 
     `lock` is the table's, unless it is held. A late column that was not filled has no values.
@@ -203,109 +175,3 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
         raise NotReadyError(
             name, f"{rule}, within {context.timeout_s:g} s", processes, "check these actors"
         )
-
-
-def copy_items(
-    columns: RolloutColumns,
-    target: Table,
-    add: Callable[[dict[str, Any]], int],
-    report: Callable[[list[int], np.ndarray], int] | None,
-    chosen: object = None,
-    priorities: object = None,
-) -> int:
-    """Add items of a rollout batch to a table; see `Replay.copy_items`. Collective over nodes.
-
-    Nothing is added unless every item fits.
-
-    Args:
-        columns: Columns of the rollout batch.
-        target: The table.
-        add: Adds a trajectory to it; returns the id.
-        report: Reports priorities by id; None: the table has none.
-        chosen: As `Replay.copy_items`.
-        priorities: As `Replay.copy_items`.
-    Returns:
-        Number of trajectories that this rank has added.
-    Cost: an addition for each trajectory.
-    """
-    trajectories = columns.trajectories
-    wanted = _items_to_copy(columns, target, chosen)
-    given = None if priorities is None else arguments.array("priorities", priorities)
-    if given is not None:
-        if given.shape != wanted.shape:
-            rule = f"must have shape [{trajectories.num_items}]"
-            remedy = "give one priority for each item of the rollout batch"
-            raise ShapeError("priorities", rule, list(given.shape), remedy)
-        with np.errstate(over="ignore"):
-            check_priorities(given.astype(np.float32))
-    _check_has_columns(columns, target, wanted)
-    names = target.schema.names
-    ids = list[int]()
-    items = list[int]()
-    first = 0  # of the trajectories of a table, among those of all tables
-    for rows in columns.tables:
-        table = rows.table
-        own = rows.copied
-        own = own[wanted[trajectories.item[first + own]]]
-        items.extend(trajectories.item[first + own].tolist())
-        first += len(rows.rows)
-        for record in rows.trajectories.resolutions[own].tolist():
-            slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
-            stored = table.rows(slot)
-            trajectory = values(table, stored, _items(table, stored, table.lock))
-            absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
-            late = table.schema.late_bits
-            ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
-    if report is not None and given is not None and ids:
-        report(ids, given[items])
-    return len(ids)
-
-
-def _items_to_copy(columns: RolloutColumns, target: Table, chosen: object) -> np.ndarray:
-    """Return the mask of the items to copy to a table: those chosen, or all of other tables.
-
-    Returns:
-        [num_items], bool.
-    Raises:
-        ShapeError, DataError: The mask does not fit, or chooses an item of the table itself.
-    """
-    trajectories = columns.trajectories
-    is_target = np.array([rows.table is target for rows in columns.tables])
-    of_target = np.zeros(trajectories.num_items, bool)
-    of_target[trajectories.item[is_target[trajectories.source]]] = True
-    if chosen is None:
-        return ~of_target
-    wanted = arguments.array("chosen", chosen)
-    if wanted.dtype != bool or wanted.shape != of_target.shape:
-        rule = f"must have shape [{trajectories.num_items}], one bool for each item"
-        remedy = "give one bool for each item of the rollout batch"
-        raise ShapeError("chosen", rule, f"{wanted.dtype} {list(wanted.shape)}", remedy)
-    if (wanted & of_target).any():
-        rule = f"must be items of other tables than {target.spec.name}"
-        at = int(np.nonzero(wanted & of_target)[0][0])
-        raise DataError("chosen", rule, at, "it is stored there")
-    return wanted
-
-
-def _check_has_columns(columns: RolloutColumns, target: Table, wanted: np.ndarray) -> None:
-    """Raise unless the tables of wanted items have the columns of a table, filled.
-
-    Args:
-        wanted: As `_items_to_copy` returns it. [num_items], bool.
-    """
-    names = target.schema.names
-    trajectories = columns.trajectories
-    for number, rows in enumerate(columns.tables):
-        if rows.table is target:
-            continue
-        unknown = [name for name in names if name not in rows.table.schema]
-        if unknown and not wanted[trajectories.item[trajectories.source == number]].any():
-            continue
-        if unknown:
-            rule = f"must be a column of table {rows.table.spec.name}, whose items are copied"
-            at = f"gear.tables.{target.spec.name}.schema.columns.{unknown[0]}"
-            remedy = "add the column to that table, or leave it out of this one"
-            raise ConfigError(at, rule, remedy=remedy)
-        for column in rows.table.schema.late_columns:
-            if column.name in names and not target.schema[column.name].late:
-                rows.check_filled(column.name)

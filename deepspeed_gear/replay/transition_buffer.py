@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,14 +10,20 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.data.trajectory_checks import as_stored
+from deepspeed_gear.data.stored_values import as_stored
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.log import LOG
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.replay import Replay
+from deepspeed_gear.replay.transition_spaces import (
+    nested_fields,
+    space_columns,
+    space_fields,
+    space_parts,
+)
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
 
 # Steps of a trajectory, where no field reads other steps: rows for all of them are reserved, and
 # those left over are freed at its end.
@@ -151,13 +157,13 @@ class TransitionBuffer(ProcessBound, PublicNames):
     ) -> None:
         buffer_size = arguments.count("buffer_size", buffer_size)
         self.num_envs, mode = resolve(n_envs, autoreset)
-        states = [*_columns("observation", observation_space, "T+1")]
-        actions = [*_columns("action", action_space, "T")]
+        states = [*space_columns("observation", observation_space, "T+1")]
+        actions = [*space_columns("action", action_space, "T")]
         self._spaces = {"observation": observation_space, "action": action_space}
         self._fields = {
-            "observation": _fields_of("observation", observation_space),
-            "action": _fields_of("action", action_space),
-            "next_observation": _fields_of("next_observation", observation_space),
+            "observation": space_fields("observation", observation_space),
+            "action": space_fields("action", action_space),
+            "next_observation": space_fields("next_observation", observation_space),
         }
         columns = [
             *states,
@@ -239,9 +245,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
                 return
             # Arguments are not in the stored form, or a trajectory begins: convert and try again.
             observation_space = self._spaces["observation"]
-            parts = _parts("observation", "obs", observation_space, obs)
-            next_parts = _parts("observation", "next_obs", observation_space, next_obs)
-            given = {**done_by, **_parts("action", "action", self._spaces["action"], action)}
+            parts = space_parts("observation", "obs", observation_space, obs)
+            next_parts = space_parts("observation", "next_obs", observation_space, next_obs)
+            given = {**done_by, **space_parts("action", "action", self._spaces["action"], action)}
             before = {f.column.name: f.read(parts[f.column.name]) for f in self._state_forms}
             after = {f.column.name: f.read(next_parts[f.column.name]) for f in self._next_forms}
             others = {f.column.name: f.read(given[f.column.name]) for f in self._other_forms}
@@ -381,9 +387,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
             done = (discount == 0).float()
             discounts = discount.unsqueeze(1)
         return TransitionSamples(
-            observations=_nested(batch, self._fields["observation"]),
-            actions=_nested(batch, self._fields["action"]),
-            next_observations=_nested(batch, self._fields["next_observation"]),
+            observations=nested_fields(batch, self._fields["observation"]),
+            actions=nested_fields(batch, self._fields["action"]),
+            next_observations=nested_fields(batch, self._fields["next_observation"]),
             dones=done.unsqueeze(1),
             rewards=reward.unsqueeze(1),
             discounts=discounts,
@@ -402,61 +408,6 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self.replay.close()
 
 
-def _fields_of(name: str, space: Any) -> Any:
-    """Return the names of the fields of a space's parts, nested in dicts and tuples as it is."""
-    parts = _spaces_of(space)
-    if parts is None:
-        return name
-    fields = {key: _fields_of(f"{name}.{key}", part) for key, part in parts.items()}
-    return fields if isinstance(space.spaces, Mapping) else tuple(fields.values())
-
-
-def _nested(batch: Batch, fields: Any) -> Any:
-    """Return the fields of a batch, nested as their names are; [B, 1] where they are [B]."""
-    if isinstance(fields, str):
-        values = batch[fields]
-        return values if values.dim() > 1 else values.unsqueeze(1)
-    if isinstance(fields, tuple):
-        return tuple(_nested(batch, part) for part in fields)
-    return {key: _nested(batch, part) for key, part in fields.items()}
-
-
-def _spaces_of(space: Any) -> dict[str, Any] | None:
-    """Return the parts of gymnasium's Dict or Tuple, by key or index; None for other spaces."""
-    kinds = {base.__name__ for base in type(space).__mro__}
-    if "Dict" in kinds:
-        return dict(space.spaces)
-    if "Tuple" in kinds:
-        return {str(index): part for index, part in enumerate(space.spaces)}
-    return None
-
-
-def _parts(name: str, argument: str, space: Any, value: Any) -> dict[str, Any]:
-    """Return the parts of a value by the names of their columns.
-
-    Args:
-        name: Name of the column, or of those of the parts before the first dot.
-        argument: Name of the value in errors.
-    Raises:
-        DataError: The value does not have the parts of the space.
-    """
-    spaces = _spaces_of(space)
-    if spaces is None:
-        return {name: value}
-    given = value
-    if isinstance(value, (tuple, list)):
-        given = {str(index): part for index, part in enumerate(value)}
-    if not isinstance(given, Mapping) or given.keys() != spaces.keys():
-        shown = sorted(given) if isinstance(given, Mapping) else type(value).__name__
-        remedy = "give the parts as the environment returns them: a dict, or a tuple"
-        rule = f"must have the parts {', '.join(spaces)} of its space"
-        raise DataError(argument, rule, shown, remedy)
-    parts: dict[str, Any] = {}
-    for key, part in spaces.items():
-        parts |= _parts(f"{name}.{key}", f"{argument}.{key}", part, given[key])
-    return parts
-
-
 def _address(value: Any) -> int | None:
     """Return the address of a value that a program can overwrite; None for numbers."""
     if isinstance(value, torch.Tensor):
@@ -464,29 +415,6 @@ def _address(value: Any) -> int | None:
     if isinstance(value, np.ndarray):
         return int(value.ctypes.data)
     return id(value) if isinstance(value, list) else None
-
-
-def _columns(name: str, space: Any, rows: Any) -> Iterator[Column]:
-    """Yield the columns for the values of a gymnasium space, one for each of its parts."""
-    role, _, part = name.partition(".")
-    where = f"{role}_space" + (f": {part}" if part else "")
-    parts = _spaces_of(space)
-    if parts is not None:
-        if not parts:
-            raise ConfigError(where, "must have at least one part", 0, "leave the empty space out")
-        for key, inner in parts.items():
-            if not isinstance(key, str) or "." in key:
-                remedy = "rename it with a wrapper of the environment"
-                raise ConfigError(where, "must have names without dots as keys", key, remedy)
-            yield from _columns(f"{name}.{key}", inner, rows)
-        return
-    shape = getattr(space, "shape", None)
-    dtype = getattr(space, "dtype", None)
-    if shape is None or dtype is None:
-        remedy = "store its values as arrays of one shape, with a wrapper of the environment"
-        rule = "must be Box, Discrete, MultiDiscrete or MultiBinary, or a Dict or Tuple of them"
-        raise ConfigError(where, rule, type(space).__name__, remedy)
-    yield Column(name, np.dtype(dtype).name, tuple(shape), role, rows)
 
 
 def _reads_other_steps(field: tuple[str, Any]) -> bool:

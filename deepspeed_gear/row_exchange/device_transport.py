@@ -1,6 +1,4 @@
-"""Device transport: encoded rows sent between the nodes' GPUs by NCCL, in place of the node
-channel.
-"""
+"""Device transport: sends encoded rows between the nodes' GPUs by NCCL, not by the node channel."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear.batching.transfer.cuda_streams import lane_of
-from deepspeed_gear.distributed.control_plane import lane
+from deepspeed_gear.distributed.control_plane import purpose_group
 from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel
 
 _LEAST_WORDS = 1 << 12  # of a buffer
@@ -30,7 +28,7 @@ class DeviceTransport:
         self._channel = channel
         self._device = device
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._group = lane(
+        self._group = purpose_group(
             tuple(sorted(channel.ranks)), "rows", channel.timeout_s + GRACE_S, backend
         )
         self._buffers: dict[str, torch.Tensor] = {}

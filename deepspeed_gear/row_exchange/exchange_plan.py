@@ -1,12 +1,10 @@
-"""The exchange plan: which node needs which samples of a global batch, and which rows of them.
-Pure.
-"""
+"""Exchange plan: samples and rows that each node reads, by pipeline stage and sequence rank."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.field_names import N_STEP_NAMES
 from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.config.types import dotted
-from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.row_exchange.row_messages import RowReads, WindowRead
 from deepspeed_gear.schema import Schema
@@ -56,7 +54,7 @@ class ExchangePlan:
         """1 if a column that is read has T+1 rows."""
         return max((read.final_row for need in self.needs for read in need.reads), default=0)
 
-    @property
+    @cached_property
     def draws_goals(self) -> bool:
         return any(read.is_goal for need in self.needs for read in need.reads)
 
@@ -71,6 +69,8 @@ class ExchangePlan:
         """
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
+        # With replicas 0 and 3 of 4 here, these are [0, 3, 4, 7, 8, ...] of a selection with the
+        # offset 0, and [2, 3, 6, 7, ...] of one with the offset 1.
         firsts = (self.replicas_here - offset) % self.data_world
         grid = np.arange(0, count, self.data_world)[:, None] + np.sort(firsts)[None, :]
         samples = np.asarray(grid.reshape(-1))
@@ -81,7 +81,7 @@ class ExchangePlan:
         return -(-batch // self.data_world) * len(self.replicas_here)
 
 
-def routes_of(
+def plan_exchange(
     topology: Topology,
     order: Sequence[int],
     config: GearConfig,
@@ -167,9 +167,8 @@ class ReadNeeds:
 
     fields: tuple[ResolvedField, ...]  # that it gathers, each with its part of the time axis
     n_step: bool
-    opaque: tuple[
-        ResolvedField, ...
-    ] = ()  # of opaque columns, of which it reads its samples' values
+    # Of opaque columns, of which it reads its samples' values.
+    opaque: tuple[ResolvedField, ...] = ()
 
 
 def needs_of(
@@ -211,14 +210,3 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
         raise ConfigError(at, rule, field.length, remedy)
     length = field.length // place.sequence_world
     return replace(field, part_first=place.sequence_rank * length, part_length=length)
-
-
-def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
-    """Return a grid in the order of ranks: pipeline axis slowest, tensor axis fastest; missing axes
-    are 1.
-    """
-    sizes = {axis: worlds.get(axis, 1) for axis in AXES}
-    named = {f"{axis}_world": size for axis, size in sizes.items()}
-    ranks = itertools.product(*(range(size) for size in sizes.values()))
-    names = [f"{axis}_rank" for axis in sizes]
-    return [RankCoordinates(**named, **dict(zip(names, where, strict=True))) for where in ranks]

@@ -1,4 +1,4 @@
-"""Exchange of a selection's resolutions and rows: each node gets those that its ranks read."""
+"""Resolution exchange: sends a selection's resolutions and rows to the nodes that read them."""
 
 from __future__ import annotations
 
@@ -41,17 +41,13 @@ class ResolutionExchange:
         # A pass is not verified.
         self._verify_every = 0 if state.spec.sampler.is_pass else verify_every
         self._goals = goals
-        self._index = plan.index
-        self._num_nodes = plan.num_nodes
-        self._ops = state.ops
-        self._draws_goals = plan.draws_goals
         self._needs = torch.from_numpy(plan.readers), torch.from_numpy(plan.need_of)
-        everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
-        self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
+        everyone = torch.arange(self._plan.num_nodes)  # as if one replica were read by all
+        self._everyone = everyone[None], torch.zeros(self._plan.num_nodes, 1, dtype=torch.int16)
         self._words = 5 if rows.has_steps else 4  # of a packed resolution
         # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us
         # and more.
-        ends = np.zeros(self._num_nodes, np.int64)
+        ends = np.zeros(self._plan.num_nodes, np.int64)
         found = np.zeros(1, np.int64)
         self._ends = torch.from_numpy(ends)
         self._end_words = ends.data
@@ -79,11 +75,11 @@ class ResolutionExchange:
         with self._rows.channel.abandoned_on_error():
             sample = torch.from_numpy(own)
             steps = self._rows.steps_of(resolutions)
-            goals = self._goals(spec.random_key, resolutions) if self._draws_goals else None
+            goals = self._goals(spec.random_key, resolutions) if self._plan.draws_goals else None
             samples, parts = self._encode((resolutions, sample, steps, goals), self._needs, offset)
             if verifies:
                 parts = self._encode((resolutions, sample, steps, None), self._everyone, 0)[1]
-            parts[self._index] = NO_WORDS
+            parts[self._plan.index] = NO_WORDS
             masses = resolutions.numpy()[:, Resolution.MASS]
             least = int(np.minimum.reduce(masses)) if len(masses) else MOST_MASS
             received = self._rows.send(np.array([least]), parts, samples)
@@ -102,16 +98,16 @@ class ResolutionExchange:
             )
             words = [torch.from_numpy(part[1:]) for part in received]
             needed = torch.from_numpy(owner), torch.from_numpy(asked), self._needs[1]
-            route = draws.first, offset, self._index, int(self._rows.takes_own)
-            self._ops.decode_draws_(*outs, words, resolutions, sample, steps, *needed, *route)
+            route = draws.first, offset, self._plan.index, int(self._rows.takes_own)
+            self._state.ops.decode_draws_(*outs, words, resolutions, sample, steps, *needed, *route)
             found = self._found_words[0]
             samples = self._samples[:found]
             which = self._which[:found]
-            goals = self._goals(spec.random_key, ring[which]) if self._draws_goals else None
+            goals = self._goals(spec.random_key, ring[which]) if self._plan.draws_goals else None
             if goals is not None:
                 samples[:, RowSample.GOAL] = goals
-            counts: list[int] = np.bincount(owner, minlength=self._num_nodes).tolist()
-            counts[self._index] = 0
+            counts: list[int] = np.bincount(owner, minlength=self._plan.num_nodes).tolist()
+            counts[self._plan.index] = 0
             sizes = [1 + count * self._words for count in counts]
             self._rows.fill(draws.entry, ring, which, samples, received, sizes)
         return draws.count, resolutions.numpy()
@@ -138,8 +134,8 @@ class ResolutionExchange:
         most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
         packed = np.empty((most, self._words), np.int64)
-        route = *needs, offset, self._index, int(self._rows.takes_own)
-        self._ops.encode_draws_(samples, torch.from_numpy(packed), self._ends, *drawn, *route)
+        route = *needs, offset, self._plan.index, int(self._rows.takes_own)
+        self._state.ops.encode_draws_(samples, torch.from_numpy(packed), self._ends, *drawn, *route)
         bounds = [0, *[end * self._words for end in self._end_words]]
         words = packed.reshape(-1)
         parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]

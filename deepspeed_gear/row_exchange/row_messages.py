@@ -1,5 +1,4 @@
-"""Rows between nodes: those that samples read, encoded from this node's store, decoded into its
-arrivals.
+"""Row messages: rows that other nodes' samples read, encoded from the store, decoded to arrivals.
 
 Sender and receiver compute the same layout from the samples' resolutions, so messages need not
 describe it. Windows of samples that overlap, or whose item was drawn twice, are merged: a row is
@@ -39,18 +38,16 @@ class WindowRead(NamedTuple):
     follows: bool = False  # the rows lie after the sample's n-step steps
     edge: bool = False  # the nearest row is read where the trajectory has none of them
     final_row: int = 0  # 1 if the column has T+1 rows
-    is_goal: bool = (
-        False  # of a column of achieved goals: a relabelled sample reads the row that was drawn
-    )
+    # Of a column of achieved goals: a relabelled sample reads the row that was drawn.
+    is_goal: bool = False
 
 
 @dataclass(frozen=True)
 class RowReads:
     """All rows that a replica's ranks on one node read of a sample."""
 
-    reads: tuple[
-        WindowRead, ...
-    ]  # rows of steps, at least one of each column that is read; then of goals
+    # Rows of steps, at least one of each column that is read; then of goals.
+    reads: tuple[WindowRead, ...]
     per_trajectory: tuple[str, ...] = ()  # columns of one row per trajectory
 
 
@@ -75,9 +72,8 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
             of_steps.setdefault(column, {}).setdefault(window, []).append(index)
         for column in need.per_trajectory:
             single.setdefault(column, []).append(index)
-    alike: dict[
-        tuple[tuple[Window, tuple[int, ...]], ...], int
-    ] = {}  # columns that are read alike: a group
+    # Columns that are read alike: a group.
+    alike: dict[tuple[tuple[Window, tuple[int, ...]], ...], int] = {}
     columns = []
     for name, reads in of_steps.items():
         key = tuple((window, tuple(which)) for window, which in reads.items())

@@ -1,6 +1,4 @@
-"""Trajectory exchange: sends the rows of trajectories to the nodes that need them for a step of
-packs.
-"""
+"""Trajectory exchange: sends rows and media of trajectories to the nodes whose packs read them."""
 
 from __future__ import annotations
 
@@ -53,22 +51,19 @@ class TrajectoryExchange:
                 status, [NO_WORDS] * channel.count, torch.from_numpy(moves.outgoing)
             )
             found = [NO_BATCH - int(words[StatusMessage.NUMBER]) for words in received]
-            if any(
-                number != self._number for number in found
-            ):  # it selects, or has done more or fewer steps
+            # Another node selects, or has done more or fewer steps.
+            if any(number != self._number for number in found):
                 rule = "must gather the packs of the same steps"
                 numbers = {channel.name(node): number for node, number in enumerate(found)}
                 remedy = "all ranks must take the same steps in the same order"
                 raise PeerError("the nodes", rule, numbers, remedy)
             count = len(moves.incoming)
-            places = torch.empty(
-                count, Resolution.NUM_WORDS, dtype=torch.int64
-            )  # as `moves` has them
+            # In the order of `moves.incoming`.
+            places = torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64)
             incoming = torch.from_numpy(moves.incoming)
             sizes = [len(status)] * channel.count
-            if (
-                moves.used == (0, 0) and self._rows.table.media is not None
-            ):  # of the rollout batch before
+            # Media of the rollout batch before have no further readers.
+            if moves.used == (0, 0) and self._rows.table.media is not None:
                 self._rows.table.media.clear_arrivals()
             self._rows.fill(0, places, torch.arange(count), incoming, received, sizes, moves.used)
             return (

@@ -1,6 +1,6 @@
-"""Places of a rollout batch's trajectories: which nodes have the rows of which, and which move for
-a step. Pure: every rank computes the same from records and packing plan, so no message is
-needed for that.
+"""Trajectory places: which nodes have the rows of a rollout batch's trajectories, and which move.
+
+Pure: every rank computes the same from records and packing plan, so no message is needed for that.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ class Moves:
     incoming: np.ndarray  # those that it receives, by sender: `RowSample`. [m, 7], int64
     used: tuple[int, int]  # rows and slots of the arrivals that were used before
     samples: np.ndarray  # of the batch, those whose rows come. [k], int64
-    first_row: (
-        np.ndarray
-    )  # of each of these, from the beginning of the stream's arrivals. [k], int64
+    # Of each of these, from the beginning of the stream's arrivals. [k], int64.
+    first_row: np.ndarray
     slot: np.ndarray  # as `first_row`
-    has: (
-        np.ndarray
-    )  # which nodes have the rows of which trajectories afterwards. [S, trajectories], bool
+    # Which nodes have the rows of which trajectories afterwards. [S, trajectories], bool.
+    has: np.ndarray
     end: tuple[int, int]  # rows and slots of the arrivals that are used afterwards
 
 
@@ -76,20 +74,22 @@ class TrajectoryPlaces:
         to, sent = np.nonzero(wanted & (self._owner == self._index))
         coming = np.nonzero(wanted[self._index])[0]
         rows = self._steps[coming] + self._final_row
-        (row, slot) = self._used
+        row, slot = self._used
         begin = np.cumsum(rows) - rows
-        at = np.full(self._has.shape[1], -1)
-        at[coming] = np.arange(len(coming))
-        at = at[self._number]
-        samples = np.nonzero(at >= 0)[0]
-        at = at[samples]
+        # The place of each trajectory among those that come, else -1. Where trajectories 4 and 7
+        # come with 3 and 2 rows, they have the places 0 and 1, and `begin` is [0, 3].
+        place = np.full(self._has.shape[1], -1)
+        place[coming] = np.arange(len(coming))
+        of_samples = place[self._number]
+        samples = np.nonzero(of_samples >= 0)[0]
+        places = of_samples[samples]
         return Moves(
             self._samples(to, sent),
             self._samples(self._owner[coming], coming),
             self._used,
             samples,
-            row + begin[at],
-            slot + at,
+            row + begin[places],
+            slot + places,
             self._has | wanted,
             (row + int(rows.sum()), slot + len(coming)),
         )

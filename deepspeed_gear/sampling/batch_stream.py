@@ -1,5 +1,4 @@
-"""Batch stream: global batches of one purpose (train, eval), selected once per node, read by its
-ranks.
+"""Batch stream: selects each global batch once per node, and waits for items, late ranks or nodes.
 
 The first process that requests a batch selects it under the store's lock; the others read it from a
 ring in the store, and the sum tree never changes during a draw. Where a table lies on several
@@ -17,10 +16,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_admission import ItemsHeld, NothingToSampleError
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.priority_log import Append
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import Selection, SelectionReaders
 from deepspeed_gear.sampling.selection_rounds import SelectionRounds
@@ -80,20 +79,16 @@ class BatchStream:
         self.position = state.position  # the words of `Position`, in the store. [16], int64.
         self._check = check
         self._num_items = num_items
-        self._words = state.words
-        self._control = state.control
-        self._heads = state.head_words
         self._released: memoryview = state.consumed.data
         self._peer = self.table.memory.peer
         self._num_peers = len(state.consumed)
         self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed)
-        self._requested: int | None = (
-            None  # global batch that the program waits for; None: any that it gets
-        )
+        # Global batch that the program waits for; None: any that it gets.
+        self._requested: int | None = None
         self._is_online = self.table.spec.dataset is None
-        self._events = self.table.bells if self._is_online and self.spec.name == TRAIN else None
+        self._events = self.table.events if self._is_online and self.spec.name == TRAIN else None
         self._pause_s = _IDLE_S
         self._next_cleaning = 0.0
         self._native = NativeStream(state) if is_plain(state) else None
@@ -168,9 +163,8 @@ class BatchStream:
         state = self.state
         entry = number % self.spec.depth
         deadline = None
-        while state.reports is not None and state.reports.too_early(
-            number
-        ):  # as long as a training step takes
+        # Another thread requests it: this may take as long as a training step.
+        while state.reports is not None and state.reports.too_early(number):
             self._check_going_on()
             time.sleep(_IDLE_S)
         while True:
@@ -178,7 +172,7 @@ class BatchStream:
                 obstacle = self._obstacle(number, entry)
                 if obstacle is None and not self.spec.together:
                     obstacle = self._select_alone(number, entry)
-                if self._heads[entry][Head.NUMBER] == number:
+                if self.state.head_words[entry][Head.NUMBER] == number:
                     state.limiter_wait.end()
                     return self._read(number, entry)
             if obstacle is None:
@@ -195,10 +189,10 @@ class BatchStream:
         """
         state = self.state
         state.catch_up()
-        held = self._heads[entry][Head.NUMBER]
+        held = self.state.head_words[entry][Head.NUMBER]
         if held == number:
             return None
-        at = self._words[Head.NUMBER]
+        at = self.state.words[Head.NUMBER]
         skips = number > at and not self.spec.sampler.is_pass
         if held > number or number < at or skips:
             name = f"stream {self.spec.name}: global batch {number}"
@@ -218,9 +212,8 @@ class BatchStream:
         whose priorities are not complete (`slow`); for none: the leader of this node has yet to
         select.
         """
-        if (
-            self.follows and self._words[Position.LIMITED]
-        ):  # the leader of this node waits for items
+        # The leader of this node waits for items, for which the limit is the rate limiter's.
+        if self.follows and self.state.words[Position.LIMITED]:
             if not self._is_ahead(number):
                 self._waits[0] += 1
                 self.state.limiter_wait.wait()
@@ -231,9 +224,8 @@ class BatchStream:
                 self.state.reports.wait_awake(number)
             # A leader that waits for another node as long names that node first.
             return time.monotonic() + self._timeout_s * (_LEADER_FIRST if self.follows else 1)
-        elif time.monotonic() > deadline and {*late, *slow} != {
-            self._peer
-        }:  # else its own device is late
+        # Where this process alone is late, it waits for its own device.
+        elif time.monotonic() > deadline and {*late, *slow} != {self._peer}:
             if late:
                 rule = f"find room in the ring of {self.spec.depth} selections"
                 raise self.readers.error(number, late, rule, "still needs an older one")
@@ -261,7 +253,10 @@ class BatchStream:
         if reports is not None and number is not None:
             # It may be made by now, or another process makes it with other nodes.
             reports.withdraw(
-                lambda: self._words[Head.NUMBER] > number or bool(self._control[Control.SELECTING])
+                lambda: (
+                    self.state.words[Head.NUMBER] > number
+                    or bool(self.state.control[Control.SELECTING])
+                )
             )
 
     def give_up(self) -> None:
@@ -312,7 +307,7 @@ class BatchStream:
         """Evict stale trajectories; return whether a batch is selected already.
         Requires the lock.
         """
-        if number < self._words[Head.NUMBER]:
+        if number < self.state.words[Head.NUMBER]:
             return True
         ledger = self.table.ledger
         has_kept = isinstance(ledger, KeptLedger) and ledger.has_groups
@@ -321,7 +316,7 @@ class BatchStream:
             if ledger is not None:
                 ledger.update()  # also holds the kept groups that are admitted by now
             self._next_cleaning = time.monotonic() + _CLEAN_S
-        if self.state.staleness is not None and not self._control[Control.SELECTING]:
+        if self.state.staleness is not None and not self.state.control[Control.SELECTING]:
             self.masses.take_changes()
             self.state.staleness.drop(number)
         return False
@@ -340,15 +335,15 @@ class BatchStream:
     def _read(self, number: int, entry: int) -> Selection:
         state = self.state
         turn = (number + 1) % self._num_peers == self._peer
-        follows = self._words[Head.NUMBER] == number + 1
+        follows = self.state.words[Head.NUMBER] == number + 1
         shared = self._num_peers > 1 and not self.spec.together and not state.is_limited
         # Several ranks read the stream: draw for the next selection, if its ring entry is released.
         if turn and shared and follows:
-            held = self._heads[(number + 1) % self.spec.depth][Head.NUMBER]
+            held = self.state.head_words[(number + 1) % self.spec.depth][Head.NUMBER]
             if not self.readers.lagging(held + 1):
                 self.selector.draw_ahead(number + 1)
         origins = None if state.origins is None else state.origins[entry]
-        head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
+        head: list[int] = self.state.head_words[entry][: Head.NUM_SET].tolist()
         resolutions, epochs = state.entries[entry]
         return Selection(head, resolutions, None, epochs, origins)
 
@@ -356,7 +351,7 @@ class BatchStream:
         """Make a selection from this store if no process has; return the wait for items if it has
         too few. Requires the lock.
         """
-        if self._heads[entry][Head.NUMBER] == number:
+        if self.state.head_words[entry][Head.NUMBER] == number:
             return None
         empty = None
         try:
@@ -372,12 +367,12 @@ class BatchStream:
         """
         self._is_ahead(number)
         with self.table.lock:
-            self._control[Control.SELECTING] += 1  # its items must stay between the rounds
+            self.state.control[Control.SELECTING] += 1  # its items must stay between the rounds
         try:
             is_made = self.selector.select(number, entry)
         except Exception as error:
             with self.table.lock:
-                self._heads[entry][Head.NUMBER] = NOTHING
+                self.state.head_words[entry][Head.NUMBER] = NOTHING
             if not isinstance(error, NothingToSampleError) or self.state.joint_limiter is None:
                 self._end_wait()
                 if self.state.failure is not None:
@@ -390,13 +385,12 @@ class BatchStream:
             self.state.joint_limiter.note_empty()
         finally:
             with self.table.lock:
-                self._control[Control.SELECTING] -= 1
+                self.state.control[Control.SELECTING] -= 1
         if is_made:
             self._end_wait()
             return
-        self._words[Position.LIMITED] = (
-            1  # for the node's other processes; then all nodes try again
-        )
+        # The node's other processes read it; then all nodes try again.
+        self.state.words[Position.LIMITED] = 1
         if not self.state.limiter_wait.is_ahead:
             self.state.limiter_wait.wait()
         time.sleep(self._pause_s)
@@ -451,12 +445,12 @@ class BatchStream:
             self._waits[0] += 1
         awaited = 0
         if self._events is not None:
-            self._control[Control.LISTENING] = 1
+            self.state.control[Control.LISTENING] = 1
             awaited = self._events.count(0)
         return partial(self._wait_for_items, awaited)
 
     def _end_wait(self) -> None:
-        self._words[Position.LIMITED] = 0
+        self.state.words[Position.LIMITED] = 0
         self._pause_s = _IDLE_S
         self.state.limiter_wait.end()
 

@@ -1,6 +1,4 @@
-"""Exclusions: why trajectories cannot be sampled, counted from a store's regions when it is
-inspected.
-"""
+"""Exclusions: why trajectories cannot be sampled, counted from a store's regions, with remedies."""
 
 from __future__ import annotations
 
@@ -55,9 +53,8 @@ def count_exclusions(
     slots = views["slots"]
     sums = views[stream + "sums"]
     if stream + "priorities" not in views:
-        waits = (
-            sums[left] == 0
-        )  # without mass as of the latest selection, although the rule admits it
+        # Without mass as of the latest selection, although the rule admits it.
+        waits = sums[left] == 0
         if rule.window is not None:
             is_inside = views[stream + "queued"][left] > 0
             reason = "too old for the window of the sampler, or newer than the latest selection"

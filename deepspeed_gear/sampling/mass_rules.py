@@ -1,5 +1,6 @@
-"""Mass rules: each trajectory's integer mass and anchors (in C++: ops/csrc/common), masses of
-priorities.
+"""Mass rules: masses of items by anchors, weights, conditions and age windows; decay of priorities.
+
+In C++: ops/csrc/common.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import MassUnit, Normalize
+from deepspeed_gear.sampling.conditions import Condition
 
 Unit = Literal["trajectory", "step", "group"]
 # A group's mass is that of its leader.
@@ -38,11 +40,6 @@ class AnchorRule:
     stride: int = 1  # every stride-th step
     most: int = UNBOUNDED  # at most this many anchors
     from_end: int = 0  # 1 to count from the last step backwards
-
-    @classmethod
-    def fits(cls, windows: Sequence[tuple[int, int, int]]) -> AnchorRule:
-        """Admit anchors whose windows need no padding; windows as `bounded` takes them."""
-        return cls.bounded(windows, 0, 0)
 
     @classmethod
     def bounded(
@@ -95,38 +92,6 @@ class AnchorRule:
         index = distance // self.stride
         inside = (steps < num_steps) & (distance >= 0) & (distance % self.stride == 0)
         return np.asarray(inside & (index < self.num_anchors(num_steps)))
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A filter on a per-trajectory column; every given bound must hold."""
-
-    column: str
-    minimum: int | float | None = None
-    maximum: int | float | None = None
-    among: tuple[int | float, ...] | None = None
-
-    def holds(self, values: np.ndarray) -> np.ndarray:
-        """Return which values pass. [n] -> [n], bool."""
-        if values.dtype == bool:  # compared as the numbers 0 and 1
-            values = values.view(np.uint8)
-        result = np.ones(len(values), bool)
-        if self.minimum is not None:
-            result &= values >= self.minimum
-        if self.maximum is not None:
-            result &= values <= self.maximum
-        if self.among is not None:
-            among = np.asarray(self.among)
-            if values.dtype.kind in "iu":
-                # As integers: through float64, large ones would be rounded. No value equals the
-                # others.
-                limits = np.iinfo(values.dtype)
-                fitting = [
-                    int(n) for n in self.among if limits.min <= n <= limits.max and n == int(n)
-                ]
-                among = np.asarray(fitting, values.dtype)
-            result &= np.isin(values, among.astype(values.dtype))
-        return result
 
 
 CustomMasses = Callable[[np.ndarray, np.ndarray, Callable[[str], np.ndarray]], np.ndarray]
@@ -182,9 +147,8 @@ class AgeWindow:
         newer = np.concatenate([[0], np.cumsum(num_items[order])])  # of those before each place
         low = NO_ID
         high = int(all_gather(np.array([ids.max(initial=NO_ID)])).max())
-        while (
-            low < high
-        ):  # the smallest id after which there are fewer items than wanted is in [low, high]
+        # The smallest id after which there are fewer items than wanted is in [low, high].
+        while low < high:
             step = -(-(high - low) // _PARTS)
             points = np.minimum(low + step * np.arange(_PARTS), high)
             after = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
@@ -202,9 +166,8 @@ class AgeWindow:
         """Return which trajectories are in a window that begins at an edge. [n], bool."""
         inside = (np.asarray(num_items) > 0) & (ids >= edge.oldest)
         if values is not None and edge.newest is not None:
-            inside &= (
-                values >= edge.newest - self.distance
-            )  # a Python number: small integers would overflow
+            # A Python number: small integers would overflow.
+            inside &= values >= edge.newest - self.distance
         return inside
 
 
@@ -223,9 +186,8 @@ class MassRule:
     # Per-trajectory column of weights, and log2 of the mass of weight 1.
     weight: tuple[str, int] | None = None
     custom: CustomMasses | None = None  # a program's own masses
-    window: AgeWindow | None = (
-        None  # which of the admitted ones are new enough; applied by the selection
-    )
+    # Which of the admitted ones are new enough; applied by the selection.
+    window: AgeWindow | None = None
     late: tuple[str, ...] = ()  # late columns that must be filled
 
     @property
@@ -332,9 +294,8 @@ class Decay:
         Cost: one multiplication for each bit of the largest age. The bits do not depend on the
         machine.
         """
-        left = np.maximum(
-            (era + 1) * self.era_batches - 1 - born, 0
-        )  # batches until the end of the era
+        # Batches until the end of the era.
+        left = np.maximum((era + 1) * self.era_batches - 1 - born, 0)
         growth = np.full(len(born), 256.0)
         factor = float((-1 / Decimal(self.batches)).exp())
         while left.any():

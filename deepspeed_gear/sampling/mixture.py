@@ -30,9 +30,8 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int
     ) -> None:
-        # samples of a global batch
         self.names = names
-        self.batch = batch
+        self.batch = batch  # samples of a global batch
         self._by_batch = shares  # of each table by global batch; they sum to 1
         self._mutex = threading.Lock()
         self._kept = dict[int, np.ndarray]()
@@ -42,9 +41,8 @@ class Mixture:
 
     def _restart(self) -> None:
         self._next = 0  # global batch that is counted next
-        self._lacking = [0] * len(
-            self.names
-        )  # each table's parts so far less its samples, in 1 / _ONE
+        # Each table's parts so far less its samples, in 1 / _ONE.
+        self._lacking = [0] * len(self.names)
 
     def counts(self, number: int) -> np.ndarray:
         """Return the samples of each table in a global batch; raises as `shares`.
@@ -86,6 +84,8 @@ class Mixture:
         parts have the same size and shares.
         """
         counts = self.counts(number)
+        # Of 5 and 3 samples, part 0 of 2 has the indices [0, 2, 4, 6] of all 8: the first table's
+        # [0, 2, 4], and the second one's [1], as it begins at 5.
         first = (part - (np.cumsum(counts) - counts)) % num_parts
         return [
             np.arange(f, n, num_parts) for f, n in zip(first.tolist(), counts.tolist(), strict=True)

@@ -103,23 +103,23 @@ class PriorityLog:
         of an older one are deferred (`defer`), publish that one, so that others wait for them.
         """
         with self._mutex:
-            deferred = self._deferred
-            asked = self._asked_words
-            peer = self._peer
-            latest = self._current if deferred else asked[peer]
+            latest = self._latest
             if number != latest:
                 self._before = latest
             self._current = number
-            asked[peer] = deferred[0].batch if deferred else number
+            self._publish_request()
+
+    def _publish_request(self) -> None:
+        """Publish the batch that this process requests; the oldest one with deferred updates."""
+        self._asked_words[self._peer] = self._deferred[0].batch if self._deferred else self._current
 
     def restart(self, number: int) -> None:
         """Reset what all processes request, after a checkpoint at batch `number` was loaded."""
         self.asked[:] = NEVER
         for peer in range(self._num_peers):
             waiting = self._waiting(peer)
-            if (
-                self._log[peer, waiting, LogEntry.BATCH] >= number
-            ).any():  # batches selected again: due now
+            # Of batches that are selected again: due now.
+            if (self._log[peer, waiting, LogEntry.BATCH] >= number).any():
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def withdraw(self, is_made: Callable[[], bool]) -> None:
@@ -130,9 +130,7 @@ class PriorityLog:
         with self._mutex, self.table.lock:
             if not is_made():
                 self._current = self._before
-                self._asked_words[self._peer] = (
-                    self._deferred[0].batch if self._deferred else self._current
-                )
+                self._publish_request()
 
     def give_up(self) -> None:
         """Withdraw this process's request; its updates are then due at the next selection."""
@@ -225,9 +223,7 @@ class PriorityLog:
                 if priorities is not None:
                     self._write(samples, priorities, deferred.batch)
             finally:
-                self._asked_words[self._peer] = (
-                    self._deferred[0].batch if self._deferred else self._current
-                )
+                self._publish_request()
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
         call = self._append
@@ -243,9 +239,8 @@ class PriorityLog:
             )
         append = self.ops.append_reports_
         _refusing(priorities, append, self._my_log, samples, priorities, tail, batch)
-        with (
-            self.table.lock
-        ):  # orders the entries before the tail, for the process that selects next
+        # The lock orders the entries before the tail, for the process that selects next.
+        with self.table.lock:
             ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
@@ -322,9 +317,8 @@ class PriorityLog:
             name = f"stream {self.spec.name}: the checkpoint's reports"
             remedy = "raise the batch size or gear.prefetch to what they were"
             raise StoreError(name, f"must be at most {most}", len(log), remedy)
-        for peer, part in enumerate(
-            np.array_split(log, self._num_peers)
-        ):  # in the order of a selection
+        # In the order of a selection.
+        for peer, part in enumerate(np.array_split(log, self._num_peers)):
             self._log[peer, : len(part)] = part
             ends = self.ends[peer]
             ends[LogEnds.HEAD] = 0

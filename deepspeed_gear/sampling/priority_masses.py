@@ -1,5 +1,7 @@
-"""Masses from priorities: priorities of trajectories (a leaf per slot) or steps (per row) are
-authoritative; masses, sum and min tree are derived from them. A selection applies the priority log.
+"""Masses from priorities of trajectories or steps: applies reports, derives sum and min tree.
+
+A leaf is a slot, or a row where items are steps. Priorities are authoritative: masses and trees are
+derived from them. A selection applies the priority log.
 """
 
 from __future__ import annotations
@@ -52,9 +54,8 @@ class PriorityMasses(ItemMasses):
         self._born: np.ndarray | None = views.get(at + "born")
         if self._born is not None:
             self._plain_unit = None  # the native op computes no ages
-        self._steps: np.ndarray | None = views.get(
-            at + "steps"
-        )  # each slot's steps with a priority
+        # Each slot's steps with a priority.
+        self._steps: np.ndarray | None = views.get(at + "steps")
         self.reports = PriorityLog(spec, table)
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
         self._minima = torch.from_numpy(
@@ -69,9 +70,8 @@ class PriorityMasses(ItemMasses):
         known = (torch.from_numpy(words) for words in (self._bases, self._generations, steps))
         self._slot_words = *known, self._row_slots_tensor
         initial = self.rule.initial
-        self._fixed_initial = (
-            None if initial is None else int(np.float32(initial).view(np.int32))
-        )  # its bits
+        # Its bits.
+        self._fixed_initial = None if initial is None else int(np.float32(initial).view(np.int32))
         self._window: np.ndarray = views[at + "window"]
         self._window_words: memoryview = self._window.data
 

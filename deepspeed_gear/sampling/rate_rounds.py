@@ -1,4 +1,4 @@
-"""Rate rounds: what a table's rate limiter admits, decided by all nodes outside of a selection.
+"""Rate rounds: writers' quotas, `can_sample` and missing groups, decided by all nodes together.
 
 Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections
 renew these. Before the first selection, after a load, and when `can_sample` or `missing_groups` is
@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.sampling.batch_admission import NodeRate
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.store.records import Head
 
 T = TypeVar("T")

@@ -1,6 +1,4 @@
-"""Sample counts: how often each item was drawn (counters in the store), and copies of recent
-selections.
-"""
+"""Sample counts: how often each item was drawn, ages of samples, copies of recent selections."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A selection: the samples of one global batch in the store, its readers, and the record of a
-failed one.
-"""
+"""A selection: its samples, the ranks that have yet to release it, the record of a failed one."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
 
-PASS_SHIFT: Final = (
-    32  # the number of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
-)
+# The number of a global batch in an evaluation pass: pass << PASS_SHIFT | batch.
+PASS_SHIFT: Final = 32
 
 
 class Selection(NamedTuple):
@@ -31,12 +28,10 @@ class Selection(NamedTuple):
 
     head: list[int]  # position after the selection, and totals: the words of `Head`
     resolutions: torch.Tensor  # the resolution of each sample. [B, 8], int64.
-    weights: torch.Tensor | None = (
-        None  # PER weights, of a micro batch with priorities. [B], float32.
-    )
-    epochs: torch.Tensor | None = (
-        None  # epoch (or pass) of each sample; None: there are none. [B], int64.
-    )
+    # PER weights, of a micro batch with priorities. [B], float32.
+    weights: torch.Tensor | None = None
+    # Epoch (or pass) of each sample; None: there are none. [B], int64.
+    epochs: torch.Tensor | None = None
     # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
     # resolution holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
@@ -79,9 +74,8 @@ class NodeDraws:
     number: int  # global batch
     entry: int  # of the ring
     count: int  # samples of all nodes; of a checkpoint, resolutions
-    is_saved: bool = (
-        False  # whether it is a checkpoint's selection, in which groups have all members
-    )
+    # Whether it is a checkpoint's selection, in which groups have all members.
+    is_saved: bool = False
     first: int = 0  # sample number of the first one
     parts: list[ShardDraws] = field(default_factory=list)  # one after the other
 

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 import numpy as np
 import torch
 
-from deepspeed_gear.data.running_moments import merge
+from deepspeed_gear.data.statistics.running_moments import merge
 from deepspeed_gear.distributed.node_channel import (
     NO_WORDS,
     LoneChannel,
@@ -29,8 +29,8 @@ from deepspeed_gear.distributed.node_channel import (
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import LogEntry, UpdateCount
 from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.sampling.batch_admission import NodeRate
 from deepspeed_gear.sampling.mass_rules import WindowEdge
-from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.prompt_spec import Progress
 
@@ -68,7 +68,6 @@ class SelectionRounds:
     def __init__(self, state: StreamState, channel: NodeChannel | None = None) -> None:
         self._state = state
         self._masses = state.masses
-        self._others = channel
         self.is_alone = channel is None  # whether this store selects alone
         self.channel: NodeChannel | LoneChannel = LoneChannel() if channel is None else channel
         #: Whether each node holds a part of the items, rather than all of them.
@@ -90,6 +89,12 @@ class SelectionRounds:
         self._moments = np.empty((0, 0))  # of all nodes that hold a part
         #: How long the others have waited for each node. [S], float64, seconds.
         self.late_s = np.zeros(self.channel.count)
+
+    @property
+    def _nodes(self) -> NodeChannel:
+        """The channel to the other nodes, of a store that does not select alone."""
+        assert isinstance(self.channel, NodeChannel)
+        return self.channel
 
     # ---- state that is equal on all nodes --------------------------------------------------------
 
@@ -299,12 +304,11 @@ class SelectionRounds:
 
     def leave(self) -> None:
         """Send that this node makes no further selection, unless another one has sent that."""
-        assert self._others is not None
-        if not self._others.left:
+        if not self._nodes.left:
             self._number = None
-            with self._others.parting(MOST_LEAVE_S):
-                self._status_round([NO_WORDS] * self._others.count, None, leaves=True)
-        self._others.note_left(False)
+            with self._nodes.parting(MOST_LEAVE_S):
+                self._status_round([NO_WORDS] * self.channel.count, None, leaves=True)
+        self._nodes.note_left(False)
 
     def _status_round(
         self, messages: Sequence[np.ndarray], error: Exception | None, leaves: bool = False
@@ -314,12 +318,11 @@ class SelectionRounds:
         They are valid until the next exchange ends. `error`: why this node cannot make the
         selection; `leaves`: it makes no further one.
         """
-        assert self._others is not None
         number = -1 if self._number is None else self._number
         words = self._status(error)
         words[StatusMessage.NUMBER] = number
         words[StatusMessage.STOP] = leaves or self._state.stop.is_set()
-        received = self._others.begin([message_of(words, after) for after in messages])()
+        received = self._nodes.begin([message_of(words, after) for after in messages])()
         statuses = np.stack([message[: StatusMessage.NUM_WORDS] for message in received])
         self._statuses = statuses
         # The node that has waited least was the last to arrive.
@@ -357,17 +360,16 @@ class SelectionRounds:
 
     def _raise_refusal(self, statuses: np.ndarray, error: Exception | None) -> NoReturn:
         """Raise the reason why a node does not make the selection that this one makes."""
-        assert self._others is not None
         if statuses[:, StatusMessage.STOP].any():
-            self._others.note_left()
+            self._nodes.note_left()
             if self._state.stop.is_set() or self._number is None:
                 name = f"stream {self._state.spec.name}"
                 raise StoreError(name, "must be open", None, "it was closed while it waited")
             node = int(np.nonzero(statuses[:, StatusMessage.STOP])[0][0])
-            self._others.raise_ended(node, f"it ended before global batch {self._number}")
+            self._nodes.raise_ended(node, f"it ended before global batch {self._number}")
         self._raise_failure(statuses, error)
         asked = {
-            self._others.name(node): number
+            self._nodes.name(node): number
             for node, number in enumerate(statuses[:, StatusMessage.NUMBER].tolist())
         }
         rule = "must ask for the same global batch"
@@ -376,9 +378,8 @@ class SelectionRounds:
 
     def _raise_failure(self, statuses: np.ndarray, error: Exception | None) -> None:
         """Raise if a node has failed: its own error there, an error with its text elsewhere."""
-        assert self._others is not None
         own = None if error is None else Outcome.of(error)
-        there = self._others.first_failure(statuses[:, StatusMessage.STATUS], own)
+        there = self._nodes.first_failure(statuses[:, StatusMessage.STATUS], own)
         if there is not None:
             raise there if error is None else error
 

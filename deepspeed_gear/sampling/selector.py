@@ -1,4 +1,4 @@
-"""Selector: decides the samples of a global batch and commits them as an entry of the ring.
+"""Selector: draws a global batch's samples, walks epochs, and commits them as an entry of the ring.
 
 A store alone and the stores of several nodes are selected from in one way. Every node computes all
 coordinates, and resolves those that fall into its own store. A store that holds all items, alone or
@@ -28,8 +28,8 @@ import torch
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.sampling.batch_admission import NothingToSampleError
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
 from deepspeed_gear.sampling.samplers.kinds import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT, NodeDraws, ShardDraws
@@ -403,6 +403,8 @@ class Selector:
         if sampler.drops_tail and done == 0 and after[Head.SAMPLES] + count > end:
             after[Head.SAMPLES] = end
         while done < count:
+            # In an epoch of 5 items that begins with sample 10, sample 12 is the item at 2. If that
+            # one is skipped, the epoch counts as begun with sample 9: sample 12 is the item at 3.
             at = after[Head.SAMPLES] + done - after[Head.EPOCH_FIRST]
             if at >= after[Head.EPOCH_SIZE] or has_ended:
                 has_ended = False

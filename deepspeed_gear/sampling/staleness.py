@@ -1,6 +1,4 @@
-"""Staleness: eviction of trajectories that are too old, by policy version or age in
-global batches.
-"""
+"""Staleness: evicts trajectories that are too old, by policy version or age in global batches."""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ class StreamSpec:
     depth: int  # selections that the ring keeps
     # Samples of a global batch by its number, at most `batch`; None: always `batch`.
     count: Callable[[int], int] | None = None
-    is_optional: bool = (
-        False  # a batch has no samples of the table while its limits do not admit them
-    )
+    # A batch has no samples of the table while its limits do not admit them.
+    is_optional: bool = False
     count_draws: bool = False  # count how often each item was drawn
     num_shards: int = 1  # nodes over which the table is spread
     together: bool = False  # whether several nodes make its selections together

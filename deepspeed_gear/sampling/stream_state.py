@@ -1,6 +1,6 @@
-"""State of a batch stream, in shared memory: tree, waiting priority updates, position, and a ring
-of selections; its copy in a checkpoint. Every process of a node has a `StreamState` over the same
-memory.
+"""State of a batch stream in shared memory: position, ring of selections, repair, checkpoint.
+
+Every process of a node has a `StreamState` over the same memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import threading
 import numpy as np
 import torch
 
-from deepspeed_gear.data.running_moments import Moment, moments_size
+from deepspeed_gear.data.statistics.running_moments import Moment, moments_size
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.batch_admission import LimiterWait, SelectionLimiter
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
-from deepspeed_gear.sampling.rate_limiting import LimiterWait, SelectionLimiter
 from deepspeed_gear.sampling.sample_counts import SampleCounts
 from deepspeed_gear.sampling.selection import SelectionFailure
 from deepspeed_gear.sampling.staleness import Staleness
@@ -99,9 +99,8 @@ class StreamState:
         #: the newest one before the ring was emptied; None: no field is. [depth + 1, 6, elements],
         #: float64.
         self.numbers: np.ndarray | None = views.get(at + "numbers")
-        self.last_drawn: np.ndarray | None = views.get(
-            at + "last_drawn"
-        )  # newest selection of each slot
+        # Newest selection of each slot.
+        self.last_drawn: np.ndarray | None = views.get(at + "last_drawn")
         #: Generation of each slot when the epoch began; None: its items stay until the end.
         #: [slots], int64.
         self.walked: np.ndarray | None = views.get(at + "walked")
@@ -238,9 +237,8 @@ class StreamState:
         found[:, _RESOLVED] = self.table.slots[slots][:, _OF_SLOT]
         for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
             found[:, word] = drawn[item, word]
-        if (
-            self.table.shared_prompts is not None
-        ):  # steps of the whole trajectory, and the shared ones
+        # Steps of the whole trajectory, and the shared ones.
+        if self.table.shared_prompts is not None:
             found[:, Resolution.ANCHOR] = shared = self.table.shared_prompts[
                 slots, SharedPrompt.STEPS
             ]
@@ -328,9 +326,8 @@ class StreamState:
         ring = self.ring_words[unused].copy()
         own = drawn = np.arange(self.spec.most_resolutions) < self.heads[unused, Head.COUNT, None]
         ring[~drawn] = 0
-        if (
-            self.origins is not None
-        ):  # this store's samples keep their words, those of others the id UNKNOWN
+        # This store's samples keep their words, those of others the id UNKNOWN.
+        if self.origins is not None:
             origins = self.origins.numpy()[unused]
             index = self.table.spec.own_shard.index
             own = drawn & (ring[..., Resolution.ID] != UNKNOWN) & (origins >> SHARD_BITS == index)

@@ -1,4 +1,4 @@
-"""Sum tree of a stream: the masses of its items in the store, and the changes that wait.
+"""Sum tree of a stream: masses of its items, changes that wait, resolved draws, order of age.
 
 Every change of a slot is appended to the table's log. The next selection queues their masses by the
 rule and writes them to the tree, which never changes during a draw. After a death, or if more
@@ -28,9 +28,8 @@ class TreeChanges:
     """Words of the mass changes that wait for a selection."""
 
     NUM_QUEUED: Final = 0
-    APPLYING: Final = (
-        1  # 1: the queue is being written to the tree; -1 - n: log entries up to n are
-    )
+    # 1: the queue is being written to the tree; -1 - n: log entries up to n are.
+    APPLYING: Final = 1
     ALPHA: Final = 2  # exponent of the priorities, Q62
     SEEN: Final = 3  # the table's Control.CHANGED up to which changes are queued
     BATCH: Final = 4  # global batch of the latest selection, from which the age of new items counts
@@ -67,17 +66,15 @@ class ItemMasses:
         self.applied = self.leaves
         #: Whether a second draw, keyed by the sample number, selects the anchor.
         self.draws_anchor = spec.rule.draws_anchor
-        self._top: memoryview = views[spec.at + "sums"][
-            -FAN_OUT:
-        ].data  # the last level: one node's children
+        # The last level: one node's children.
+        self._top: memoryview = views[spec.at + "sums"][-FAN_OUT:].data
         self._slots = torch.from_numpy(table.slots)
         self._log = torch.from_numpy(views["log"]) if "log" in views else None
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.random_key)
         self._plain_unit = None if self._late else spec.rule.plain_unit
-        self._may_wrap = (
-            spec.rule.has_weights and table.spec.dataset is None
-        )  # the sums are modulo 2^64
+        # The sums are modulo 2^64.
+        self._may_wrap = spec.rule.has_weights and table.spec.dataset is None
 
     def native_words(self) -> dict[str, int]:
         """Return the numbers that the native `Stream` takes, beside the addresses of regions."""
@@ -211,9 +208,8 @@ class ItemMasses:
         if self._on_change or self.words[TreeChanges.NUM_QUEUED]:
             log = None
         # Where the slot table alone determines the masses, one op writes those that have changed.
-        if (
-            unit is not None and log is not None and changed - seen <= log.size(0)
-        ):  # faster than `len`
+        # Faster than `len`.
+        if unit is not None and log is not None and changed - seen <= log.size(0):
             if changed != seen:
                 self._take(log, seen, changed, unit)
                 self.words[TreeChanges.SEEN] = changed
@@ -267,9 +263,8 @@ class ItemMasses:
         may_wrap = self._may_wrap and int(self.leaves.max()) * len(self.leaves) >= most
         if may_wrap and (total := int(self.leaves.sum(dtype=np.float64))) >= most:
             return min(total, (1 << 63) - 1)
-        return sum(
-            self._top.tolist()
-        )  # plain integers: with cold caches a NumPy reduction costs 30 us
+        # Plain integers: with cold caches a NumPy reduction costs 30 us.
+        return sum(self._top.tolist())
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
         """Write the resolutions of coordinates to rows, numbered from `first` on. [n, 8]; [n];
@@ -401,6 +396,7 @@ def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) ->
     """Return coordinates of at most `count` items of trajectories, each one's last first if
     `newest`. [n].
     """
+    # For masses [2, 3] that begin at [10, 4], 4 items are [10, 11, 4, 5]; newest [11, 10, 6, 5].
     index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
     index = np.repeat(masses, masses) - 1 - index if newest else index
     return torch.from_numpy((np.repeat(first, masses) + index)[:count])

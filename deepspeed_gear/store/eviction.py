@@ -1,8 +1,9 @@
 """Reserves rows for new trajectories: evicts, compacts or blocks.
 
-The native store does it all (store/store.cpp), alike for every writer of a node. Python chooses
-what it cannot: a group, or by a class of the user's. And it finds who has died: what a dead process
-has reserved or reads is released before a writer waits, and once a second before one evicts.
+The native store does it all (store/reserve_rows.cpp), alike for every writer of a node. Python
+chooses what it cannot: a group, or by a class of the user's. And it finds who has died: what a dead
+process has reserved or reads is released before a writer waits, and once a second before one
+evicts.
 """
 
 from __future__ import annotations

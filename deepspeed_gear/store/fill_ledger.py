@@ -1,4 +1,4 @@
-"""Fill ledger: the leases of trajectories that lack a late column.
+"""Fill ledger: leases of trajectories that lack a late column, so that no two workers fill one.
 
 `SlotRetention.PRESENT` alone records what is filled. So a lease only keeps processes from the same
 work: there is nothing to recover, and two processes that compute the same rows cost time only.

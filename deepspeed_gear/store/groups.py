@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
@@ -175,15 +175,8 @@ class TableGroups:
                 name, rule, count + 1, "raise it; remove() of one trajectory evicts the group"
             )
 
-    def begin(self, slot: int) -> None:
-        """Reset the words of a reserved slot, before its commit."""
-        self.words[slot] = 0
-        self.note_time(slot)
-
     def note_time(self, slot: int | np.ndarray) -> None:
-        """Restart `after_s` of the group of a slot, or of several: it was committed or gets a late
-        column.
-        """
+        """Restart `after_s` of the group of a slot, or of several: it gets a late column."""
         self.words[slot, SlotGroup.TIME] = time.monotonic_ns()
 
     def note_drawn(self, leaders: np.ndarray) -> None:

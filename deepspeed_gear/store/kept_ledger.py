@@ -1,4 +1,4 @@
-"""Ledger of a store that outlives its job: groups that it still has are not generated again.
+"""Prompt ledger of a store that outlives its job: its groups are not generated again.
 
 A group that was drawn, and one that is not in a loaded checkpoint, is retired: its rows stay until
 writers need them. Where its number is to be leased, the group is committed again instead, with the
@@ -115,7 +115,7 @@ class KeptLedger(PromptLedger):
             before = self._before(int((others & (self._of_entries < number)).sum()))
             before -= self._of_others(self._next) - self._of_others(number)
             return spec.may_lease(before, version)
-        newest = self.books.version  # that of entries without a group, at least
+        newest = self.account.version  # that of entries without a group, at least
         if spec.is_joint:
             may = self._life[_SETTLED] == newest and version + spec.max_lag >= selected
             return version >= newest or bool(may and (self._shares(version) > 0).all())
@@ -132,7 +132,7 @@ class KeptLedger(PromptLedger):
         batches 5 and 7: the group needs shares of the batches 5 and 6, [0:2].
         """
         spec = self.spec
-        newest = self.books.version
+        newest = self.account.version
         at, end = (max(one + spec.max_lag - self.num_selected, 0) for one in (version, newest))
         return np.asarray(self._life[_SHARES:][at : end if spec.is_joint else at])
 

@@ -11,7 +11,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.ragged import encode_ragged
-from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
+from deepspeed_gear.data.stored_values import as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.schema import Column

@@ -11,20 +11,16 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, differences
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.errors import StoreError
 from deepspeed_gear.store.memory_layout import MAGIC, Layout, RunIdentity, read_header
 from deepspeed_gear.store.reaper import NAME as REAPER
-from deepspeed_gear.store.shared_memory import SHM, file_path, is_held, is_kept, opened, opened_file
-from deepspeed_gear.store.writer_options import digest, filled
+from deepspeed_gear.store.shared_memory import SHM, is_held, is_kept, opened
 
 _PROC = Path("/proc")
 
@@ -110,116 +106,3 @@ def _open(
                 weakref.finalize(store, os.close, descriptor)
                 return store
     return None  # it was closed meanwhile, or this process may not map it
-
-
-RUN_VARIABLE = "GEAR_RUN"
-_MOST_LETTERS = 64
-
-
-@dataclass(frozen=True)
-class NamedStore:
-    """The store of a table that admits writers."""
-
-    file: str  # its name in /dev/shm
-    table: str  # name of the table
-    run: RunIdentity
-    writing: Mapping[str, Any]  # what a process that only writes needs: defaults and options
-    schema: Schema
-    places: range  # indices for processes that only write
-
-    def differences(self, section: Mapping[str, Any]) -> list[str]:
-        """Return the options in which an actor's `gear` section differs from the run's; empty if it
-        fits.
-        """
-        mine = filled(section, self.table, self.writing["defaults"], self.schema)
-        return [] if digest(mine) == self.run.digest else differences(mine, self.writing["options"])
-
-    def __str__(self) -> str:
-        return f"run {self.run}, table {self.table} ({SHM / self.file})"
-
-
-def named_stores(prefix: str | None) -> tuple[list[NamedStore], list[str]]:
-    """Return this user's stores that admit writers and have a living rank, and others' errors.
-
-    `prefix`: of their names; None: any.
-
-    Stores of runs that have ended are left out: writers may still be attached to them.
-    """
-    found = []
-    others = []
-    for path, fd in opened(prefix):
-        try:
-            store = _store(fd, path.name)
-        except StoreError as error:  # of another version
-            if is_held(fd, 0, 0):
-                others.append(str(error))
-            continue
-        if store is not None:
-            found.append(store)
-    return found, others
-
-
-def named_store(file: str) -> NamedStore:
-    """Return the store of a file; raise a StoreError if it admits no writers, or its
-    run has ended.
-    """
-    path = file_path(file)
-    with opened_file(path) as fd:
-        store = _store(fd, file)
-        if store is None and not read_header(fd, str(path))[0].meaning.get("sizes", {}).get(
-            "num_writers"
-        ):
-            raise StoreError(
-                str(path), "must admit writers", None, "set gear.tables.<name>.writers"
-            )
-    if store is None:
-        raise StoreGoneError(str(path), "must belong to a living run", None, "its ranks have ended")
-    return store
-
-
-def _store(fd: int, file: str) -> NamedStore | None:
-    """Return the store of an open file; None if it admits no writers or no rank is attached."""
-    layout, run = read_header(fd, str(SHM / file))
-    meaning = layout.meaning
-    sizes = meaning.get("sizes")
-    if sizes is None or not sizes["num_writers"] or not is_held(fd, 0, sizes["num_peers"]):
-        return None
-    schema = Schema.from_json(meaning["schema"])
-    places = range(sizes["num_peers"], sizes["num_peers"] + sizes["num_writers"])
-    return NamedStore(file, str(meaning["table"]), run, meaning["writing"], schema, places)
-
-
-def run_names(option: str | None, given: str | None = None) -> list[str]:
-    """Return the names and ids of the run that a process asks for; the run must have all. Empty:
-    any run.
-
-    An argument (`given`) takes the place of the option and of the environment's GEAR_RUN.
-
-    Raises:
-        ConfigError: One cannot be a name.
-    """
-    sources = {"gear.shared_memory.run": option, RUN_VARIABLE: os.environ.get(RUN_VARIABLE)}
-    named = {what: name for what, name in ({"run": given} if given else sources).items() if name}
-    for what, name in named.items():
-        letters = name.replace("_", "").replace("-", "")
-        if (
-            len(name) > _MOST_LETTERS
-            or not name.isascii()
-            or not (letters.isalnum() or not letters)
-        ):
-            rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
-            raise ConfigError(what, rule, name, "choose another name")
-    return sorted({*named.values()})
-
-
-def new_run_name(option: str | None) -> str:
-    """Return the name of a run that begins, "" without one; ConfigError: config and environment
-    differ.
-    """
-    names = run_names(option)
-    if len(names) > 1:
-        rule = f"must be the run that {RUN_VARIABLE} names, where both are given"
-        raise ConfigError(
-            "gear.shared_memory.run", rule, " and ".join(names), "leave one of them out"
-        )
-    return names[0] if names else ""

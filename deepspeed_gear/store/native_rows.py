@@ -14,7 +14,7 @@ import torch
 from deepspeed_gear.schema import Column
 
 ROWS_CODES = {"T": 0, "T+1": 1, "1": 2}
-_CHECKS = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # store/finite.h
+_CHECKS = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # store/finite_checks.h
 
 
 def form_of(native: ModuleType, column: Column) -> Any:

@@ -1,12 +1,11 @@
 """Pins: which trajectories the batch streams of a store still read. A writer, which has no batch
-streams, computes them from the streams' regions in the store (store/store.cpp).
+streams, computes them from the streams' regions in the store (store/eviction.cpp).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NEVER_LATE, Peer
 from deepspeed_gear.store.table import Table
@@ -50,16 +49,7 @@ class SelectionPins:
         """Return priorities, or the highest of steps; inf: newer than the latest selection. [n] ->
         [n].
         """
-        table = self._table
-        end = "/priorities"
-        name = next(name for name in table.views if name.endswith(end)).removesuffix(end)
-        values = table.views[name + end]
-        records = table.slots[slots]
-        if f"{name}/row_slots" in table.views:
-            extents = records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
-            highest = [values[first : first + count].max() for first, count in extents]
-            found = np.array(highest, np.float32)
-        else:
-            found = values[slots].copy()
-        found[table.views[f"{name}/generations"][slots] != records[:, Slot.GENERATION]] = np.inf
+        found = np.empty(len(slots), np.float32)
+        slots = np.ascontiguousarray(slots, np.int64)
+        self._store.find_priorities(address(slots), len(slots), address(found))
         return found

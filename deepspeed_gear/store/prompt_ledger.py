@@ -1,4 +1,8 @@
-"""Prompt ledger: the account of every prompt of a table of groups, from its lease to its training.
+"""Prompt ledger: leases of a table's prompts, and the order in which batches take their groups.
+
+Its parts: the options and the words of its records (`prompt_spec`), how many numbers are in each
+state (`prompt_account`), draws of prompts by their priorities (`prompt_masses`), and the ledger of
+a store that outlives its job (`kept_ledger`). Late columns are leased by the `fill_ledger`.
 
 Numbers are issued in their order, to rollout workers that lease them. An entry holds a number until
 its group leaves the table: leased, returned, or held (committed and not drawn yet). Then a counter
@@ -31,7 +35,7 @@ import numpy as np
 from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.group_spec import SlotGroup
-from deepspeed_gear.store.prompt_books import PromptBooks
+from deepspeed_gear.store.prompt_account import PromptAccount
 from deepspeed_gear.store.prompt_masses import PromptMasses, merge_masses
 from deepspeed_gear.store.prompt_spec import (
     EPOCHS,
@@ -92,7 +96,7 @@ class PromptLedger:
         self.spec = spec
         self.views = views
         self.numbers = numbers
-        self.books = PromptBooks(spec, views, numbers)
+        self.account = PromptAccount(spec, views, numbers)
         self._memory = memory
         self._now_ns = now_ns
         self.entries = views["prompt_entries"]
@@ -118,7 +122,7 @@ class PromptLedger:
     @property
     def num_selected(self) -> int:
         """Rollout batches that were selected: the number of the next one."""
-        return self.books.num_selected
+        return self.account.num_selected
 
     @property
     def _next(self) -> int:
@@ -129,7 +133,7 @@ class PromptLedger:
     def _first_open(self) -> int:
         """This store's first number that is leased, returned, incomplete, or not issued yet."""
         is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.RETURNED)
-        is_open |= self.books.incomplete()
+        is_open |= self.account.incomplete()
         return int(self._of_entries[is_open].min(initial=self._next))
 
     # ---- leases ----------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ class PromptLedger:
 
     def _issue(self, count: int) -> list[LeaseRecord]:
         spec = self.spec
-        version = self.books.version
+        version = self.account.version
         if version < 0 or not count:
             return []
         returned = np.nonzero(self._states == EntryState.RETURNED)[0]
@@ -172,7 +176,7 @@ class PromptLedger:
         if spec.num_stores > 1:
             # The others may drop numbers of theirs: then more than this store's share of a window
             # is admitted, and its table must have room for the groups.
-            room = len(self._slots) // spec.size - self.books.num_in_training - busy
+            room = len(self._slots) // spec.size - self.account.num_in_training - busy
             wanted = max(min(wanted, room), 0)
         for entry in free[:wanted]:
             if not spec.may_lease(before, version):
@@ -453,7 +457,7 @@ class PromptLedger:
         """Return this store's words of `Progress`; stamp the groups that are newly complete."""
         if self.spec.is_joint:
             # With a largest stamp of -90, two newly complete groups get -89 and -88.
-            slots = self.books.leaders()
+            slots = self.account.leaders()
             at = self._held(self.numbers[slots[np.argsort(self._completed[slots], kind="stable")]])
             new = at[(at >= 0) & (self.entries[at, Entry.STAMP] >= 0)]
             stamps = self.entries[at[at >= 0], Entry.STAMP]
@@ -463,7 +467,7 @@ class PromptLedger:
         known = self.counts[PromptCount.TRAINED]
         busy = np.count_nonzero(self._states)
         dropped = self.counts[PromptCount.ISSUED] - self._left[0, Left.DRAWN] - busy
-        batches = self.books.trained_here
+        batches = self.account.trained_here
         return np.array([self._first_open, batches, self.spec.store, known, dropped, self._stamp])
 
     def take_progress(self, stores: np.ndarray) -> None:

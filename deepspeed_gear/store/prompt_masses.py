@@ -1,4 +1,4 @@
-"""Masses of a table's prompts, by which the ledger draws the prompt of each number.
+"""Masses of a table's prompts, by which prompts are drawn: prioritized prompts, curricula.
 
 Of several stores that draw each prompt once an epoch, each draws from a part of its own: epoch by
 epoch the prompts are shuffled, and the one at a place is of the store that issues its number. Then

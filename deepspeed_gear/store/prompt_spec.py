@@ -1,4 +1,4 @@
-"""Prompts of a table: their specification, and the words of the ledger that accounts for them.
+"""Specification of a table's prompts: options of the ledger, and the words of its records.
 
 A prompt has a number, epoch * prompts + place in the epoch's order, which is also that of its
 group. Of K stores, one on each node, store k issues the numbers n with n % K == k.

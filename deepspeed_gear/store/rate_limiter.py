@@ -1,7 +1,7 @@
 """Rate limiter: when the writers or samplers of a table must block, on one node and over several.
 Pure.
 
-The native store tests whether writers may add (`MayInsert` in store/store.cpp).
+The native store tests whether writers may add (`MayInsert` in store/rate_limiter.cpp).
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ slots.
 Two lists run through the slots, each with a sentinel: extents by address, between which the free
 rows lie, and trajectories by age, those that are committed and those that are retired. They lie in
 shared memory and follow from the slot table; `rebuild` derives them. C++ changes them
-(store/store.cpp).
+(store/slots.cpp).
 
 An open trajectory is committed with its first steps and keeps the rows that were reserved for it.
 Its writer writes after the published steps, where no process reads, and then publishes the new
 number (`grow`). It is never evicted to free rows. Where it is retired all the same (by hand, or by
 age), its rows are not free before its writer has detected that.
 
-The native store of this process owns all that writers do to rows (`handle`, in store/store.cpp): it
+The native store of this process owns all that writers do to rows (`handle`, see store/store.h): it
 reserves, evicts, frees and moves them. Python repairs the rows of dead processes, as it checks
 which processes live.
 """

@@ -32,8 +32,8 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.log import LOG
+from deepspeed_gear.store.cgroup_limits import ENLARGE_SHM, check_available
 from deepspeed_gear.store.memory_layout import KEPT_OFFSET, MAGIC
-from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
 from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
 from deepspeed_gear.timeouts import wait_until
 

@@ -1,6 +1,4 @@
-"""The lock of a store, which survives the death of its owner, and futex notifications between
-processes.
-"""
+"""The lock of a store: a robust mutex with a timeout, and the repair after its owner's death."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ import numpy as np
 
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
-from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
@@ -119,39 +116,3 @@ class StoreLock:
         return StoreError(
             name, f"must be free within {self.timeout_s} s (gear.timeout_s)", given, remedy
         )
-
-
-BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
-
-
-class FutexEvents:
-    """Futex words ("bells"), [n, BELL_WORDS], uint32, of a file's processes; any may ring and wait.
-    Each counts its rings: a waiter reads the count, checks its condition, and waits with that
-    count, so it misses no change.
-    """
-
-    def __init__(self, words: np.ndarray, native: ModuleType) -> None:
-        self._words = words
-        self._native = native
-        self._counts = [words[i, :1].data for i in range(len(words))]  # NumPy's scalars are slower
-        self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
-
-    def count(self, bell: int) -> int:
-        """Return how often a bell was rung."""
-        return int(self._counts[bell][0])
-
-    def ring(self, bell: int) -> None:
-        """Wake all waiters of a bell; this thread's earlier writes are visible by then."""
-        self._native.bell_ring(self._addresses[bell])
-
-    def wait(self, bell: int, seen: int, timeout_s: float) -> None:
-        """Wait until a bell's count is not `seen`, at most `timeout_s`; a signal ends
-        the wait too.
-        """
-        self._native.bell_wait(self._addresses[bell], seen, timeout_s)
-
-    def fence(self) -> None:
-        """Issue a memory fence between earlier and later reads and writes, as other processes see
-        them.
-        """
-        self._native.fence()

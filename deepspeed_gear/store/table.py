@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
+from deepspeed_gear.data.stored_values import as_numbers, no_values
 from deepspeed_gear.errors import (
     ConfigError,
     StoreError,
@@ -27,6 +27,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.fill_ledger import FillLedger
+from deepspeed_gear.store.futex_events import FutexEvents
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.media_pages import ItemNumbers, MediaPages
@@ -43,7 +44,7 @@ from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator, committed_at, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory, clean_command, is_held
-from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
+from deepspeed_gear.store.store_lock import StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
 
 
@@ -151,7 +152,7 @@ class Table:
             )
         # The next change of a slot notifies it if a sampler waits.
         word = self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32)
-        self.bells = FutexEvents(word.reshape(1, 2), ops.native)
+        self.events = FutexEvents(word.reshape(1, 2), ops.native)
 
     @classmethod
     def create(
@@ -462,8 +463,6 @@ class Table:
         """Publish a reserved slot, `born` for the next batch; return its id. Requires the lock."""
         record = self.slots[slot]
         assert record[Slot.STATE] == SlotState.RESERVED, record
-        if self.groups is not None:
-            self.groups.begin(slot)
         return self.extents.commit(
             slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born
         )

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
-from deepspeed_gear.data.running_moments import Moment, moments_size
+from deepspeed_gear.data.statistics.running_moments import Moment, moments_size
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup

@@ -12,7 +12,7 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.store.late_columns import absent, check_leased, fill_leased
 from deepspeed_gear.store.process_bound import ProcessBound

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.episode_split import split_episodes
 from deepspeed_gear.data.media_digests import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
+from deepspeed_gear.data.stored_values import check_finite
+from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor

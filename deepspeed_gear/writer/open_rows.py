@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
+from deepspeed_gear.data.stored_values import as_stored, check_finite
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import address, form_of
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.ragged import Ragged, as_ragged, encode_ragged
-from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite
+from deepspeed_gear.data.stored_values import as_stored, check_finite
+from deepspeed_gear.data.trajectory_checks import ENDS_LAST
 from deepspeed_gear.errors import DataError, known_names, undo_on_error
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.schema import Schema

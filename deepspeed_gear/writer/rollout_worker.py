@@ -18,8 +18,7 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.errors import ConfigError, DataError, LeaseExpiredError, undo_on_error
-from deepspeed_gear.sampling.mass_rules import Condition
-from deepspeed_gear.sampling.prompt_conditions import admitted_prompts
+from deepspeed_gear.sampling.conditions import Condition, admitted_prompts
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
 from deepspeed_gear.store.prompt_spec import REASON_BYTES

@@ -10,7 +10,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import as_stored, cast, check_finite
+from deepspeed_gear.data.stored_values import as_stored, cast, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 

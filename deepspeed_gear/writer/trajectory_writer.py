@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
-import deepspeed_gear.arguments as arguments
-from deepspeed_gear.config import expand, gear_config
-from deepspeed_gear.data.trajectory_checks import split_episodes
-from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
-from deepspeed_gear.ops.backends import load_library
+from deepspeed_gear.data.episode_split import split_episodes
+from deepspeed_gear.errors import StoreError, StoreGoneError
 from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.store.late_columns import fill
-from deepspeed_gear.store.live_stores import (
-    RUN_VARIABLE,
-    NamedStore,
-    named_store,
-    named_stores,
-    run_names,
-)
-from deepspeed_gear.store.memory_layout import read_header
-from deepspeed_gear.store.shared_memory import SHM, SharedMemory, is_kept
+from deepspeed_gear.store.shared_memory import is_kept
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import TableSpec
-from deepspeed_gear.timeouts import Context, check_timeout, wait_until
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
+from deepspeed_gear.timeouts import Context
+from deepspeed_gear.writer.autoreset_modes import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Check, Inserter
 from deepspeed_gear.writer.partial_publish import OpenTrajectory, OpenWriter, Publisher
+from deepspeed_gear.writer.store_search import attach_store
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 _CHECK_S = 0.5  # shortest time between two checks that the run goes on
-_POLL_S = 0.1  # time between two searches for a store
-DEFAULT_PREFIX = "gear"
-_OWN_CONFIG = "give this process the config of its run"
 
 
 class WriterBase(OpenWriter):
@@ -205,7 +189,7 @@ class TrajectoryWriter(WriterBase):
             StoreError: No store matches within `wait_s`, several do, or the store has its maximum
                 of writers.
         """
-        store, options = _attached(config, table, name, wait_s, run)
+        store, options = attach_store(config, table, name, wait_s, run)
         checks: tuple[Check, ...] = ()
         if options["weight"] is not None:
             checks = (partial(check_weight, f"table {store.spec.name}", options["weight"]),)
@@ -296,206 +280,3 @@ class TrajectoryWriter(WriterBase):
             client.close()
         if self._finalizer is not None:
             self._finalizer()
-
-
-class WantedRun(NamedTuple):
-    """The run that a process asks for by its config, an argument, or the environment.
-
-    Attributes:
-        section: The process's `gear` section; None: any options and schema.
-        prefix: Prefix of the run's files in /dev/shm; None: any.
-        names: Names and ids that the run must have; none: any run.
-    """
-
-    section: Mapping[str, Any] | None
-    prefix: str | None
-    names: list[str]
-
-    @classmethod
-    def read(cls, config: str | Path | Mapping[str, Any] | None, run: str | None) -> WantedRun:
-        """Read the config; arguments as `TrajectoryWriter.attach`.
-
-        Raises:
-            ConfigError: The config or a name is wrong.
-        """
-        arguments.one_of("run", run, (str, type(None)), "a name")
-        section: Mapping[str, Any] | None = None
-        memory: Mapping[str, Any] = {}
-        if config is not None:
-            section = expand(_object("gear", gear_config.read(config)[0]))
-            memory = _object("gear.shared_memory", section.get("shared_memory", {}))
-        prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
-        if not isinstance(prefix, str):
-            raise ConfigError(
-                "gear.shared_memory.prefix", "must be a string", prefix, 'for example "gear"'
-            )
-        names = run_names(memory.get("run"), run)
-        if section is None and names:
-            prefix = None  # a named run is found with any prefix
-        return cls(section, prefix, names)
-
-
-def _attached(
-    config: str | Path | Mapping[str, Any] | None,
-    table: str | None,
-    name: str | None,
-    wait_s: float,
-    run: str | None,
-) -> tuple[Table, Mapping[str, Any]]:
-    """Attach to the store of a table of this node; arguments as `TrajectoryWriter.attach`.
-
-    Returns:
-        The table, and the options that its writers need: "max_length"; "weight", the column of
-        weights, which must be finite and >= 0; "timeout_s", the longest wait for the ranks.
-    """
-    for argument, given in (("table", table), ("name", name), ("run", run)):
-        arguments.one_of(argument, given, (str, type(None)), "a name")
-    check_timeout("wait_s", wait_s)
-    wanted = WantedRun.read(config, run)
-    section = wanted.section
-    if section is not None:
-        table = _writable_table(section, table)
-    if name is not None:
-        if run is not None:
-            raise ConfigError(
-                "name and run", "must not both be given", [name, run], "leave run out"
-            )
-        store = named_store(name)
-        differences = [] if section is None else store.differences(section)
-        if differences:
-            raise _no_match(differences, f"{_OWN_CONFIG}; {store}: {', '.join(differences)}")
-        return _open(store)
-    search = _StoreSearch(section, wanted.prefix, table, wanted.names)
-    attached = wait_until(search.attach, wait_s, _POLL_S)
-    if attached is None:
-        raise search.error(wait_s)
-    return attached
-
-
-def _writable_table(section: Mapping[str, Any], table: str | None) -> str | None:
-    """Return the name of the table to write to; None selects the only one that takes writers."""
-    tables = _object("gear.tables", section.get("tables", {}))
-    writable = [
-        str(n) for n, one in tables.items() if _object(f"gear.tables.{n}", one).get("writers")
-    ]
-    if table is None and len(writable) == 1:
-        return writable[0]
-    if table not in writable:
-        rule = f"must be one of the tables that take writers: {', '.join(writable) or 'none'}"
-        raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
-    return table
-
-
-@dataclass
-class _StoreSearch:
-    """Search of this node's stores for the only one that a writer may attach to.
-
-    Candidates are stores with a living rank, whose run has the table, the options of `section`
-    that concern writers, and every name or id of `runs`.
-
-    Attributes:
-        section: The writer's `gear` section; None: any options and schema.
-        prefix: Prefix of the stores' files; None: any.
-        table: Name of the table; None: any.
-        runs: Names and ids that the run must have.
-        mismatches: Of the latest attempt, each store that does not match, with the reasons; no
-            name for a file that is no readable store.
-    """
-
-    section: Mapping[str, Any] | None
-    prefix: str | None
-    table: str | None
-    runs: list[str]
-    mismatches: list[tuple[str, list[str]]] = field(default_factory=list)
-
-    def attach(self) -> tuple[Table, Mapping[str, Any]] | None:
-        """Attach to the store that matches; None if there is none now.
-
-        Raises:
-            StoreError: Several match, or the store has its maximum of writers.
-        """
-        stores, unreadable = named_stores(self.prefix)
-        self.mismatches = []
-        matching = []
-        for store in stores:
-            reasons = self._reasons_against(store)
-            if reasons:
-                self.mismatches.append((str(store), reasons))
-            else:
-                matching.append(store)
-        self.mismatches += [("", [reason]) for reason in unreadable]
-        if len(matching) > 1:
-            remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
-            several = "; ".join(map(str, matching))
-            raise StoreError("the store", "must be named where there are several", several, remedy)
-        # The run may have ended since it was listed: then wait for the next one.
-        with contextlib.suppress(StoreGoneError):
-            return _open(matching[0]) if matching else None
-        return None
-
-    def _reasons_against(self, store: NamedStore) -> list[str]:
-        """Return why a store does not match; empty if it matches."""
-        if self.table not in (None, store.table):
-            return [f"its table is not {self.table}"]
-        for name in self.runs:
-            if name not in (store.run.id, store.run.name):
-                return [f"its run is not {name}"]
-        return [] if self.section is None else store.differences(self.section)
-
-    def error(self, wait_s: float) -> StoreError:
-        """Return the error that no store matched within `wait_s` seconds."""
-        if self.mismatches:
-            listed = "; ".join(
-                f"{store}: {', '.join(reasons)}" if store else reasons[0]
-                for store, reasons in self.mismatches
-            )
-            remedy = f"{_OWN_CONFIG}, or start its ranks; found within {wait_s:g} s: {listed}"
-            return _no_match(min((reasons for _, reasons in self.mismatches), key=len), remedy)
-        of = [] if self.section is None else ["of this config"]
-        of += [f"of run {name}" for name in self.runs]
-        rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
-        files = f"{SHM}/{self.prefix or '*'}-*-{self.table or '*'}"
-        return StoreError(files, rule, None, "start the ranks; set gear.tables.<name>.writers")
-
-
-def _no_match(reasons: Sequence[str], remedy: str) -> StoreError:
-    """Return the error that no store matches, by the reasons against the most similar store."""
-    more = f", and {len(reasons) - 1} more differences" if len(reasons) > 1 else ""
-    rule = "must match the config, run and table of this process"
-    return StoreError("the run's store", rule, f"{reasons[0]}{more}", remedy)
-
-
-def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
-    """Attach to a store as one of its writers; return the table and its writers' options.
-
-    Raises:
-        StoreGoneError: Its run has ended.
-        StoreError: It has its maximum of writers.
-    """
-    memory = SharedMemory.attach_one_of(store.file, store.places)
-    with undo_on_error(memory.close):
-        layout, _ = read_header(memory.fd, str(memory.path))
-        meaning = layout.meaning
-        spec = TableSpec.of_capacity(str(meaning["table"]), meaning["schema"], meaning["sizes"])
-        ops = load_library(meaning["library"])
-        attached = Table(spec, memory, layout, ops, float(meaning["timeout_s"]))
-        if not attached.has_living_rank:
-            raise StoreGoneError(
-                str(store), "must belong to a living run", None, "its ranks have ended"
-            )
-        with attached.lock:  # an earlier process with this index may have died while writing
-            attached.extents.end_abandoned(memory.peer)
-            assert attached.fills is not None
-            attached.fills.release(memory.peer)
-            if attached.ledger is not None:
-                attached.ledger.release(memory.peer)
-        attached.claim_peer(memory.peer)
-        return attached, meaning["writing"]
-
-
-def _object(name: str, value: object) -> Mapping[str, Any]:
-    """Return a part of the config; raise a ConfigError unless it is a JSON object."""
-    if not isinstance(value, Mapping):
-        remedy = "give the ds_config or the gear section that the ranks have"
-        raise ConfigError(name, "must be a JSON object", value, remedy)
-    return value

@@ -15,8 +15,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
-from deepspeed_gear.writer.autoreset import ResetCheck
-from deepspeed_gear.writer.episode_returns import EpisodeReturns
+from deepspeed_gear.writer.autoreset_modes import ResetCheck
 from deepspeed_gear.writer.open_rows import OpenRows
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
@@ -27,6 +26,7 @@ from deepspeed_gear.writer.partial_publish import (
     checked,
     new_words,
 )
+from deepspeed_gear.writer.returns_to_go import ReturnsToGo
 from deepspeed_gear.writer.step_columns import StepColumns, pick
 
 _FIRST_LENGTH = 256  # steps for which there is room at first; it doubles as needed
@@ -87,9 +87,9 @@ class VectorWriter(ProcessBound, PublicNames):
         self.autoreset = autoreset
         self._all = np.arange(num_envs, dtype=np.int64)
         self._time, to_go, reward = map(schema.role, ("timestep", "return_to_go", "reward"))
-        self._returns: EpisodeReturns | None = None
+        self._returns: ReturnsToGo | None = None
         if to_go is not None and reward is not None and publisher is not None:
-            self._returns = EpisodeReturns(to_go, reward, publisher.inserter)
+            self._returns = ReturnsToGo(to_go, reward, publisher.inserter)
         self._continued: set[int] = set()  # environments whose episode was cut at max_length
         self._max_length = writer.max_length
         self._whole_fields = writer.whole_fields

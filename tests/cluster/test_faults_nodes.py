@@ -33,7 +33,7 @@ from simulators import hold_names
 from deepspeed_gear import GearError, Replay
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import table_files, table_loader
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
 NODES = 2

@@ -16,6 +16,7 @@ from cluster_support import Cluster, NodeRanks
 from gear_support import ROOT, prefix, wait_until
 from ledger_support import SIZE, ledger_section, responses, write_prompts
 from process_support import CALL, exit_status, in_child, kill, run_ranks, write_call
+from rollout_support import micros
 
 from deepspeed_gear import (
     ConfigError,
@@ -29,7 +30,7 @@ from deepspeed_gear import (
     StoreError,
 )
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 GROUPS = 6
 BATCHES = 8
@@ -86,12 +87,17 @@ def score(config: dict[str, Any], number: int, log: Path | None = None) -> None:
             pass
 
 
+def opened(config: dict[str, Any]) -> Replay:
+    """Open the replay of this rank, which is a replica of its own."""
+    world = dist.get_world_size()
+    place = RankCoordinates(data_rank=dist.get_rank(), data_world=world)
+    return Replay(config, info=BatchInfo(1, 1, world), place=place)
+
+
 def trained(rollout: Rollout) -> list[int]:
     """Train a rollout batch; return its prompts."""
     prompts: list[int] = rollout.values("prompt")[::SIZE].tolist()
-    for step in rollout:
-        for _ in step:
-            pass
+    micros(rollout)
     return prompts
 
 
@@ -100,12 +106,9 @@ def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     load it.
     """
     rank = dist.get_rank()
-    world = dist.get_world_size()
-    info = BatchInfo(1, 1, world)
-    place = RankCoordinates(data_rank=rank, data_world=world)
     found: dict[str, Any] = {"numbers": [], "lags": []}
     workers = []
-    with Replay(config, info=info, place=place) as replay:
+    with opened(config) as replay:
         if rank % RANKS == 0:
             calls = [partial(work, config, own) for own in range(3) for work in (generate, score)]
             workers = [in_child(call) for call in calls]
@@ -133,16 +136,13 @@ def train_beside_slow(sections: list[dict[str, Any]], folder: Path) -> list[dict
     for it.
     """
     rank = dist.get_rank()
-    world = dist.get_world_size()
-    info = BatchInfo(1, 1, world)
-    place = RankCoordinates(data_rank=rank, data_world=world)
     results = []
     for config in sections:
         waits = config["tables"]["main"]["prompts"]["late"] == "wait"
         found: dict[str, Any] = {"numbers": [], "slow": [], "expired": 0, "early": []}
         workers = list[int]()
         slow = list[Lease]()
-        with Replay(config, info=info, place=place) as replay, contextlib.ExitStack() as ends:
+        with opened(config) as replay, contextlib.ExitStack() as ends:
             if rank % RANKS == 0:
                 slow = ends.enter_context(contextlib.closing(replay.rollout_worker())).lease(1)
                 workers = [in_child(partial(generate, config, own)) for own in range(2)]
@@ -274,11 +274,8 @@ def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> st
     error.
     """
     rank = dist.get_rank()
-    world = dist.get_world_size()
-    info = BatchInfo(1, 1, world)
-    place = RankCoordinates(data_rank=rank, data_world=world)
     try:
-        replay = Replay(config, info=info, place=place)
+        replay = opened(config)
     except (ConfigError, PeerError) as error:
         return str(error)
     with replay:

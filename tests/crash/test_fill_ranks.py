@@ -16,7 +16,7 @@ from process_support import exit_status, in_child
 from rollout_support import COLUMNS, responses, section
 
 from deepspeed_gear import PeerError, Replay
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 COUNT = 30
 KNOWN = 3

@@ -19,6 +19,7 @@ from gear_support import prefix
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 from process_support import exit_status, free_port, in_child
 from remote_support import TOKEN
+from rollout_support import micros
 
 from deepspeed_gear import (
     FillWorker,
@@ -29,7 +30,7 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.remote.gateway import Gateway
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 GROUPS = 4
@@ -94,9 +95,7 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, loads: boo
             lags = [rollout.number + 1 - length for length in rollout.lengths[::SIZE].tolist()]
             if rollout.number % 3 == 1 and loads:
                 replay.save(folder / "saved")  # while a batch is in training
-            for step in rollout:
-                for _ in step:
-                    pass
+            micros(rollout)
             if rank == 0:
                 check_books(replay)
                 write(folder / f"log{life}", [rollout.number, numbers, lags])

@@ -87,7 +87,7 @@ def check(table: Any, streams: Any) -> dict[str, Any]:
     check_whole(table, streams)
     with table.lock:
         table.groups.update()
-        books = table.ledger.books.account()
+        books = table.ledger.account.report()
         held = table.slots[:, Slot.STATE] == SlotState.COMMITTED
         numbers, counts = np.unique(table.columns["task"][: len(held)][held], return_counts=True)
     parts = [books[name] for name in ("trained", "training", "waiting", "leased", "returned")]

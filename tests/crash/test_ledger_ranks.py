@@ -30,7 +30,7 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.remote.gateway import Gateway
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))

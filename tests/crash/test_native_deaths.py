@@ -14,11 +14,12 @@ from instruction_deaths import states_left
 from store_support import StoreScene, check_whole, priority_rule, stream_spec
 
 from deepspeed_gear import Column, Schema
-from deepspeed_gear.data.running_moments import Moment
+from deepspeed_gear.data.statistics.running_moments import Moment
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.group_spec import GroupSpec, SlotGroup
+from deepspeed_gear.store.native_store import trajectory_reader
 from deepspeed_gear.store.prompt_spec import PromptSpec
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.retention import Retention
@@ -214,8 +215,14 @@ def test_rows_are_written_before_they_are_published(call: str) -> None:
 
 def adding(table: Any, inserter: Inserter, rows: dict[str, Any]) -> Callable[[], Any]:
     """Return the native call that adds a trajectory; it keeps what the call refers to."""
-    reader = inserter._reader
+    reader = reader_of(table, inserter)
     return lambda: table.ops.native.store_add(reader.address, rows, 5.0)
+
+
+def reader_of(table: Any, inserter: Inserter) -> Any:
+    """Return the native reader of trajectories that an inserter has one of."""
+    native = table.ops.native
+    return trajectory_reader(native, table.spec, table.extents.handle, inserter.max_length)
 
 
 def test_a_member_of_a_group_is_there_or_not() -> None:
@@ -273,7 +280,7 @@ def test_the_group_of_a_lease_is_whole_or_absent(call: str) -> None:
 
     def prepare(table: Any) -> Callable[[], Any]:
         inserter = Inserter(table, Context(timeout_s=5.0))
-        reader = inserter._reader
+        reader = reader_of(table, inserter)
         native = table.ops.native
         made = np.full((2, 3), -1, np.int64)
         if call == "write":
@@ -303,7 +310,7 @@ def test_the_group_of_a_lease_is_whole_or_absent(call: str) -> None:
         ids = Inserter(table, Context(timeout_s=5.0)).add_group(again, [rows[:2], rows[2]])
         with table.lock:
             table.groups.update()
-            assert table.ledger.books.account()["waiting"] == 1
+            assert table.ledger.account.report()["waiting"] == 1
         for number, one in zip(ids, rows, strict=True):
             stored = table.rows(int(table.slots_of(np.array([number]))[0]))
             assert all(np.array_equal(stored[name], one[name]) for name in one)

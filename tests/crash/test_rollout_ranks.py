@@ -17,7 +17,7 @@ from deepspeed_gear import Replay, timeouts
 from deepspeed_gear.config import parse
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import PeerError
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 WORLD = 3
 VICTIM = 2

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from engine_parts import flat_weights
 from gear_support import prefix, shared_files
 from process_support import call_on_ranks, environment
 
@@ -326,24 +327,13 @@ def add(actor: Any, counts: tuple[int, int] = (COUNT // 2, COUNT // 2)) -> None:
 def run(actor: Any, kl: float = 0.1, fits: int = 1) -> Run:
     for _ in range(fits):
         status = actor.fit(kl)
-    weights = flat(actor.actor.model.module)
+    weights = flat_weights(actor.actor.model.module)
     return {name: float(value) for name, value in status.items()}, weights
 
 
 def ended(actor: Any, result: Any) -> Any:
     actor.actor.model.destroy()
     return result
-
-
-def flat(model: torch.nn.Module) -> np.ndarray:
-    """Return all weights, in float32 where the optimizer has them. Collective."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    whole = [
-        weight if (own := safe_get_full_fp32_param(weight)) is None else own
-        for weight in model.parameters()
-    ]
-    return torch.cat([weight.detach().float().flatten() for weight in whole]).numpy()
 
 
 def train_all(out: Path) -> dict[str, Any]:
@@ -357,7 +347,7 @@ def train_all(out: Path) -> dict[str, Any]:
         runs = []
         for given, stage in ((None, "0"), (section(), "2")):
             actor = policy(out, given, options(out, *words, stage=stage))
-            found.setdefault("begin", flat(actor.actor.model.module))
+            found.setdefault("begin", flat_weights(actor.actor.model.module))
             add(actor)
             runs.append(ended(actor, run(actor)))
         found[case] = runs

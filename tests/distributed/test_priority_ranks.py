@@ -17,7 +17,7 @@ import torch.distributed as dist
 from batch_records import SAMPLES, Arrays, assert_same, in_order, record, stacked
 from gear_support import SCHEMA, config_of, lengths_of, shared_files, trajectory, write_dataset
 from process_support import call_on_ranks
-from replay_support import late_updates_of, streams_of
+from replay_support import read_late, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -304,7 +304,7 @@ def batches_of(section: dict[str, Any], is_late: bool) -> list[list[int]]:
     found = []
     rank = dist.get_rank()
     with Replay(section) as replay:
-        late_updates_of(replay)._blocks = Later()
+        read_late(replay, Later())
         for turn in range(20):
             batch = replay.sample()
             found.append(batch.sample_number.tolist() + batch.trajectory_id.tolist())
@@ -324,7 +324,7 @@ def reporting_late(sections: list[dict[str, Any]]) -> None:
     for section in sections:
         assert batches_of(section, True) == batches_of(section, False), section
     with Replay(sections[0]) as replay:
-        late_updates_of(replay)._blocks = Later()
+        read_late(replay, Later())
         batch = replay.sample()
         values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
         replay.update_priorities(batch, values.as_subclass(Elsewhere))

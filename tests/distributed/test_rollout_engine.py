@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from engine_parts import small_qwen
 from gear_support import prefix
 from process_support import call_on_ranks
 
@@ -50,7 +51,6 @@ def test_ranks_with_divided_parameters_generate_together(tmp_path: Path) -> None
 def rollouts(data: str, name: str) -> dict[str, Any]:
     """Train two rollout batches under ZeRO-3; return what this rank has leased and seen."""
     from deepspeed.runtime.rollout import HybridEngineRollout, SamplingConfig
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from deepspeed_gear.engine.rollout_engine import GearRollout
 
@@ -84,9 +84,7 @@ def rollouts(data: str, name: str) -> dict[str, Any]:
         "gear": gear,
     }
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes, **heads))
+    model = small_qwen()
     engine, *_ = deepspeed_gear.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )

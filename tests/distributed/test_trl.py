@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
+from engine_parts import flat_weights
 from gear_support import ROOT, prefix, shared_files
 from process_support import call_on_ranks
 
@@ -159,7 +159,7 @@ def train_all(out: Path) -> dict[str, Run]:
         trl_grpo.save_model(out / "model")
     dist.barrier()
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "model")
-    found: dict[str, Run] = {"begin": ([], flat(model))}
+    found: dict[str, Run] = {"begin": ([], flat_weights(model))}
     for loss_type, options in CASES.items():
         for kind in ("padded", "packed"):
             name = f"{loss_type}.{kind}"
@@ -246,17 +246,6 @@ def train(
         data["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     trainer = trainer_class(model, example.vowels, args=args, **data)
     trainer.train(resume_from_checkpoint=resume and str(out / name / resume))
-    weights = flat(trainer.deepspeed.module)
+    weights = flat_weights(trainer.deepspeed.module)
     trainer.deepspeed.destroy()
     return [entry for entry in trainer.state.log_history if logged in entry], weights
-
-
-def flat(model: torch.nn.Module) -> np.ndarray:
-    """Return all weights, in float32 where the optimizer has them. Collective."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    whole = [
-        weight if (own := safe_get_full_fp32_param(weight)) is None else own
-        for weight in model.parameters()
-    ]
-    return torch.cat([weight.detach().float().flatten() for weight in whole]).numpy()

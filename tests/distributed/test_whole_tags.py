@@ -2,12 +2,14 @@
 whole.
 """
 
+import json
 import os
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,7 +80,8 @@ def checkpoints(folder: Path) -> dict[str, Any]:
         engine.save_checkpoint(str(at), tag="third", client_state={"mine": 1})
         assert latest.read_text() == "third"
         files = files_in(at / "third")
-        assert sorted(whole_tags._listed(at / "third")) == files
+        listed = json.loads((at / "third" / "gear" / whole_tags.FILE_LIST).read_text())
+        assert sorted(listed["files"]) == files
         found[kind] = files
         assert engine.load_checkpoint(str(at))[1]["mine"] == 1
         dist.barrier()
@@ -133,7 +136,7 @@ def shared(folder: Path) -> None:
     engine = engine_of("zero1")
     model = nn.Linear(3, 2)
     config = ds_config(zero_optimization={"stage": 1})
-    critic, *_ = deepspeed_gear.engine.attach._plain_initialize(
+    critic, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
     deepspeed_gear.attach(critic, replay=engine.gear)

@@ -11,18 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Schema
-from deepspeed_gear.data import (
-    array_file,
-    bracketed_neighbours,
+from deepspeed_gear.data import array_file
+from deepspeed_gear.data.statistics import (
     column_scan,
-    counted_neighbours,
     dataset_statistics,
+    quantile_bins,
+    quantile_brackets,
+    quantile_digits,
 )
-from deepspeed_gear.data.bracketed_neighbours import BracketedNeighbours
-from deepspeed_gear.data.column_scan import ColumnScan, Neighbours, block_rows
-from deepspeed_gear.data.counted_neighbours import CountedNeighbours
-from deepspeed_gear.data.row_sample import RowSample
-from deepspeed_gear.data.trajectory_checks import are_finite, as_float64
+from deepspeed_gear.data.statistics.column_scan import ColumnScan, block_rows
+from deepspeed_gear.data.statistics.quantile_bins import QuantileBins
+from deepspeed_gear.data.statistics.quantile_brackets import QuantileBrackets
+from deepspeed_gear.data.statistics.quantile_digits import QuantileDigits
+from deepspeed_gear.data.statistics.quantiles import interpolated
+from deepspeed_gear.data.statistics.row_sample import RowSample
+from deepspeed_gear.data.stored_values import are_finite, as_float64
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.schema import DTYPES, FLOATING
@@ -68,32 +71,33 @@ def test_native_statistics_are_those_of_numpy(
             runs = np.stack([kept, np.ones_like(kept)], axis=1)
             results = []
             for native in (None, cpu.native):
-                monkeypatch.setattr(column_scan, "existing_native", lambda _, native=native: native)
+                for module in (column_scan, quantile_bins):
+                    monkeypatch.setattr(module, "existing_native", lambda _, native=native: native)
                 scan = ColumnScan(column)
                 step = block_rows(column) * (3 if native is None else 1)
                 for low in range(0, count, step):
                     part = None if keep is None else keep[low : low + step]
                     scan.add(values[low : low + step], part)
-                neighbours = Neighbours(values, column, runs, LEVELS, 2)
-                for task in neighbours.tasks:
+                bins = QuantileBins(values, column, runs, LEVELS, 2)
+                for task in bins.tasks:
                     task()
-                results.append((scan.moments + 0.0, neighbours.found + 0.0))
+                results.append((scan.moments + 0.0, bins.found + 0.0))
             for one, other in zip(*results, strict=True):
                 np.testing.assert_array_equal(one.view(np.int64), other.view(np.int64))
             numbers = as_float64(values[kept].reshape(len(kept), column.num_elements), column)
             if len(kept) and np.isfinite(numbers).all():
                 wanted = np.quantile(numbers, LEVELS, axis=0)
-                np.testing.assert_array_equal(neighbours.quantiles(), wanted)
+                np.testing.assert_array_equal(interpolated(bins.found, LEVELS), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 20)])
 @pytest.mark.parametrize("count_bytes", [1, 40_000, 1 << 27], ids=["bit", "short", "long"])
-def test_counted_neighbours_are_those_of_all_values(
+def test_quantiles_by_digits_are_those_of_all_values(
     cpu: Ops, dtype: str, shape: tuple[int, ...], count_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By digits of any length, and by NumPy alone; of rows in parts, some of which do not count."""
-    monkeypatch.setattr(counted_neighbours, "_COUNT_BYTES", count_bytes)
+    monkeypatch.setattr(quantile_digits, "_COUNT_BYTES", count_bytes)
     column = Column("x", dtype, shape)
     random = np.random.default_rng(len(dtype) + len(shape))
     for count in (1, 7, 1100):
@@ -103,7 +107,7 @@ def test_counted_neighbours_are_those_of_all_values(
         for keep in (None, random.random(count) < 0.7):
             kept = np.arange(count) if keep is None else np.flatnonzero(keep)
             runs = np.stack([kept, np.ones_like(kept)], axis=1)
-            wanted = Neighbours(values, column, runs, LEVELS)
+            wanted = QuantileBins(values, column, runs, LEVELS)
             for task in wanted.tasks:
                 task()
 
@@ -116,9 +120,9 @@ def test_counted_neighbours_are_those_of_all_values(
 
             for native in (None, cpu.native):
                 monkeypatch.setattr(
-                    counted_neighbours, "existing_native", lambda _, native=native: native
+                    quantile_digits, "existing_native", lambda _, native=native: native
                 )
-                found = CountedNeighbours(parts, values.nbytes, column, LEVELS, num_threads=2)
+                found = QuantileDigits(parts, values.nbytes, column, LEVELS, num_threads=2)
                 for task in found.tasks:
                     task()
                 np.testing.assert_array_equal(found.found + 0.0, wanted.found + 0.0)
@@ -126,7 +130,7 @@ def test_counted_neighbours_are_those_of_all_values(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 20)])
-def test_bracketed_neighbours_are_those_of_all_values(
+def test_quantiles_by_brackets_are_those_of_all_values(
     cpu: Ops, dtype: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By NumPy and natively, from samples with all rows and with few of them.
@@ -134,8 +138,8 @@ def test_bracketed_neighbours_are_those_of_all_values(
     Brackets that are too narrow, or whose keys do not fit, find nothing; they never find others.
     """
     column = Column("x", dtype, shape)
-    monkeypatch.setattr(bracketed_neighbours, "_LEAST_SAMPLED", 2)
-    monkeypatch.setattr(bracketed_neighbours, "_MOST_TIES", 1 + len(shape))
+    monkeypatch.setattr(quantile_brackets, "_LEAST_SAMPLED", 2)
+    monkeypatch.setattr(quantile_brackets, "_MOST_TIES", 1 + len(shape))
     random = np.random.default_rng(len(dtype) + len(shape))
     num_found = 0
     for count, deviations, key_bytes in (
@@ -145,13 +149,13 @@ def test_bracketed_neighbours_are_those_of_all_values(
         (1100, 4.5, 1 << 14),
         (7000, 4.5, 1 << 28),
     ):
-        monkeypatch.setattr(bracketed_neighbours, "_DEVIATIONS", deviations)
-        monkeypatch.setattr(bracketed_neighbours, "_KEY_BYTES", key_bytes)
+        monkeypatch.setattr(quantile_brackets, "_DEVIATIONS", deviations)
+        monkeypatch.setattr(quantile_brackets, "_KEY_BYTES", key_bytes)
         values = rows_of(column, count, random)
         for keep in (None, random.random(count) < 0.7):
             kept = np.arange(count) if keep is None else np.flatnonzero(keep)
             runs = np.stack([kept, np.ones_like(kept)], axis=1)
-            wanted = Neighbours(values, column, runs, LEVELS)
+            wanted = QuantileBins(values, column, runs, LEVELS)
             for task in wanted.tasks:
                 task()
 
@@ -171,17 +175,17 @@ def test_bracketed_neighbours_are_those_of_all_values(
                 facts = []
                 for native in (None, cpu.native):
                     monkeypatch.setattr(
-                        bracketed_neighbours, "existing_native", lambda _, native=native: native
+                        quantile_brackets, "existing_native", lambda _, native=native: native
                     )
-                    bracketed = BracketedNeighbours(
+                    brackets = QuantileBrackets(
                         shares, sample, wanted.found[0], len(kept), column, LEVELS, num_threads
                     )
-                    for tasks in bracketed.rounds():
+                    for tasks in brackets.rounds():
                         for task in tasks:
                             task()
-                    facts.append(bracketed.is_found)
-                    if bracketed.is_found:
-                        np.testing.assert_array_equal(bracketed.found + 0.0, wanted.found + 0.0)
+                    facts.append(brackets.is_found)
+                    if brackets.is_found:
+                        np.testing.assert_array_equal(brackets.found + 0.0, wanted.found + 0.0)
                 assert facts[0] == facts[1]
                 assert facts[0] or not sample.is_complete
                 num_found += facts[0] and not sample.is_complete
@@ -273,7 +277,8 @@ def test_a_data_set_is_the_same_for_any_threads_blocks_and_with_numpy_alone(
         monkeypatch.setattr("deepspeed_gear.data.dataset_writer._LEAST_BLOCK_BYTES", block_bytes)
         monkeypatch.setattr("deepspeed_gear.data.dataset_writer._MEMORY", 1)
         module = cpu.native if native else None
-        monkeypatch.setattr(column_scan, "existing_native", lambda _, module=module: module)
+        for user in (column_scan, quantile_bins, quantile_brackets, quantile_digits):
+            monkeypatch.setattr(user, "existing_native", lambda _, module=module: module)
         dest = tmp_path / f"{threads}-{block_bytes}"
         with DatasetWriter(dest, schema, split={"eval": 0.3}, threads=threads) as writer:
             for trajectory in trajectories:
@@ -287,14 +292,14 @@ def test_a_data_set_is_the_same_for_any_threads_blocks_and_with_numpy_alone(
     )
 
 
-@pytest.mark.parametrize("most_ordered", [1, 1 << 28], ids=["counted", "compared"])
+@pytest.mark.parametrize("most_binned", [1, 1 << 28], ids=["digits", "bins"])
 def test_statistics_are_the_same_where_brackets_fail(
-    tmp_path: Path, most_ordered: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, most_binned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of columns in the order of their values, in random order, and with few values."""
-    monkeypatch.setattr(dataset_statistics, "MOST_ORDERED_BYTES", most_ordered)
-    monkeypatch.setattr(bracketed_neighbours, "_LEAST_SAMPLED", 2)
-    monkeypatch.setattr(bracketed_neighbours, "_TILE", 512)
+    monkeypatch.setattr(dataset_statistics, "MOST_BINNED_BYTES", most_binned)
+    monkeypatch.setattr(quantile_brackets, "_LEAST_SAMPLED", 2)
+    monkeypatch.setattr(quantile_brackets, "_TILE", 512)
     monkeypatch.setattr("deepspeed_gear.data.dataset_writer.SAMPLE_BYTES", 4000)
     monkeypatch.setattr(dataset_statistics, "_BLOCK_BYTES", 8192)
     names = {"rising": "float32", "random": "float64", "few": "int16", "flag": "bool"}
@@ -308,7 +313,7 @@ def test_statistics_are_the_same_where_brackets_fail(
     }
     written = set()
     for deviations in (4.5, 0.0):
-        monkeypatch.setattr(bracketed_neighbours, "_DEVIATIONS", deviations)
+        monkeypatch.setattr(quantile_brackets, "_DEVIATIONS", deviations)
         with DatasetWriter(tmp_path / "set", schema, overwrite=True, threads=2) as writer:
             writer.add(rows)
         statistics = Dataset.open(tmp_path / "set").statistics

@@ -15,7 +15,7 @@ import pytest
 import torch
 from device_steps import AT_ONCE_S, no_garbage
 from gear_support import config_of
-from replay_support import streams_of
+from replay_support import parts_of, streams_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.transfer.cuda_streams import CudaStream
@@ -271,7 +271,7 @@ def test_a_ring_entry_is_not_written_before_its_user_has_read_it(
 
 def test_a_cut_is_kept_until_the_lane_has_read_it() -> None:
     with replay_of("cuda", {"way": DIRECT}) as replay:
-        placing = replay._parts.assembler.transfer
+        placing = parts_of(replay).assembler.transfer
         assert placing is not None
         consumed = streams_of(replay)["train"].state.consumed
         replay.sample()
@@ -287,10 +287,10 @@ def test_a_cut_is_kept_until_the_lane_has_read_it() -> None:
             torch.cuda._sleep(SLEEP)
         replay.sample()
         assert int(consumed[0]) == 3
-        replay._parts.releases.settle()
+        parts_of(replay).releases.settle()
         assert int(consumed[0]) == 3
         torch.cuda.synchronize()
-        replay._parts.releases.settle()
+        parts_of(replay).releases.settle()
         assert int(consumed[0]) == 4
 
 

@@ -14,7 +14,7 @@
 #include "common/slot.h"
 #include "common/tree.h"
 #include "common/window.h"
-#include "gather/caches.h"
+#include "gather/cache_sizes.h"
 #include "gather/rows_cpu.h"
 
 namespace {

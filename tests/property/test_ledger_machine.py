@@ -37,7 +37,7 @@ def driven(
         machine.drive(turns)
         assert len(machine.trained) == len({*machine.trained} - machine.gone)
         assert machine.trained == sorted(machine.trained) or not machine.by_lease
-        dropped = [store.ledger.books.account()["dropped"] for store in machine.stores]
+        dropped = [store.ledger.account.report()["dropped"] for store in machine.stores]
         counts["too old"] += sum(one.get("too old", 0) for one in dropped)
         counts += machine.counts
     return counts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay_support import streams_of
+from replay_support import add_in_python, streams_of
 from store_support import note_death
 
 from deepspeed_gear import Batch, Column, Replay, Schema, TransitionBuffer
@@ -217,7 +217,7 @@ class Side:
         self.native = native
         self.num_envs = num_envs
         if not native:
-            self.replay._inserter(None)._adds_natively = False
+            add_in_python(self.replay)
         self.zeros = nested(
             {n: np.zeros((num_envs, *SCHEMA[n].shape), SCHEMA[n].dtype) for n in OBSERVED}
         )
@@ -317,7 +317,7 @@ class Side:
         return [*found, stored(self.replay), self.writer.num_steps, self.writer.num_trajectories]
 
 
-# Control words of the bell, which a sampler that waits sets.
+# Control words of the event, which a sampler that waits sets.
 UNLIKE = [Control.LISTENING, Control.EVENT]
 OBSERVED = ("observation.place", "observation.parts.0")
 FLAGS = ("terminated", "truncated")

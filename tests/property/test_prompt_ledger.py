@@ -16,13 +16,13 @@ import pytest
 from gear_support import prefix
 from group_support import check_groups
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+from rollout_support import micros
 
 from deepspeed_gear import (
     FillWorker,
     Lease,
     LeaseExpiredError,
     Replay,
-    Rollout,
     RolloutWorker,
     TrajectoryWriter,
 )
@@ -187,7 +187,7 @@ class Run:
         for _ in range(self.words.randint(0, 3)):
             self.lease()
             self.check()
-        consume(rollout)
+        micros(rollout)
 
     def finish(self) -> None:
         """Train three more batches without a failure: the learner is never stuck."""
@@ -244,7 +244,7 @@ class Run:
         if self.saved[2]:  # the batch that was in training goes on
             rollout = self.replay.rollout()
             assert rollout.values("prompt")[::SIZE].tolist() == self.trained[-self.groups :]
-            consume(rollout)
+            micros(rollout)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -256,13 +256,6 @@ class Run:
 def _nothing_stays() -> Iterator[None]:
     yield
     remove_garbage(prefix(), kept=True)
-
-
-def consume(rollout: Rollout) -> None:
-    """Train a rollout batch."""
-    for step in rollout:
-        for _ in step:
-            pass
 
 
 @pytest.mark.parametrize(

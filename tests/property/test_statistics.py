@@ -10,23 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_gear.batching.field_rows import affine
+from deepspeed_gear.batching.normalisation import shift_and_gain
 from deepspeed_gear.config.resolved_field import ResolvedField
-from deepspeed_gear.data import column_scan, dataset_statistics
-from deepspeed_gear.data.array_file import Workers
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import (
+from deepspeed_gear.data.dataset_writer import DatasetWriter
+from deepspeed_gear.data.file_threads import Workers
+from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.data.statistics import column_scan, dataset_statistics
+from deepspeed_gear.data.statistics.dataset_statistics import (
     QUANTILES,
     ColumnStatistics,
     KeptRows,
     column_statistics,
     compute_statistics,
 )
-from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.data.running_moments import Moment, add_rows
-from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.data.trajectory_checks import as_float64
+from deepspeed_gear.data.statistics.running_moments import Moment, add_rows
+from deepspeed_gear.data.stored_values import as_float64
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema
@@ -136,7 +136,7 @@ def test_large_columns_have_exact_quantiles(
     threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Over the training trajectories; of columns of more bytes than are ordered at once."""
-    monkeypatch.setattr(dataset_statistics, "MOST_ORDERED_BYTES", 1000)
+    monkeypatch.setattr(dataset_statistics, "MOST_BINNED_BYTES", 1000)
     monkeypatch.setattr(dataset_statistics, "_BLOCK_BYTES", 4096)
     random = np.random.default_rng(0)
     schema = Schema(
@@ -248,7 +248,7 @@ def test_images_have_statistics_per_channel(
         )
     assert ColumnStatistics.from_json(found.to_json(), column).to_json() == found.to_json()
     for how in ("mean_std", "min_max"):  # the numbers are those of each pixel
-        shift, gain = affine(ResolvedField("x", column, normalize=how), {"x": found}, shape)
+        shift, gain = shift_and_gain(ResolvedField("x", column, normalize=how), {"x": found}, shape)
         middle = found.mean
         spread = found.std
         if how == "min_max":
@@ -268,7 +268,7 @@ def test_statistics_of_each_pixel_that_older_data_sets_have_stay_readable() -> N
     old = ColumnStatistics(5, numbers, numbers + 1, numbers, numbers + 9, quantiles, 5, 0)
     read = ColumnStatistics.from_json(old.to_json(), column)
     assert read.mean.shape == column.shape
-    shift, gain = affine(
+    shift, gain = shift_and_gain(
         ResolvedField("x", column, normalize="mean_std"), {"x": read}, column.shape
     )
     assert shift.tolist() == numbers.reshape(-1).tolist()
@@ -315,9 +315,9 @@ def test_normalised_values_are_what_they_are_called(
     spread = float(np.ptp(values.astype(object if dtype == "int64" else np.longdouble)))
     if spread < 2.0**-41 * abs(offset) or not 1e-300 < spread < 1e300 or abs(offset) >= 2**60:
         with contextlib.suppress(ConfigError):  # may be refused
-            affine(field, {"x": known}, ())
+            shift_and_gain(field, {"x": known}, ())
         return
-    shift, gain = affine(field, {"x": known}, ())
+    shift, gain = shift_and_gain(field, {"x": known}, ())
     wanted = torch.float64 if dtype == "float64" else torch.float32
     found = convert(torch.from_numpy(values)[:, None], wanted, shift, gain)[:, 0].double().numpy()
     if how == "min_max":
@@ -344,10 +344,10 @@ def test_what_float64_does_not_hold_is_refused_and_constants_become_zero() -> No
                 with pytest.raises(
                     ConfigError, match=r"spread from 1e-307 .* element \[\] of x.; store the"
                 ):
-                    affine(field, known, ())
+                    shift_and_gain(field, known, ())
     column = Column("x", "float32", ())
     known = {"x": statistics(column, np.full(100_000, 7.3, np.float32))}
-    shift, gain = affine(ResolvedField("x", column, normalize="mean_std"), known, ())
+    shift, gain = shift_and_gain(ResolvedField("x", column, normalize="mean_std"), known, ())
     assert convert(torch.tensor([[7.3], [9.3]]), torch.float32, shift, gain).tolist() == [[0], [2]]
 
 
@@ -386,7 +386,7 @@ def test_statistics_of_each_source_and_task(tmp_path: Path) -> None:
     rows = np.concatenate([data.trajectory(i)["action"] for i in range(5)])
     low, high = np.quantile(rows, [0.01, 0.99])
     field = ResolvedField("action", data.schema["action"], normalize="quantile")
-    shift, gain = affine(field, data.statistics, ())
+    shift, gain = shift_and_gain(field, data.statistics, ())
     found = convert(torch.from_numpy(rows)[:, None], torch.float64, shift, gain)[:, 0]
     np.testing.assert_allclose(found, 2 * (rows - low) / (high - low) - 1, rtol=1e-12, atol=1e-12)
     with pytest.raises(

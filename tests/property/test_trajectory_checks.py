@@ -23,9 +23,10 @@ from deepspeed_gear import (
     Schema,
     TransitionBuffer,
 )
+from deepspeed_gear.data.episode_split import split_episodes
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.ingest.reader import Reader
-from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored, split_episodes
+from deepspeed_gear.data.stored_values import as_numbers, as_stored
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES
 

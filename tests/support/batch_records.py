@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_gear import Batch, Replay
 
+PLAN_WIDTH = 4  # ranks that packs are planned for
 SAMPLES = ("sample_number", "trajectory_id", "anchor")
 Arrays = dict[str, np.ndarray]
 
@@ -92,14 +93,13 @@ def in_order(parts: Sequence[Arrays], size: int | None = None) -> Arrays:
     return {name: array[np.arange(len(order))[:, None], order] for name, array in whole.items()}
 
 
-def in_plan_order(ranks: Sequence[Sequence[Sequence[Any]]], width: int = 4) -> list[list[Any]]:
+def in_plan_order(ranks: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
     """Return the packs of each step, micro step by micro step of the plan and rank by rank of it.
 
     Args:
         ranks: The packs of each step of each rank.
-        width: Ranks that packs are planned for.
     """
-    per_rank = width // len(ranks)
+    per_rank = PLAN_WIDTH // len(ranks)
     steps = []
     for of_ranks in zip(*ranks, strict=True):
         firsts = range(0, len(of_ranks[0]), per_rank)

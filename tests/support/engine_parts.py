@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -57,3 +58,23 @@ class Model(nn.Module):
         observation = batch["observation"].flatten(1).to(self.layer.weight.dtype) / 1e4
         error = self.layer(observation) - batch["action"].to(self.layer.weight.dtype) / 1e4
         return error.square().mean()
+
+
+def small_qwen() -> Any:
+    """Return a language model of one layer and 64 tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes, **heads))
+
+
+def flat_weights(model: nn.Module) -> np.ndarray:
+    """Return all weights, in float32 where the optimizer has them. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    whole = [
+        weight if (own := safe_get_full_fp32_param(weight)) is None else own
+        for weight in model.parameters()
+    ]
+    return torch.cat([weight.detach().float().flatten() for weight in whole]).numpy()

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from gear_support import prefix
+from replay_support import streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Replay
@@ -49,7 +50,7 @@ def section(
 
 
 def train(replay: Replay, table: str = "main") -> BatchStream:
-    return replay._parts.streams[table]["train"]
+    return streams_of(replay, table)["train"]
 
 
 def add(

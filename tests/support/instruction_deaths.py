@@ -19,15 +19,14 @@ from store_support import StoreScene
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 
 _TRACEME = 0
-_CONT = 7
 _SINGLESTEP = 9
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
 
 
-def _ptrace(request: int, child: int, value: int = 0) -> None:
-    if _libc.ptrace(request, child, None, value) != 0:
+def _ptrace(request: int, child: int) -> None:
+    if _libc.ptrace(request, child, None, 0) != 0:
         error = os.strerror(ctypes.get_errno())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -302,7 +302,7 @@ class Machine:
         for store in self.stores:
             store.update()
             self.note_dropped(store)
-        books = [store.ledger.books.account() for store in self.stores]
+        books = [store.ledger.account.report() for store in self.stores]
         dropped = sum(sum(one["dropped"].values()) for one in books)
         sums = {name: sum(one[name] for one in books) for name in ("issued", *PARTS)}
         assert sums["issued"] == sum(sums[name] for name in PARTS) + dropped
@@ -520,7 +520,7 @@ class Resharding(Machine):
             is_known = all(store.owns(n) for n in self.gone if first <= n < following)
             if not self.by_lease:
                 is_known = len(self.gone) == self.num_gone
-            used = store.ledger.books.num_in_training + len(store.open_numbers)
+            used = store.ledger.account.num_in_training + len(store.open_numbers)
             if is_known and used < len(store.slots) // self.SIZE:
                 gone = [n for n in self.gone if not self.by_lease or n < following]
                 assert (following - len(gone)) // self.groups > self.num_trained + self.max_lag
@@ -580,7 +580,7 @@ class Successors(Machine):
     def take(self, store: NodeStore, count: int) -> list[LeaseRecord]:
         """Lease, and count what is held instead; some of it is older than a lease would be."""
         before = store.slots_in(SlotState.COMMITTED)
-        version = store.ledger.books.version
+        version = store.ledger.account.version
         leases = super().take(store, count)
         found = np.setdiff1d(store.slots_in(SlotState.COMMITTED), before)
         self.counts["found"] += len(found)

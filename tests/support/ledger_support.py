@@ -90,7 +90,7 @@ def check_books(replay: Replay) -> dict[str, Any]:
         assert table.ledger is not None
         assert table.groups is not None
         table.groups.update()
-        books = table.ledger.books.account()
+        books = table.ledger.account.report()
         groups = table.groups.statistics
     parts = [
         books[name]

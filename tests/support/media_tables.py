@@ -77,6 +77,11 @@ def pages_of(replay: Replay) -> MediaPages:
     return media
 
 
+def evict_all(pages: MediaPages) -> None:
+    """Evict all items that nothing needs. Wants the lock."""
+    pages._evict(1 << 20, np.zeros(0, np.int64))
+
+
 def with_media(config: dict[str, Any]) -> dict[str, Any]:
     """Return a section whose table has media; without a schema the program gives the column."""
     config = copy.deepcopy(config)

@@ -30,10 +30,10 @@ class Draws:
         random = torch.Generator().manual_seed(count)
         drawn, _ = ring.select(_PER_ADD, self._draw, [ONE_Q62 // 2])
         ring.update(drawn, (torch.rand(_PER_ADD, generator=random) * 9).to(device))
-        self._records, weights = ring.batch(count)
-        self._weights = weights if is_weighed else weights[:0]
+        self.records, weights = ring.batch(count)
+        self.weights = weights if is_weighed else weights[:0]
         self._betas = torch.tensor([ONE_Q62 // 2], device=device)
-        factors = torch.randint(1 << 62, self._records.shape, generator=random) | 1
+        factors = torch.randint(1 << 62, self.records.shape, generator=random) | 1
         self._factors = factors.to(device)
         #: Of all draws so far, in their order. [1], int64.
         self.digest = torch.zeros(1, dtype=torch.int64, device=device)
@@ -43,10 +43,10 @@ class Draws:
         ring = self.ring
         known = (ring.slots, ring.sums, ring.minima, ring.row_slots, self._betas)
         how = (ring.rule, ring.shape, self._draw, ring.drawn_unit)
-        ring.ops.ring_select_(ring.state, self._records, self._weights, *known, *how)
-        self.digest.mul_(0x5851F42D4C957F2D).add_(self._sum())
+        ring.ops.ring_select_(ring.state, self.records, self.weights, *known, *how)
+        self.digest.mul_(0x5851F42D4C957F2D).add_(self.sum())
 
-    def _sum(self) -> Tensor:
-        of_records = (self._records * self._factors).sum()
-        bits = self._weights.view(torch.int32).long()
+    def sum(self) -> Tensor:
+        of_records = (self.records * self._factors).sum()
+        bits = self.weights.view(torch.int32).long()
         return of_records + (bits * self._factors[: len(bits), 0]).sum()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed_gear
 from deepspeed_gear import MicroBatch
-from deepspeed_gear.replay.rollout import Rollout, TrainStep
+from deepspeed_gear.replay.packed.rollout import Rollout, TrainStep
 
 COUNT = 20  # responses of a rank, which adds its own
 COLUMNS = ("old", "advantage")

@@ -23,7 +23,7 @@ from deepspeed_gear import MicroBatch, Replay, Rollout
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.frameworks.engine_place import place_of
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
-from deepspeed_gear.replay.rollout import TrainStep
+from deepspeed_gear.replay.packed.rollout import TrainStep
 
 VOCABULARY = 50
 WIDTH = 16

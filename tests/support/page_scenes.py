@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_parts import small_qwen
 from gear_support import prefix
 from torch import nn
 
@@ -114,11 +115,7 @@ def language_model() -> tuple[
     Returns:
         The engine; what adds so many groups; the loss of each place. logits [1, N, V] -> [1, N].
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes, **heads))
+    model = small_qwen()
     columns = {
         "tokens": {"dtype": "int32", "role": "token"},
         "loss_mask": {"dtype": "bool", "role": "loss_mask"},
@@ -173,13 +170,9 @@ def prompts_run(**table: Any) -> dict[str, Any]:
         Names for the blocks of a page: a small model and its config, what generates a group, and
         the loss.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from deepspeed_gear import Column, RolloutWorker
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes, **heads))
+    model = small_qwen()
     prompts = Schema([Column("tokens", "int32", role="token"), Column("answer", "int64", rows="1")])
     with DatasetWriter("prompts", prompts, overwrite=True) as writer:
         for a in range(50):

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,17 @@ from gear_support import prefix
 from process_support import environment
 from warm_python import PIPE, WarmProcess
 
-from deepspeed_gear import Column, RemoteWriter, Replay, Schema, TrajectoryWriter
+from deepspeed_gear import (
+    Column,
+    RemoteRolloutWorker,
+    RemoteWriter,
+    Replay,
+    RolloutWorker,
+    Schema,
+    TrajectoryWriter,
+)
 from deepspeed_gear.remote.gateway import Gateway
+from deepspeed_gear.writer.rollout_worker import LeaseWorker
 
 TOKEN = "0123456789abcdef" * 2
 WRONG = "another-token-of-32-characters!!"
@@ -210,6 +219,17 @@ def openssl_certificate(
 
 def connect(url: str, **options: Any) -> RemoteWriter:
     return RemoteWriter.connect(url, **{"token": TOKEN, "timeout_s": 20.0, **options})
+
+
+def attached(url: str | None, config: dict[str, Any], stack: ExitStack) -> LeaseWorker:
+    """Return a rollout worker of a gateway's url, or one of the node, which the stack closes."""
+    worker: LeaseWorker = (
+        RolloutWorker.attach(config)
+        if url is None
+        else RemoteRolloutWorker.connect(url, token=TOKEN, timeout_s=20.0)
+    )
+    stack.callback(worker.close)
+    return worker
 
 
 def serve(config: Path, token: Path, *options: str) -> tuple[WarmProcess, str]:

@@ -8,7 +8,7 @@ import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory
 
 from deepspeed_gear import Batch, Replay
-from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
+from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 
 LENGTHS = lengths_of(40)
@@ -32,16 +32,27 @@ def filled(lengths: Iterable[int], /, **options: Any) -> Replay:
     return replay
 
 
-def streams_of(replay: Replay) -> dict[str, BatchStream]:
-    """Return the batch streams of the first sampled table by name: "train", and one for
-    each split.
+def parts_of(replay: Replay) -> ReplayParts:
+    """Return what a replay is built of, for states that no call shows."""
+    return replay._parts
+
+
+def streams_of(replay: Replay, table: str | None = None) -> dict[str, BatchStream]:
+    """Return the batch streams of a table by name: "train", and one for each split.
+
+    Without a table, of the first sampled one.
     """
-    return replay._parts.streams[replay.config.sampled_tables[0]]
+    return parts_of(replay).streams[table or replay.config.sampled_tables[0]]
 
 
-def late_updates_of(replay: Replay) -> AsyncPriorityUpdates:
-    """Return the priorities that are still being computed on a device."""
-    return replay._parts.late_updates
+def read_late(replay: Replay, blocks: Any) -> None:
+    """Fetch priorities from a device by `blocks`, in place of pinned memory."""
+    parts_of(replay).late_updates._blocks = blocks
+
+
+def add_in_python(replay: Replay) -> None:
+    """Add the trajectories of a replay without the native calls that add whole ones."""
+    replay._inserter(None)._adds_natively = False
 
 
 def take(replay: Replay, count: int) -> list[Batch]:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,12 +114,12 @@ def stored_slots(replay: DeviceReplay) -> Tensor:
     return slots[slots[:, Slot.STATE] == SlotState.COMMITTED]
 
 
+@dataclass
 class Pair:
     """A table on a device and the same one in host memory, whose batches must be equal."""
 
-    def __init__(self, device: DeviceReplay, host: Replay) -> None:
-        self.device = device
-        self.host = host
+    device: DeviceReplay
+    host: Replay
 
     def add(self, columns: dict[str, Any], table: str | None = None) -> None:
         """Add a trajectory to both."""

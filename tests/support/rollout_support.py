@@ -15,8 +15,9 @@ from deepspeed_gear.batching.loss_weights import GradientDivisor
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_columns import RolloutColumns, RolloutContext
+from deepspeed_gear.replay.packed.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.rollout_context import RolloutContext
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -241,7 +242,8 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
             stream.table.ops.tree_build_(sums, masses.num_items)
             assert sums.equal(masses.sums), "an inner node is not the sum of its children"
             waiting = np.nonzero(masses.queued != NOTHING)[0]
-            dirty = masses._dirty[: masses.words[TreeChanges.NUM_QUEUED]]
+            dirty = table.views[stream.spec.at + "dirty"]
+            dirty = dirty[: masses.words[TreeChanges.NUM_QUEUED]]
             assert sorted(dirty.tolist()) == waiting.tolist()
             effective = np.where(masses.queued != NOTHING, masses.queued, masses.applied)
             wanted = np.zeros(len(slots), np.int64)
@@ -280,16 +282,25 @@ def killed_at(
     line: int,
     action: Callable[[], None],
     parts: Sequence[str] = ("store", "sampling", "writer", "replay"),
+    code: CodeType | None = None,
 ) -> bool:
-    """Kill a child before its line-th line in these parts of the package; say if it came so far."""
+    """Kill a child before its line-th line in these parts of the package; say if it came so far.
+
+    With the `code` of a function, before its line-th line there.
+    """
     traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in parts)
+
+    def is_traced(frame: Any) -> bool:
+        if code is not None:
+            return frame.f_code is code
+        return frame.f_code.co_filename.startswith(traced)
 
     def run() -> None:
         left = line
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             nonlocal left
-            if not frame.f_code.co_filename.startswith(traced):
+            if not is_traced(frame):
                 return None
             if event == "line":
                 left -= 1

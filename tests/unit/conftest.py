@@ -4,9 +4,11 @@ streams.
 
 import ast
 import contextlib
+import importlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import h5py
@@ -97,6 +99,13 @@ def trees(checkout: Path) -> dict[str, ast.Module]:
         )
         for file in sorted((checkout / "deepspeed_gear").rglob("*.py"))
     }
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Callable[[str], ModuleType]:
+    """Import a module of the benchmarks, which are scripts and no package."""
+    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The benchmarks: each runs with tiny sizes, and what they compare really is comparable."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -20,13 +19,6 @@ LONG = pytest.mark.skipif(
     os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
 )
 Load = Callable[[str], ModuleType]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
-    """Import a module of the benchmarks, which are scripts and no package."""
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -158,11 +150,11 @@ def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: 
     masses = None if limit.sums is None else limit.sums[:10_000].copy()
     for turn in range(3):
         limit.run(1)
-        out = limit._keep[1][0]
+        out = limit.kept[1][0]
         for column, rows in zip(content.schema, out, strict=True):
             assert torch.equal(rows, table.tensor(column.name)[torch.from_numpy(limit.items)])
         if masses is not None:
-            masses[limit.items] = limit._new_masses[0]
+            masses[limit.items] = limit.new_masses[0]
             assert np.array_equal(limit.sums[:10_000], masses), turn
             assert limit.sums[-32:].sum() == masses.sum()
     gear.made.close()
@@ -243,7 +235,7 @@ def test_everything_that_is_timed_copies_the_same_rows(load: Load, name: str, wi
         outs = subject.ring[0].outs
         for out in outs:
             out.zero_()
-        subject._random = np.random.default_rng(5)
+        subject.random = np.random.default_rng(5)
         cpu, wall = getattr(subject, kind)(1)
         assert cpu.shape == wall.shape == (1,)
         found.append([out.clone() for out in outs])
@@ -285,7 +277,7 @@ def test_a_difference_of_batches_is_seen(load: Load) -> None:
     other = determinism.Case("uniform step", 0, 4, 2, 3)
     digests = {wanted: ["a", "b"], same: ["a", "b"], other: ["a", "c"]}
     more = {("uniform step", "resumed"): ["a", "b"], ("length", "resumed"): ["x"]}
-    rows = determinism._compare(list(digests), digests, more)
+    rows = determinism.compare(list(digests), digests, more)
     names = (wanted.variant, same.variant, other.variant, "resumed")
     assert [(row["variant"], row["equal"]) for row in rows] == [
         *zip(names, (True, True, False, True), strict=True)

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -23,10 +24,9 @@ SHOWN = [
 
 
 @pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    importlib.import_module("conformance.run")
-    return importlib.import_module("conformance.check")
+def cases(load: Callable[[str], ModuleType]) -> ModuleType:
+    load("conformance.run")
+    return load("conformance.check")
 
 
 @pytest.mark.usefixtures("cases")

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from gear_support import load_script
 
 import deepspeed_gear
 from deepspeed_gear import errors
@@ -272,3 +273,10 @@ def test_names_of_the_design_are_there(checkout: Path) -> None:
             words = [word for word in name.split(".") if len(word) > 3 and not word.isdigit()]
             lost += [f"{page}: {name}" for word in words if word not in known]
     assert lost == []
+
+
+def test_the_map_of_files_is_current(checkout: Path) -> None:
+    pages = load_script(checkout / "docs" / "hooks" / "file_map.py").render()
+    for name, text in pages.items():
+        committed = (checkout / "docs" / "reference" / name).read_text(encoding="utf-8")
+        assert committed == text, f"{name}: run python docs/hooks/file_map.py docs/reference"

@@ -3,7 +3,6 @@
 The numbers themselves: test_docs_numbers.py.
 """
 
-import importlib
 import json
 import re
 import subprocess
@@ -70,10 +69,9 @@ def test_claims_of_a_gpu_name_the_commit_that_ran(
 
 
 @pytest.fixture
-def gpu_pages(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
+def gpu_pages(load: Any) -> ModuleType:
     """The module that writes the pages from the results of a GPU."""
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module("gpu_pages")
+    return load("gpu_pages")
 
 
 def test_pages_say_whether_the_kernels_have_changed(

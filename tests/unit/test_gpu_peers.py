@@ -18,13 +18,6 @@ from warm_python import run_warm
 Load = Callable[[str], ModuleType]
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
-    """Import a module of the benchmarks, which are scripts and no package."""
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module
-
-
 ROLLOUT = {"items": 768, "added": 768, "batch": 192, "rollout": 24}
 CASES: list[dict[str, Any]] = [{}, {"prioritized": True}, {"length": 20}, ROLLOUT]
 NAMES = ["uniform", "prioritized", "windows", "roll-outs"]
@@ -35,15 +28,15 @@ def child(request: pytest.FixtureRequest, load: Load) -> Iterator[Any]:
     """A process's answers, in this process."""
     found = load("device_peers.child").Child(request.param)
     yield found
-    if found._table is not None:
-        found._table.close()
+    if found.table is not None:
+        found.table.close()
 
 
 def order_make(child: Any, **options: Any) -> Any:
     """Have a child fill a small table; return the case."""
     case = {"device": "cpu", "items": 4000, "batch": 64, "added": 16, **options}
     child.answer({"do": "make", "case": case, "compiler": "eager"})
-    return child._case
+    return child.case
 
 
 @pytest.mark.parametrize("options", CASES, ids=NAMES)
@@ -111,18 +104,18 @@ def test_calls_that_repeat_themselves_are_found(
 ) -> None:
     child = load("device_peers.child").Child("columns")
     order_make(child, prioritized=True)
-    always_the_same(child._table, name)
+    always_the_same(child.table, name)
     assert child.answer({"do": "prepare", "form": "eager", "work": work})["wrong"] == wrong
 
 
 def test_an_add_at_one_place_is_found(load: Load) -> None:
     child = load("device_peers.child").Child("columns")
     order_make(child)
-    table = child._table
+    table = child.table
     add = table.add
 
     def add_at_first() -> None:
-        table._cursor.zero_()
+        table.cursor.zero_()
         add()
 
     table.add = add_at_first
@@ -148,7 +141,7 @@ def test_rows_that_are_mixed_up_are_found(load: Load) -> None:
 def test_draws_that_do_not_fit_the_masses_are_found(load: Load) -> None:
     child = load("device_peers.child").Child("columns")
     order_make(child, prioritized=True)
-    module = child._module
+    module = child.module
 
     class Half(module.Columns):
         """Draws by the square root of the masses."""
@@ -159,8 +152,8 @@ def test_draws_that_do_not_fit_the_masses_are_found(load: Load) -> None:
             super().sample()
             self._masses.copy_(kept)
 
-    child._module = ModuleType("half")
-    child._module.make = Half
+    child.module = ModuleType("half")
+    child.module.make = Half
     found = child.answer({"do": "exact"})
     assert not found["exact"]
     assert found["deviation"] > 6
@@ -170,7 +163,7 @@ def test_draws_that_do_not_fit_the_masses_are_found(load: Load) -> None:
 def test_epochs_that_miss_an_item_are_found(load: Load, fault: str) -> None:
     child = load("device_peers.child").Child("columns")
     order_make(child, **ROLLOUT)
-    module = child._module
+    module = child.module
 
     class Wrong(module.Columns):
         """Draws with replacement, or mixes up the rows of a column."""
@@ -183,8 +176,8 @@ def test_epochs_that_miss_an_item_are_found(load: Load, fault: str) -> None:
                     self._copy(torch.randint(self.case.items, (self.case.batch,)))
                 yield
 
-    child._module = ModuleType("wrong")
-    child._module.make = Wrong
+    child.module = ModuleType("wrong")
+    child.module.make = Wrong
     found = child.answer({"do": "exact"})
     assert not found["exact"]
     assert found["each_once"] == (fault == "rows")
@@ -193,7 +186,7 @@ def test_epochs_that_miss_an_item_are_found(load: Load, fault: str) -> None:
 def test_a_roll_out_that_is_not_replaced_is_found(load: Load) -> None:
     child = load("device_peers.child").Child("columns")
     order_make(child, **ROLLOUT)
-    always_the_same(child._table, "add")
+    always_the_same(child.table, "add")
     found = child.answer({"do": "prepare", "form": "captured", "work": "add"})
     assert found["wrong"] == "a second call adds the rows of the first again"
 

@@ -1,6 +1,5 @@
 """benchmarks/gpu_results.py: what a run of launch/test_gpu.sh leaves, as results and tables."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -14,9 +13,8 @@ CARD = {"name": "NVIDIA X100", "driver": "1.2"}
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module("gpu_results")
+def module(load: Any) -> ModuleType:
+    return load("gpu_results")
 
 
 def result(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -43,10 +43,10 @@ def test_a_digest_of_draws_shows_every_one(is_weighed: bool) -> None:
         for draws in found:
             draws.draw()
     assert len({int(draws.digest) for draws in found}) == 1
-    assert len(found[0]._weights) == (40 if is_weighed else 0)
+    assert len(found[0].weights) == (40 if is_weighed else 0)
     stale = found[2]
-    stale._records[7, 3] += 1
-    stale.digest.add_(stale._sum() - found[1]._sum())
+    stale.records[7, 3] += 1
+    stale.digest.add_(stale.sum() - found[1].sum())
     for draws in found:
         draws.draw()
     assert int(found[0].digest) == int(found[1].digest) != int(stale.digest)

@@ -95,6 +95,7 @@ READS_CONFIG = {
     "replay/device_replay",
     "replay/normalizer",
     "replay/preview",
+    "replay/packed/pack_preview",
     "engine",
     "cli",
 }

@@ -12,7 +12,7 @@ from gear_support import SCHEMA, SHM, prefix
 from process_support import in_child, kill
 
 from deepspeed_gear import DatasetWriter, liveness
-from deepspeed_gear.checkpoint.save_folders import FolderLocks
+from deepspeed_gear.checkpoint.folder_locks import FolderLocks
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.shared_memory import SharedMemory, remove_garbage

@@ -15,9 +15,8 @@ import pytest
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module("speed.work")
+def work(load: Any) -> ModuleType:
+    return load("speed.work")
 
 
 def test_this_project_is_timed(run_python: Any, checkout: Path) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +12,8 @@ SLOW = [(10.0, 10.9), (10.0, 11.0), (10.0, 11.1)]
 
 
 @pytest.fixture
-def regressions(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module("speed.regressions")
+def regressions(load: Any) -> ModuleType:
+    return load("speed.regressions")
 
 
 @pytest.mark.parametrize(

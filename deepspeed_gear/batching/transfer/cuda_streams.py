@@ -1,4 +1,4 @@
-"""Transfer streams: batches are gathered on a CUDA stream of their own, or in the calling thread.
+"""Transfer streams (lanes): CUDA streams of gathers, and selections released after their reads.
 
 Nothing here waits for a device, except `Event.synchronize`, before host memory is overwritten.
 """

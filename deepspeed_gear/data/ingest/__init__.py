@@ -1,4 +1,8 @@
-"""Ingest of other formats into the on-disk data set, with one reader per format."""
+"""Ingest: conversion of sources of other formats, on this machine or others, into a data set.
+
+`readers/` has one class per format, `decoding/` turns files into arrays, and the other modules are
+shared by the readers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -17,262 +21,28 @@ from tqdm import tqdm
 from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic needs it as well
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_files import SCHEMA_FILE, check_no_pointer, described_folder
-from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
+from deepspeed_gear.data.dataset_files import SCHEMA_FILE
+from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.ingest.column_options import OutputColumns
-from deepspeed_gear.data.ingest.d3rlpy import D3rlpyReader
-from deepspeed_gear.data.ingest.episode_numbers import EpisodeNumbers
-from deepspeed_gear.data.ingest.exported import ExportedReader
-from deepspeed_gear.data.ingest.group_scope import GroupNumbers
-from deepspeed_gear.data.ingest.hdf5 import D4rlReader, RobomimicReader
-from deepspeed_gear.data.ingest.lerobot import LerobotReader
-from deepspeed_gear.data.ingest.minari import MinariReader
-from deepspeed_gear.data.ingest.npz import NpzReader, OgbenchReader, PickleReader
-from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
-from deepspeed_gear.data.ingest.rlds import RldsReader
-from deepspeed_gear.data.ingest.rllib import RllibReader
-from deepspeed_gear.data.ingest.side_by_side import ReadBlock, SideBySide, without_surplus
-from deepspeed_gear.data.ingest.source_checks import (
-    MAX_EXPANSION,
-    Expansion,
-    check_source,
-    files_in,
-    first_bytes,
+from deepspeed_gear.data.ingest.format_detection import NAMING, open_rows, open_source
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.readers import READERS
+from deepspeed_gear.data.ingest.renumbering import (
+    TEXTS,
+    EpisodeNumbers,
+    GroupNumbers,
+    Renumbering,
+    TextNumbers,
 )
-from deepspeed_gear.data.ingest.tables import TableReader
-from deepspeed_gear.data.ingest.text_numbers import TEXTS, TextNumbers
-from deepspeed_gear.data.ingest.webdataset import WebdatasetReader, is_pattern, pattern_shards
-from deepspeed_gear.data.ingest.zarr import ZarrReader
-from deepspeed_gear.data.sources import check_local, is_address, source_path
+from deepspeed_gear.data.ingest.side_by_side import ReadBlock, SideBySide, without_surplus
+from deepspeed_gear.data.partial_folder import check_destination
+from deepspeed_gear.data.sources import check_local
 from deepspeed_gear.data.sources.remote_path import RemotePath
-from deepspeed_gear.errors import ConfigError, DataError, near_name, undo_on_error
+from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import SOURCE, Column, Schema
 
-# In the order in which "auto" tries them: a layout that others would recognise too comes first.
-_CLASSES: tuple[type[Reader], ...] = (
-    ExportedReader,
-    D3rlpyReader,
-    D4rlReader,
-    MinariReader,
-    RobomimicReader,
-    LerobotReader,
-    RldsReader,
-    ZarrReader,
-    OgbenchReader,
-    NpzReader,
-    PickleReader,
-    RllibReader,
-    WebdatasetReader,
-    TableReader,
-)
-_MOST_FILES = 64  # of a folder that are looked at where its layout is unknown
-READERS = {reader.format: reader for reader in _CLASSES}
-_CHECK = "check the path and its permissions"
-_NAMING = ("rename", "role")  # options of columns that a reader may apply before
-
-
-def open_source(
-    path: str | Path,
-    format: str = "auto",
-    columns: Sequence[str] | None = None,
-    max_expansion: float = MAX_EXPANSION,
-    show_progress: bool = False,
-    **options: Any,
-) -> Reader:
-    """Check a source and open it, in the given format or in the one that its content shows.
-
-    Args:
-        path: A file or folder, or the address of a remote one: hf://, s3://, gs://, https://. For
-            shards of WebDataset also a pattern, `part-{000..012}.tar`.
-        format: A key of `READERS`, "module:Class" for a user's reader, or "auto".
-        columns: Patterns of optional columns to keep; None keeps all.
-        max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
-        show_progress: Show the bytes that are fetched of a remote source on stderr.
-        **options: Options of the format, `Reader.takes`; None means not given. `rename` and `role`,
-            as in `Options`, count for every format, before names are judged.
-    """
-    select = ColumnSelection(columns)
-    expansion = Expansion(max_expansion)
-    if is_pattern(path, format) and (shards := pattern_shards(path, show_progress)):
-        return _open_shards(path, shards, select, expansion, options)
-    if isinstance(path, str) and is_address(path):
-        source = source_path(path, show_progress)
-        with undo_on_error(source.source.close):
-            return _open_path(source, format, select, expansion, options)
-    return _open_path(arguments.folder("source", path), format, select, expansion, options)
-
-
-def _open_path(
-    path: Path,
-    format: str,
-    select: ColumnSelection,
-    expansion: Expansion,
-    options: Mapping[str, Any],
-) -> Reader:
-    with DataError.on(str(path), "must be readable", OSError, remedy=_CHECK):
-        if not path.exists():
-            remedy = "check the path of the source"
-            if "{" in path.name:
-                remedy = (
-                    "give the folder, or the name without quotes: the shell expands braces; only "
-                    "shards of WebDataset may be named by a pattern"
-                )
-            raise DataError(str(path), "must exist", None, remedy)
-        if (path / SCHEMA_FILE).is_file():
-            check_no_pointer(path / SCHEMA_FILE)
-            raise DataError(
-                str(path), "must not be a data set already", None, "train from it as it is"
-            )
-        folder = described_folder(path) if format == "auto" else None
-        if folder is not None and (path.is_dir() or first_bytes(path, 64).lstrip()[:1] == b"{"):
-            raise DataError(
-                str(path),
-                "must be a source, not what describes one",
-                None,
-                f"give its folder: {folder}",
-            )
-        check_source(path, expansion)
-        kind = _recognised(path) if format == "auto" else _reader_class(format)
-    return _opened(kind(path, select, expansion, _given(str(path), kind, options)))
-
-
-def _open_shards(
-    pattern: str | Path,
-    shards: Sequence[Path],
-    select: ColumnSelection,
-    expansion: Expansion,
-    options: Mapping[str, Any],
-) -> Reader:
-    """Open the shards of a pattern as one source."""
-    path = Path(pattern)
-    with ExitStack() as stack:
-        if isinstance(shards[0], RemotePath):
-            path = RemotePath(shards[0].source, "")
-            stack.callback(shards[0].source.close)
-        for shard in shards:
-            with DataError.on(str(shard), "must be readable", OSError, remedy=_CHECK):
-                check_source(shard, expansion)
-        given = _given(str(path), WebdatasetReader, options)
-        reader = WebdatasetReader(path, select, expansion, {**given, "shards": shards})
-        stack.pop_all()
-        return _opened(reader)
-
-
-def open_rows(
-    rows: Any,
-    columns: Sequence[str] | None = None,
-    max_expansion: float = MAX_EXPANSION,
-    **options: Any,
-) -> Reader:
-    """Open the rows of a program (see `Dataset.from_iterable`); arguments as in `open_source`."""
-    select = ColumnSelection(columns)
-    expansion = Expansion(max_expansion)
-    name = type(rows).__name__
-    if isinstance(rows, (str, os.PathLike)):
-        raise DataError(
-            "rows", "must be rows of a program", name, "open_source reads a file or folder"
-        )
-    given = _given(name, TableReader, options)
-    held = list(rows) if isinstance(rows, Iterator) and "schema" not in given else rows
-    return _opened(TableReader(Path(name), select, expansion, {**given, "rows": held}))
-
-
-def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not None; raise for an option that the format lacks."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - {*kind.takes, *_NAMING}:
-        having = [reader.format for reader in READERS.values() if name in reader.takes]
-        if not having:
-            raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
-        option = f"--{name.replace('_', '-')}"
-        raise DataError(
-            f"{where}: {option}",
-            f"must be for the format {' or '.join(having)}",
-            kind.format,
-            "leave it out for this format",
-        )
-    return given
-
-
-def _opened(reader: Reader) -> Reader:
-    with undo_on_error(reader.files.close):
-        if isinstance(reader.path, RemotePath):
-            source = reader.path.source
-            reader.files.callback(source.close)
-            reader.description.update(url=source.url, revision=source.revision)
-        reader.open()
-        reader.select.check_used(reader.path)
-        if reader.select.left_out:
-            left_out = ", ".join(reader.select.left_out)
-            reader.notes.append(f"left out, as --columns does not name them: {left_out}")
-    return reader
-
-
-def _recognised(path: Path) -> type[Reader]:
-    """Return the reader whose layout a source has; DataError if there is none."""
-    kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
-    if kind is not None:
-        return kind
-    files = list(islice(files_in(path), _MOST_FILES)) if path.is_dir() else []
-    for file in files:
-        check_no_pointer(file)
-    known = [file for file in files if _is_source(file)]
-    if known:
-        remedy = f"give {'the file in it:' if len(known) == 1 else 'its files, such as'} {known[0]}"
-    else:
-        remedy = (
-            f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format); "
-            "docs/how-to/formats.md has what each looks like"
-        )
-    raise DataError(str(path), "must have a known layout", _content(path), remedy)
-
-
-def _is_source(file: Path) -> bool:
-    """Return whether a file of a folder is a source by itself.
-
-    A file named .json describes the data beside it, unless it holds an array.
-    """
-    kind = next((reader for reader in READERS.values() if reader.recognises(file)), None)
-    is_json = kind is TableReader and file.suffix == ".json"
-    return kind is not None and (not is_json or first_bytes(file, 64).lstrip()[:1] == b"[")
-
-
-def _reader_class(format: str) -> type[Reader]:
-    if ":" not in format:
-        if format not in READERS:
-            remedy = (
-                near_name(format, ["auto", *READERS])
-                or "docs/how-to/add-an-ingest-format.md adds one"
-            )
-            raise DataError(
-                "format",
-                f"must be one of auto, {', '.join(READERS)}, or module:Class",
-                format,
-                remedy,
-            )
-        return READERS[format]
-    reader: Any = imported(format, "format")
-    if not (isinstance(reader, type) and issubclass(reader, Reader)):
-        raise DataError(
-            "format",
-            "must name a subclass of Reader",
-            format,
-            "derive the class from deepspeed_gear.data.ingest.reader.Reader",
-        )
-    return reader
-
-
-def _content(path: Path) -> str:
-    import h5py
-
-    if path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir())
-        return f"a folder with {', '.join(names[:8]) or 'nothing'}"
-    if not h5py.is_hdf5(path):
-        return f"a file that is neither HDF5 nor a table, {path.name}"
-    return f"HDF5 with {', '.join(sorted(hdf5_members(path))[:8]) or 'nothing'}"
+__all__ = ["READERS", "Options", "ingest", "ingest_rows", "ingested", "open_source"]
 
 
 class Options(TypedDict, total=False):
@@ -371,7 +141,7 @@ def ingest(
     check_destination(dest, overwrite or append)
     known = Dataset.open(dest) if append else None
     with ExitStack() as stack:
-        naming: dict[str, Any] = {name: options.get(name) for name in _NAMING}
+        naming: dict[str, Any] = {name: options.get(name) for name in NAMING}
         opened = (
             s
             if isinstance(s, Reader)
@@ -385,12 +155,12 @@ def ingest(
             schema = schema.allowing_nan()
         groups = GroupNumbers(options.get("group_scope"), outputs, known)
         texts = TextNumbers(outputs, known)
-        numbers = EpisodeNumbers(outputs, known)
+        episodes = EpisodeNumbers(outputs, known)
+        renumberings = (groups, texts, episodes)
         for output in outputs[known is None :]:  # the first source of all counts as it likes
             output.reader.notes.extend(
                 f"{name} counts anew in each source: the column source distinguishes equal numbers"
-                for name in output.reader.counted
-                if not numbers.has(output, name)
+                for name in episodes.left_as_they_are(output)
             )
         if progress:
             for reader in readers:
@@ -421,13 +191,11 @@ def ingest(
             compress=options.get("compress"),
             threads=options.get("threads"),
         ) as writer:
-            side_by_side = stack.enter_context(
-                SideBySide(outputs, options.get("threads"), _may_read_ahead)
-            )
+            side_by_side = stack.enter_context(SideBySide(outputs, options.get("threads")))
             for index, output in enumerate(outputs):
                 blocks = side_by_side.blocks(index)
-                if groups.has(output) or texts.has(output) or numbers.has_any(output):
-                    blocks = _renumbered(blocks, output, groups, texts, numbers)
+                if own := [one for one in renumberings if one.has(output)]:
+                    blocks = _renumbered(blocks, output, own)
                 for block, _ in blocks:
                     if SOURCE.name in schema and SOURCE.name not in block.arrays:
                         block = block.with_number(SOURCE, writer.num_sources_before + index)
@@ -437,7 +205,7 @@ def ingest(
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)
                     bar.update(steps * schema.row_bytes)
                 output.reader.release()
-            for note in (*groups.notes(), *numbers.notes()):
+            for note in chain.from_iterable(one.notes() for one in renumberings):
                 readers[-1].notes.append(note)
                 if progress:
                     bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
@@ -448,25 +216,14 @@ def ingest(
 
 
 def _renumbered(
-    blocks: Iterable[ReadBlock],
-    output: OutputColumns,
-    groups: GroupNumbers,
-    texts: TextNumbers,
-    numbers: EpisodeNumbers,
+    blocks: Iterable[ReadBlock], output: OutputColumns, renumberings: Sequence[Renumbering]
 ) -> Iterator[ReadBlock]:
     """Yield the episodes one by one, with the numbers of the data set in place of the source's."""
     for block, file in blocks:
         for one in block.divided():
-            name = one.name_of(0)
-            groups.set_in(output, name, file, one.arrays)
-            texts.set_in(output, name, one.arrays)
-            numbers.set_in(output, name, one.arrays)
+            for renumbering in renumberings:
+                renumbering.set_in(output, one.name_of(0), file, one.arrays)
             yield ReadBlock(one, file)
-
-
-def _may_read_ahead(reader: Reader) -> bool:
-    """Return whether a thread may read a source: never by a class from outside."""
-    return reader.reads_ahead and type(reader) in _CLASSES
 
 
 def _progress_bar(readers: Sequence[Reader], schema: Schema, is_shown: bool) -> tqdm[Any]:
@@ -488,7 +245,7 @@ def ingest_rows(
 ) -> Dataset:
     """Convert the rows of a program into a data set; see `Dataset.from_iterable`."""
     of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
-    of_reader = {name: v for name, v in options.items() if name not in of_ingest - {*_NAMING}}
+    of_reader = {name: v for name, v in options.items() if name not in of_ingest - {*NAMING}}
     written: dict[str, Any] = {name: value for name, value in options.items() if name in of_ingest}
     if schema is not None:
         arguments.one_of("schema", schema, Schema, "a Schema")

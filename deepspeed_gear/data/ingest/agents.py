@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.reader import FLAGS, convert
+from deepspeed_gear.data.ingest.source_columns import FLAGS, convert
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS
 from deepspeed_gear.errors import DataError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.reader import Reader, column_name
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.source_columns import column_name
+from deepspeed_gear.data.stored_values import as_numbers, as_stored
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
-from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
 from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.schema import Column, Schema
 
@@ -124,9 +125,8 @@ class OutputColumns:
             for column in chosen if change == {"role": "reward"} else []:
                 if column.rows == "1" and column.name != "reward":
                     as_float = "" if column.is_floating else " --dtype reward=float32"
-                    where = f"{self.reader.path}: --role {pattern}=reward"
                     raise DataError(
-                        where,
+                        f"{self.reader.path}: --role {pattern}=reward",
                         "must have a value for each step",
                         "one per trajectory",
                         f"--rename {column.name}=reward{as_float} makes it the reward of a "
@@ -174,76 +174,57 @@ class OutputColumns:
     def blocks(self) -> Iterator[TrajectoryBlock]:
         """Yield the episodes in order, in the reader's blocks, with the columns as written.
 
-        What a block cannot hold is done for its episodes one by one, and so are wrong values, whose
-        error names the episode.
+        Where a value of a block is wrong, its episodes are written one by one, so that the error
+        names the episode.
         """
-        for block in self.reader.blocks():
-            several = None if block.is_single else self._several(block)
-            if several is not None:
-                yield several
-                continue
-            for one in block.divided():
-                yield self._one(one)
+        # Other rewards have no sums by trajectory of a block.
+        has_sums = self._reward is None or (self._reward.rows == "T" and not self._reward.shape)
+        for given in self.reader.blocks():
+            for block in (given,) if has_sums else given.divided():
+                written: Iterable[TrajectoryBlock]
+                try:
+                    written = [self._written(block)]
+                except DataError:
+                    if block.is_single:
+                        raise
+                    written = map(self._written, block.divided())
+                yield from written
 
-    def _one(self, block: TrajectoryBlock) -> TrajectoryBlock:
-        """Return one episode with its columns as written."""
+    def _written(self, block: TrajectoryBlock) -> TrajectoryBlock:
+        """Return episodes with their columns as written; DataError for a wrong value."""
         name = self._name(block, 0)
-        length = int(block.lengths[0])
-        arrays: dict[str, Any] = {
-            self.names.get(key, key): rows for key, rows in block.arrays.items()
-        }
-        derived = {"length": np.asarray(length, dtype=np.int64)}
+        arrays = {self.names.get(key, key): rows for key, rows in block.arrays.items()}
+        derived: dict[str, Any] = {"length": block.lengths[0] if block.is_single else block.lengths}
         if self._at in ("last", "each"):
-            rewarded = [np.arange(length) >= (length - 1 if self._at == "last" else 0)]
-            rewarded += [as_stored(arrays.get(c.name), c, name, length) != 0 for c in self._ends]
-            arrays[_REWARD.name] = np.where(np.logical_or.reduce(rewarded), self._value, 0.0)
+            is_rewarded = np.zeros(block.num_rows, np.bool_)
+            is_rewarded[block.last_steps if self._at == "last" else slice(None)] = True
+            is_rewarded[block.final_rows] = False
+            for column in self._ends:
+                flags = as_stored(arrays.get(column.name), column, name, block.num_rows)
+                is_rewarded |= flags != 0
+            arrays[_REWARD.name] = np.where(is_rewarded, self._value, 0.0)
         if self._reward is not None and self._reward.name in arrays:
-            rewards = as_stored(arrays[self._reward.name], self._reward, name)
+            num_rows = None if block.is_single else block.num_rows
+            rewards = as_stored(arrays[self._reward.name], self._reward, name, num_rows)
             arrays[self._reward.name] = rewards
-            derived["return"] = np.asarray(
-                as_numbers(rewards, self._reward).astype(np.float64).sum()
-            )
-        for column in derived.keys() & arrays.keys():  # of a program's rows
-            if not np.array_equal(arrays[column], derived[column]):
+            numbers = as_numbers(rewards, self._reward).astype(np.float64)
+            derived["return"] = numbers.sum() if block.is_single else block.sums(numbers)
+        for key in derived.keys() & arrays.keys():  # of a program's rows
+            if not np.array_equal(arrays[key], derived[key]):
                 raise DataError(
-                    f"{name}: column {column}",
-                    f"must be {derived[column]}, as ingest derives it",
-                    arrays[column],
+                    f"{name}: column {key}",
+                    f"must be {derived[key]}, as ingest derives it",
+                    arrays[key],
                     "leave it out",
                 )
-        return TrajectoryBlock.of_one(name, {**arrays, **self._kept(derived)}, length)
-
-    def _several(self, block: TrajectoryBlock) -> TrajectoryBlock | None:
-        """Return several episodes with their columns as written; None to do it one by one."""
-        arrays = {self.names.get(key, key): rows for key, rows in block.arrays.items()}
-        if self._ends or not {"length", "return"}.isdisjoint(arrays):
-            return None
-        derived: dict[str, Any] = {"length": block.lengths}
-        if self._at in ("last", "each"):
-            rewards = np.zeros(block.num_rows)
-            rewards[block.last_steps if self._at == "last" else slice(None)] = self._value
-            rewards[block.final_rows] = 0.0
-            arrays[_REWARD.name] = rewards
-        if self._reward is not None and self._reward.name in arrays:
-            if self._reward.rows != "T" or self._reward.shape:
-                return None
-            given = arrays[self._reward.name]
-            try:
-                rewards = as_stored(given, self._reward, "", block.num_rows)
-            except DataError:
-                return None
-            arrays[self._reward.name] = rewards
-            derived["return"] = block.sums(as_numbers(rewards, self._reward).astype(np.float64))
+        rows = {column.name: column.rows for column in self.columns}
+        arrays.update({key: values for key, values in derived.items() if key in rows})
         return replace(
             block,
             name_of=partial(self._name, block),
-            arrays={**arrays, **self._kept(derived)},
-            rows={column.name: column.rows for column in self.columns},
+            arrays=arrays,
+            rows={} if block.is_single else rows,
         )
-
-    def _kept(self, derived: Mapping[str, Any]) -> dict[str, Any]:
-        names = {column.name for column in self.columns}
-        return {column: derived[column] for column in derived if column in names}
 
     def _name(self, block: TrajectoryBlock, place: int) -> str:
         return f"{self.reader.path}: {block.name_of(place)}"

@@ -12,14 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.data.ingest.row_values import numeric
 from deepspeed_gear.data.ingest.source_names import ROW_FLAGS
-from deepspeed_gear.data.ingest.table_rows import numeric
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 
 TRANSITION = "transition"  # a step as every other row: Open X-Embodiment
 OBSERVATION = "observation"  # only the observation after the last step: RLDS, OGBench
 REWARD = "reward"  # that observation, and the reward of the step before: Dreamer
 ACTION = "action"  # as REWARD, and the action of that step, too: DrQ-v2, ExORL, V-D4RL
+#: Note on end flags that do not state why an episode ended.
+ENDS_TERMINATE = (
+    "end flags are taken as terminated, as they do not distinguish a terminal state from a time "
+    "limit: --episode-length N takes an end after N steps as truncated"
+)
 LAST_STEPS = (TRANSITION, OBSERVATION, REWARD, ACTION)
 _MOVED = {REWARD: ("reward", "discount"), ACTION: ("action", "reward", "discount")}
 
@@ -90,12 +95,17 @@ def num_rows(where: str, row: Mapping[str, Any]) -> int:
         if name in row:
             flags = numeric(row[name])
             if flags is None or flags.ndim != 1 or not len(flags):
-                rule = "must be a flag for each row, and not null"
-                raise DataError(f"{where}: {name}", rule, row[name], "store one flag for each row")
+                raise DataError(
+                    f"{where}: {name}",
+                    "must be a flag for each row, and not null",
+                    row[name],
+                    "store one flag for each row",
+                )
             sizes[name] = len(flags)
     if len({*sizes.values()}) > 1:
-        remedy = "store one flag for each row"
-        raise DataError(where, "must have as many flags of each kind", sizes, remedy)
+        raise DataError(
+            where, "must have as many flags of each kind", sizes, "store one flag for each row"
+        )
     return next(iter(sizes.values()))
 
 

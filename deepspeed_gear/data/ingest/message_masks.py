@@ -1,4 +1,4 @@
-"""Annotations of chats: which messages have loss.
+"""Masks of chat messages: which messages have loss, by annotations and by default.
 
 The keys are those of the field's formats: NeMo-RL's `message_loss_mask` beside the messages, and in
 each message `weight` (OpenAI), `loss` (ms-swift) or `train` (Axolotl).
@@ -13,6 +13,7 @@ import numpy as np
 
 from deepspeed_gear.errors import DataError
 
+LOGP = "generation_logprobs"  # of the tokens of a message
 _OF_ROW = "message_loss_mask"
 _OF_MESSAGE = (
     "weight",
@@ -87,6 +88,21 @@ def message_losses(
     return losses
 
 
+def generated(messages: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return for each message whether the model generated it.
+
+    These are the messages of the assistant, and of these only the ones with log-probabilities if
+    any message has them.
+    """
+    scored = any(LOGP in message for message in messages)
+    return [is_of_assistant(one) and (not scored or LOGP in one) for one in messages]
+
+
+def with_default(losses: Sequence[bool | None], default: Sequence[bool]) -> list[bool]:
+    """Return whether each message has loss: as masks state it, else by a default."""
+    return [own if loss is None else loss for loss, own in zip(losses, default, strict=True)]
+
+
 def apply_losses(
     where: str,
     row: Mapping[str, Any],
@@ -113,7 +129,7 @@ def apply_losses(
     tokens, own = made
     losses = message_losses(where, row, messages)
     usual = [is_of_assistant(message) for message in messages]
-    filled = [is_own if loss is None else loss for loss, is_own in zip(losses, usual, strict=True)]
+    filled = with_default(losses, usual)
     if all(loss is None for loss in losses) or (own is not None and filled == usual):
         return own
     mask = np.zeros(len(tokens), np.bool_)

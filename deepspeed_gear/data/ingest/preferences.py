@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_gear.data.ingest.message_masks import is_messages
-from deepspeed_gear.data.ingest.table_rows import numeric
+from deepspeed_gear.data.ingest.row_values import numeric
 from deepspeed_gear.errors import DataError
 
 _SIDES = (("chosen", "rejected"), ("preferred", "non_preferred"), ("preferred", "dispreferred"))
@@ -149,16 +149,20 @@ def _unpadded(where: str, value: Any, mask: Any) -> np.ndarray:
     kept = None if mask is None else numeric(mask)
     is_bad = mask is not None and (kept is None or ids is None or kept.shape != ids.shape)
     if ids is None or ids.ndim != 1 or is_bad:
-        rule = "must be a list of token ids, with an attention mask of as many values or none"
-        raise DataError(where, rule, type(value).__name__, "store the ids as a list of numbers")
+        raise DataError(
+            where,
+            "must be a list of token ids, with an attention mask of as many values or none",
+            type(value).__name__,
+            "store the ids as a list of numbers",
+        )
     return ids if kept is None else ids[kept != 0]
 
 
-def label_as_reward(row: dict[str, Any]) -> str | None:
-    """Make a label of KTO, true or false, the reward of its answer; return the label's name."""
+def label_as_reward(row: dict[str, Any]) -> str:
+    """Make a label of KTO, true or false, the reward of its answer; return its name, or ""."""
     names = [name for name in _LABELS if isinstance(row.get(name), (bool, np.bool_))]
     if not names or "reward" in row:
-        return None
+        return ""
     row["reward"] = float(row.pop(names[0]))
     return names[0]
 

@@ -1,38 +1,22 @@
-"""Base of all ingest readers: the interface, names, dtypes, and reading HDF5 in blocks."""
+"""Base of all ingest readers: the interface of a format, and the selection of columns to keep."""
 
 from __future__ import annotations
 
-import io
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
-import h5py
-import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_files import check_no_pointer
-from deepspeed_gear.data.ingest.row_buffers import RowBuffers
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.data.ingest.source_names import SourceNames
-from deepspeed_gear.data.sources.opened_files import hdf5_file, is_hdf5
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
-from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
+from deepspeed_gear.schema import Column, Schema
 
-_BLOCK_BYTES = 8 * 1024 * 1024
-_WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
-LEAVE_OUT = "leave it out with --columns"
-CONVERT = "store it as numbers, in rows of one shape"  # where a data set needs the column
-FLAGS = tuple(Column(role, "bool", role=role) for role in ("terminated", "truncated"))
-_IMAGE_HEADS = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"  # of JPEG and PNG
-SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
-NEEDED = (*SCALARS, "token", "loss_mask")  # roles of columns that are not optional
 _WHOLE_GROUPS = ("observation", "next_observation", "action")
 
 
@@ -139,6 +123,16 @@ class Reader(ABC):
             length = len(arrays[first.name]) - int(first.rows == "T+1")
             yield TrajectoryBlock.of_one(name, arrays, length)
 
+    def note(self, text: str, about: int | str | Iterable[str]) -> None:
+        """Add a note for the user about something, if there is any of it.
+
+        Args:
+            about: A number or names, which take the place of `{}` in the text.
+        """
+        if about:
+            shown = about if isinstance(about, (int, str)) else ", ".join(about)
+            self.notes.append(text.format(shown))
+
     @property
     def held_bytes(self) -> int:
         """Bytes of rows in memory after `open`."""
@@ -228,225 +222,3 @@ class ColumnSelection:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def column_name(*parts: str) -> str:
-    """Join the parts of a source's key to a column name; illegal characters become `_`."""
-    return ".".join("".join(c if c.isalnum() or c in "_-" else "_" for c in part) for part in parts)
-
-
-def end_episode(arrays: dict[str, NDArray[Any]]) -> None:
-    """Set the truncated flag of the last step where it has no flag."""
-    if len(arrays["terminated"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
-        arrays["truncated"] = arrays["truncated"].copy()
-        arrays["truncated"][-1] = True
-
-
-def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = CONVERT) -> str:
-    """Return the stored dtype of a source's dtype; uint16, 32 and 64 become signed and wider."""
-    name = str(dtype.name)
-    name = _WIDER.get(name, name)
-    if name not in DTYPES:
-        raise DataError(
-            where, "must be numeric (bool, integer or float up to 64 bits)", str(dtype), remedy
-        )
-    return name
-
-
-def make_column(
-    where: str,
-    name: str,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    role: str = "other",
-    rows: Rows = "T",
-) -> Column:
-    """Describe a source's array as a stored column.
-
-    Scalar integer actions become int64, integer rewards float64 and flags bool. Rewards and flags
-    have the shape ().
-    """
-    remedy = LEAVE_OUT if "." in name or role == "other" else CONVERT
-    stored = stored_dtype(where, dtype, remedy)
-    shape = () if role in SCALARS else shape
-    if any(n < 1 for n in shape):
-        raise DataError(where, "must have rows with at least one value", list(shape), remedy)
-    if role in ("terminated", "truncated"):
-        stored = "bool"
-    elif role == "reward" and dtype.kind != "f":
-        stored = "float64"
-    elif role == "action" and not shape and dtype.kind in "iu":
-        stored = "int64"
-    return Column(name, stored, shape, role, rows)
-
-
-def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
-    """Convert a source's array to the dtype of its column, as `trajectory_checks.cast` does.
-
-    Rewards and flags lose axes of one value.
-    """
-    stored_dtype(where, array.dtype, LEAVE_OUT)
-    if column.role in SCALARS and array.size == len(array):
-        array = array.reshape(-1)
-    return cast(array, column, where, LEAVE_OUT if column.role == "other" else CORRECT)
-
-
-def decode_images(
-    where: str, frames: list[bytes], expansion: Expansion, file_bytes: int
-) -> NDArray[np.uint8]:
-    """Decode JPEG or PNG files.
-
-    Args:
-        frames: The image files.
-        file_bytes: Bytes of the source's file, which may refer to one image many times.
-    Returns:
-        [N, height, width(, channels)], uint8.
-    """
-    Image = optional(where, "must be decoded, as it holds images", "pillow", "PIL.Image")
-    for frame in frames:
-        if not isinstance(frame, bytes) or not frame.startswith(_IMAGE_HEADS):
-            head = frame[:8] if isinstance(frame, bytes) else type(frame).__name__
-            raise DataError(where, "must hold images in the format JPEG or PNG", head, LEAVE_OUT)
-    # Pillow would open other formats by their content, and for some starts programs. A malformed
-    # image can raise any exception.
-    with DataError.on(
-        where,
-        "must hold JPEG or PNG images of one size, with 8 bits a channel",
-        Exception,
-        remedy=LEAVE_OUT,
-    ):
-        # `open` reads the headers only, so that the sizes are checked before pixels are decoded.
-        images = [Image.open(io.BytesIO(frame), formats=("JPEG", "PNG")) for frame in frames]
-        pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
-        expansion.check(where, pixels, min(file_bytes, sum(map(len, frames))))
-        # Other modes have 16 bits, or a palette.
-        if not {image.mode for image in images} <= {"L", "RGB", "RGBA", "CMYK"}:
-            raise ValueError(f"an image of mode {images[0].mode}")
-        return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
-
-
-def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
-    """Return the classes of a group's members by name; none for other files and nodes."""
-    if not path.is_file() or not is_hdf5(path):
-        return {}
-    with open_hdf5(path) as file:
-        node = file.get(group)
-        if not isinstance(node, h5py.Group):
-            return {}
-        return {name: node.get(name, getclass=True) for name in node}
-
-
-def open_hdf5(path: Path) -> h5py.File:
-    """Open an HDF5 file; DataError if it is none or is damaged."""
-    check_no_pointer(path)
-    if path.is_dir():
-        inside = next((file for file in sorted(path.iterdir()) if is_hdf5(file)), None)
-        remedy = f"give the file in it: {inside}" if inside else "check the path"
-        raise DataError(str(path), "must be an HDF5 file", "a folder", remedy)
-    remedy = DAMAGED if is_hdf5(path) else "check the path"
-    with DataError.on(str(path), "must be a readable HDF5 file", OSError, remedy=remedy):
-        return hdf5_file(path)
-
-
-def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:
-    """Return the arrays in a group and below it, by path; without empty ones (h5py.Empty)."""
-    nodes: dict[str, Any] = {}
-    group.visititems(lambda key, node: nodes.update({key: node}))
-    return {key: node for key, node in nodes.items() if getattr(node, "shape", None) is not None}
-
-
-def single_attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of a group or array that hold one value each.
-
-    Those of several values may repeat one text any number of times.
-    """
-    shapes = {name: node.attrs.get_id(name).shape for name in node.attrs}
-    return {name: node.attrs[name] for name, shape in shapes.items() if shape == ()}
-
-
-def read_rows(
-    where: str,
-    dataset: h5py.Dataset,
-    low: int,
-    high: int,
-    into: NDArray[Any] | None = None,
-) -> NDArray[Any]:
-    """Read rows [low, high) of an HDF5 array; DataError if they are damaged.
-
-    Args:
-        into: Takes the rows, in the dtype of the array; None: a new array.
-    """
-    with DataError.on(
-        where, f"must be readable in rows {low} to {high - 1}", OSError, remedy=DAMAGED
-    ):
-        if into is None:
-            return np.asarray(dataset[low:high])
-        if low < high:
-            dataset.read_direct(into, np.s_[low:high])
-        return into
-
-
-def block_rows(array: Any) -> int:
-    """Return how many rows of an array make 8 MiB, at least one."""
-    row_bytes: int = array.dtype.itemsize * math.prod(array.shape[1:])
-    return max(1, _BLOCK_BYTES // max(1, row_bytes))
-
-
-class RowReader:
-    """Reads increasing ranges of rows of an HDF5 array, in blocks of whole chunks.
-
-    So a compressed chunk is decompressed once per pass, not once per episode, but for one or two
-    per block. Memory: one block, about 8 MiB (`block_rows`), or 1 MiB of an array without chunks,
-    or the requested range where it is larger.
-    """
-
-    def __init__(self, where: str, dataset: h5py.Dataset) -> None:
-        self._where = where
-        self._dataset = dataset
-        self.shape = dataset.shape
-        self.ndim = dataset.ndim
-        self.dtype = dataset.dtype
-        self._buffers = RowBuffers.shared()
-        self._chunk = dataset.chunks[0] if dataset.chunks else 1
-        self.block_rows = max(1, block_rows(dataset) // self._chunk) * self._chunk
-        if not dataset.chunks:  # nothing is read twice, so rows are in a cache when they are used
-            self.block_rows = max(1, self.block_rows // 8)
-        self._takes_buffers = isinstance(dataset, h5py.Dataset)
-        self._first = 0
-        self._block = np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, rows: slice | tuple[()]) -> NDArray[Any]:
-        """Return rows in an array that later calls do not change; with () all of them."""
-        if isinstance(rows, tuple):
-            if not self.ndim:
-                return np.asarray(self._dataset[()])
-            return read_rows(self._where, self._dataset, 0, len(self))
-        low, high, _ = rows.indices(len(self))
-        high = max(low, high)
-        until = self._first + len(self._block)
-        if not self._first <= low <= high <= until:
-            # Rounded out to whole chunks: with chunks of 10 rows, [7, 23) is read as [0, 30), or
-            # up to the end of the block if that is later. Rows that were read already are kept.
-            first = low // self._chunk * self._chunk
-            end = max(first + self.block_rows, -(-high // self._chunk) * self._chunk)
-            end = min(end, len(self))
-            begin = until if self._first <= first < until else first
-            block = self._read(first, begin, end)
-            self._first = first
-            self._block = block
-        return self._block[low - self._first : high - self._first]
-
-    def _read(self, first: int, begin: int, end: int) -> NDArray[Any]:
-        """Return rows [first, end), of which those before `begin` are in the block."""
-        known = self._block[first - self._first :] if begin > first else self._block[:0]
-        shape = (end - first, *self.shape[1:])
-        if not (self._takes_buffers and self._buffers.lends(shape, self.dtype)):
-            rows = read_rows(self._where, self._dataset, begin, end)  # faster for a few rows
-            return np.concatenate([known, rows]) if len(known) else rows
-        block = self._buffers.empty(shape, self.dtype)
-        block[: len(known)] = known
-        read_rows(self._where, self._dataset, begin, end, block[len(known) :])
-        return block

@@ -15,7 +15,7 @@ import numpy as np
 
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.encoded_images import FORMATS, is_image_file, pack_images
-from deepspeed_gear.data.ingest.reader import LEAVE_OUT
+from deepspeed_gear.data.ingest.source_columns import LEAVE_OUT
 from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.errors import DataError
 
@@ -90,8 +90,9 @@ class RowImages:
             content = self._content(where, path, file)
         if not isinstance(content, (bytes, bytearray)):
             shown = "null" if content is None else type(content).__name__
-            rule = "must be an image: bytes, or a path"
-            raise DataError(where, rule, shown, f"fill it in, or {LEAVE_OUT}")
+            raise DataError(
+                where, "must be an image: bytes, or a path", shown, f"fill it in, or {LEAVE_OUT}"
+            )
         if not is_image_file(bytes(content)):
             raise DataError(
                 where,

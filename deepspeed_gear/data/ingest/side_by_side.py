@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
-from deepspeed_gear.data.ingest.table_rows import plain_bytes
+from deepspeed_gear.data.ingest.readers import READERS
+from deepspeed_gear.data.ingest.row_values import plain_bytes
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 
 _MOST_THREADS = 8
@@ -152,20 +153,17 @@ class SideBySide:
         self,
         outputs: Sequence[OutputColumns],
         num_threads: int | None = None,
-        may_read_ahead: Callable[[Reader], bool] = lambda reader: reader.reads_ahead,
     ) -> None:
         """Start no thread yet.
 
         Args:
             outputs: The sources.
             num_threads: Threads that may work. None: the cores of this process, at most 8.
-            may_read_ahead: Whether a thread may read a source.
         """
         cores = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._outputs = outputs
         self._num_threads = cores if num_threads is None else num_threads
         self._at_once = max(1, min(self._num_threads, len(outputs)))
-        self._may_read_ahead = may_read_ahead
         self._threads: dict[int, SourceThread] = {}  # by index of the source
         self._ahead_bytes = _CACHED_BYTES
         self._num_waits = 0  # for sources that are read
@@ -196,7 +194,10 @@ class SideBySide:
 
     def _start(self, index: int) -> None:
         output = self._outputs[index]
-        if index not in self._threads and self._may_read_ahead(output.reader):
+        reader = output.reader
+        # A class from outside may not know what a thread may do.
+        may_read_ahead = reader.reads_ahead and type(reader) in READERS.values()
+        if index not in self._threads and may_read_ahead:
             self._threads[index] = SourceThread(output, self._ahead_bytes // self._at_once)
 
     def __enter__(self) -> SideBySide:

@@ -196,8 +196,12 @@ def _check_hdf5(path: Path, expansion: Expansion) -> None:
             with DataError.on(where, "must be a link of HDF5's own", TypeError, remedy=DAMAGED):
                 link = file.get(name, getlink=True)
             if isinstance(link, h5py.ExternalLink):
-                target = f"{link.filename}: {link.path}"
-                raise DataError(where, "must not be a link to another file", target, _OWN)
+                raise DataError(
+                    where,
+                    "must not be a link to another file",
+                    f"{link.filename}: {link.path}",
+                    _OWN,
+                )
             if isinstance(link, h5py.SoftLink) and file.get(name) is None:
                 raise DataError(
                     where, "must not be a link to nothing", link.path, "take a complete file"

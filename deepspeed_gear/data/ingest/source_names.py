@@ -40,6 +40,15 @@ ROW_FLAGS = ("is_first", "is_last", "is_terminal")
 _COLUMNS = ("observation", "next_observation", "action", "reward")  # kinds that become columns
 
 
+def meaning(name: str) -> tuple[str, ...]:
+    """Return the kind of a dotted name, or its first part where that has none, and its other parts.
+
+    `obs.pos` is an observation's part: ("observation", "pos").
+    """
+    head, *parts = name.split(".")
+    return (KINDS.get(head, head), *parts)
+
+
 class SourceNames:
     """Names (`rename`) and roles (`role`) that the user gives to the keys of a source.
 
@@ -82,8 +91,7 @@ class SourceNames:
 
     def name(self, given: str) -> str:
         """Return the name by which a dotted name of the source is judged."""
-        head, _, rest = given.partition(".")
-        usual = ".".join(part for part in (KINDS.get(head, head), rest) if part)
+        usual = ".".join(meaning(given))
         for old, new in self._early.items():
             for form in (given, usual):
                 if form == old or form.startswith(f"{old}."):
@@ -101,8 +109,9 @@ class SourceNames:
 
     def _renamed(self, old: str, new: str, rest: str) -> str:
         self.used.add(old)
-        head, *parts = new.split(".")
-        kind = KINDS.get(head, head)
-        if kind in _COLUMNS and kind != head:  # "obs" is judged as observation, and stays "obs"
+        kind, *parts = meaning(new)
+        if (
+            kind in _COLUMNS and kind != new.split(".")[0]
+        ):  # "obs" is judged as observation, and stays "obs"
             self.columns[".".join((kind, *parts)) + rest] = new + rest
         return new + rest

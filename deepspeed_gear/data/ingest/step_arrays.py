@@ -17,19 +17,25 @@ import deepspeed_gear.arguments as arguments
 import deepspeed_gear.data.ingest.last_steps as last_steps
 from deepspeed_gear.data.array_values import as_array
 from deepspeed_gear.data.ingest.agents import Agents
-from deepspeed_gear.data.ingest.reader import (
+from deepspeed_gear.data.ingest.decoding.hdf5_arrays import block_rows
+from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
     LEAVE_OUT,
-    Reader,
-    block_rows,
     column_name,
     convert,
-    end_episode,
     make_column,
     stored_dtype,
 )
-from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, KINDS, ROW_FLAGS
-from deepspeed_gear.data.ingest.step_blocks import BlockRows, EpisodeBounds, Int64, episode_name
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KEYS, ROW_FLAGS, meaning
+from deepspeed_gear.data.ingest.step_blocks import (
+    BlockRows,
+    EpisodeBounds,
+    Int64,
+    RowsByName,
+    episode_blocks,
+    episode_name,
+)
 from deepspeed_gear.data.ingest.step_order import check_order
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
@@ -184,9 +190,11 @@ class Steps:
             given["done"] = given.get("done", False) | np.append(start[1:], is_complete)
         causes = [n for n in self.arrays if n == "truncated" or self.keys[n] == "is_terminal"]
         if limit is not None and causes:
-            where = f"{self.where}{self.keys[causes[0]]}"
             raise DataError(
-                where, "must not be in the source with --episode-length", None, "leave it out"
+                f"{self.where}{self.keys[causes[0]]}",
+                "must not be in the source with --episode-length",
+                None,
+                "leave it out",
             )
         if not (self._is_whole or limit is not None or given.keys() & {"truncated", "done"}):
             raise DataError(
@@ -351,30 +359,15 @@ class Steps:
             (name, 0): is_given & ~is_final & ~is_next,
         }
 
-    def rows(self, column: Column, low: int, end: int, high: int) -> NDArray[Any]:
-        """Return a column's rows of an episode, with its bounds."""
-        if column.name in ("terminated", "truncated"):
-            return np.asarray(getattr(self, column.name)[low:end])
-        array = self.arrays[column.name]
-        if column.rows == "T":
-            return np.asarray(array[low:end])
-        key = column.name
-        row = end if end < high else end - 1
-        after = self._after(key, np.array([high])) if end == high else {}
-        for place, (is_there,) in after.items():
-            if is_there:
-                key = place[0]
-                row = high + place[1]
-        return np.concatenate([array[low:end], self.arrays[key][row : row + 1]])
-
-    def block_rows(self, column: Column, places: BlockRows, bounds: EpisodeBounds) -> NDArray[Any]:
-        """Return a column's rows of several episodes, as `TrajectoryBlock` has them."""
+    def rows(self, column: Column, places: BlockRows) -> NDArray[Any]:
+        """Return a column's rows of the episodes of a block."""
         if column.name in ("terminated", "truncated"):
             return places.step_rows(getattr(self, column.name))
         array = self.arrays[column.name]
         if column.rows == "T":
             return places.step_rows(array)
         states = places.state_rows(array)
+        bounds = places.bounds
         is_whole = bounds.end == bounds.high  # the row after the last step is not of the episode
         if not is_whole.any():
             return states
@@ -384,18 +377,9 @@ class Steps:
                 continue
             begin = places.first if shift else places.end
             following = np.asarray(self.arrays[key][begin : places.end + 1 + shift])
+            states = states.astype(np.result_type(states, following), copy=False)
             states[places.final_rows[chosen]] = following[bounds.high[chosen] + shift - begin]
         return states
-
-    @property
-    def has_one_dtype(self) -> bool:
-        """Whether next and final observations have the dtypes of the observations."""
-        return all(
-            self.arrays[key].dtype == self.arrays[name].dtype
-            for name in self.states
-            for key in (f"next_{name}", f"final_{name}")
-            if key in self.arrays
-        )
 
 
 class ArrayReader(Reader):
@@ -408,8 +392,7 @@ class ArrayReader(Reader):
 
     def judged(self, key: str) -> tuple[str, ...]:
         """Return the kind of a key's array (`KINDS`) or its name, and the parts of a dict below."""
-        head, *rest = self.names.name(key.replace("/", ".")).split(".")
-        return (KINDS.get(head, head), *rest)
+        return meaning(self.names.name(key.replace("/", ".")))
 
     def kind(self, key: str) -> str:
         """Return the kind of a key's array, or its name where it has none."""
@@ -515,28 +498,29 @@ class ArrayReader(Reader):
         num_empty = int((kept == 0).sum()) if has_last_row else 0
         num_short = 0 if has_last_row else int((kept < lengths).sum())
         self.columns = tuple(self._columns_of(first))
+        self._has_final_row = any(column.rows == "T+1" for column in self.columns)
         episodes = int(np.count_nonzero(kept))
         self.description.update(episodes=episodes, steps=self.num_steps, shifted=is_shifted)
         agents = self._agents.names
         if agents:
             self.description.update(agents=agents)
-        unused = ", ".join(first.left_out)
-        short = f"the last step of {num_short} episodes that do not terminate"
-        notes = {
-            self._agents.note: agents,
-            f"{unused}: not arrays of numbers with a row per step, left out": unused,
-            f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,
-            "next observations at ends are those of the next episodes: not used there": num_resets,
-            "next observations are not the shifted observations: stored as columns": (
-                self._has_own_next
-            ),
-            f"{short} is left out, as the observation after it is missing": num_short,
-            f"{num_empty} episodes of one row have no step: left out": num_empty,
-            "end flags are taken as terminated, as they do not distinguish a "
-            "terminal state from a time limit: --episode-length N takes an end after N "
-            "steps as truncated": not has_cause,
-        }
-        self.notes += [note for note, is_so in notes.items() if is_so]
+        self.note("{}", self._agents.note)
+        self.note("{}: not arrays of numbers with a row per step, left out", first.left_out)
+        self.note("{} episodes have no end flag: kept as truncated episodes", num_open)
+        self.note(
+            "next observations at ends are those of the next episodes: not used there", num_resets
+        )
+        self.note(
+            "next observations are not the shifted observations: stored as columns",
+            self._has_own_next,
+        )
+        self.note(
+            "the last step of {} episodes that do not terminate is left out, as the observation "
+            "after it is missing",
+            num_short,
+        )
+        self.note("{} episodes of one row have no step: left out", num_empty)
+        self.note(last_steps.ENDS_TERMINATE, not has_cause)
 
     def _columns_of(self, steps: Steps) -> Iterator[Column]:
         kinds = ["observation", *_STATES[: int(self._has_own_next)], "action", "reward"]
@@ -568,31 +552,29 @@ class ArrayReader(Reader):
         for steps in self._steps():
             bounds = steps.bounds(self._has_own_next)
             bounds = bounds[bounds.lengths > 0]
-            for part in bounds.blocks(row_bytes):
-                block = None
-                if len(part) > 1 and steps.has_one_dtype:
-                    block = self._block(steps, part, number)
-                if block is not None:
-                    yield block
-                else:
-                    yield from self._one_by_one(steps, part, number)
-                number += len(part)
+            yield from episode_blocks(
+                bounds, row_bytes, number, partial(self._read, steps), partial(self._block, steps)
+            )
+            number += len(bounds)
 
-    def _block(self, steps: Steps, bounds: EpisodeBounds, number: int) -> TrajectoryBlock | None:
-        """Return several episodes, from the one of a number on; None if a value is wrong."""
-        has_final_row = any(column.rows == "T+1" for column in self.columns)
-        places = BlockRows(bounds, has_final_row)
-        rows = {c.name: steps.block_rows(c, places, bounds) for c in self.columns}
-        try:
-            arrays = {c.name: convert("", rows[c.name], c) for c in self.columns}
-        except DataError:
-            return None
+    def _read(self, steps: Steps, bounds: EpisodeBounds) -> RowsByName:
+        places = BlockRows(bounds, self._has_final_row)
+        return {column.name: steps.rows(column, places) for column in self.columns}
+
+    def _block(
+        self, steps: Steps, bounds: EpisodeBounds, number: int, rows: RowsByName
+    ) -> TrajectoryBlock:
+        arrays = {}
+        for column in self.columns:
+            key = steps.keys.get(column.name, column.name)
+            where = f"{self.path}: {key}, {episode_name(number)}"
+            arrays[column.name] = convert(where, rows[column.name], column)
         block = TrajectoryBlock(
             partial(episode_name, number),
             bounds.lengths,
             arrays,
             {column.name: column.rows for column in self.columns},
-            has_final_row,
+            self._has_final_row,
         )
         last = block.last_steps
         is_open = ~(arrays["terminated"][last] | arrays["truncated"][last])
@@ -600,18 +582,3 @@ class ArrayReader(Reader):
             arrays["truncated"] = arrays["truncated"].copy()
             arrays["truncated"][last[is_open]] = True
         return block
-
-    def _one_by_one(
-        self, steps: Steps, bounds: EpisodeBounds, number: int
-    ) -> Iterator[TrajectoryBlock]:
-        """Yield a block for each episode, from the one of a number on."""
-        each = zip(bounds.low.tolist(), bounds.end.tolist(), bounds.high.tolist(), strict=True)
-        for place, (low, end, high) in enumerate(each):
-            name = episode_name(number, place)
-            arrays = {}
-            for column in self.columns:
-                rows = steps.rows(column, low, end, high)
-                where = f"{self.path}: {steps.keys.get(column.name, column.name)}, {name}"
-                arrays[column.name] = convert(where, rows, column)
-            end_episode(arrays)
-            yield TrajectoryBlock.of_one(name, arrays, end - low)

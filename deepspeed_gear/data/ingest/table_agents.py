@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.ingest.agents import NAMES_AGENTS, AgentRows, Agents
-from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS
-from deepspeed_gear.data.ingest.table_rows import Block, null_place, numeric
+from deepspeed_gear.data.ingest.row_values import null_place, numeric
+from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, meaning
+from deepspeed_gear.data.ingest.table_rows import Block
 from deepspeed_gear.errors import DataError
 
 _FILL = "store 0, or false, while an agent does not act"
@@ -43,8 +44,7 @@ def has_agents(names: Iterable[str], judged: Callable[[str], str]) -> bool:
     by_agent = set[str]()
     is_certain = False
     for name in names:
-        head, *parts = judged(name.replace("/", ".")).split(".")
-        kind = KINDS.get(head, head)
+        kind, *parts = meaning(judged(name.replace("/", ".")))
         if kind in NAMES_AGENTS:
             (by_agent if parts else own).add(kind)
             is_certain |= bool(parts) and "/" in name
@@ -88,7 +88,7 @@ class TableAgents:
             for name, rows in block.items()
             if KINDS.get(name.split(".")[0]) in FLAG_KINDS
         }
-        return {**block, **self._rows.joined("", flags, _judged)} if flags else block
+        return {**block, **self._rows.joined("", flags, meaning)} if flags else block
 
     def joined(self, label: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of an episode by dotted name, with one for all agents."""
@@ -100,20 +100,16 @@ class TableAgents:
             if array is None and parts and KINDS.get(head) in NAMES_AGENTS:
                 place = null_place(value)
                 if place is not None:
-                    at = f"{self._where}: {label}: {name}{place}"
-                    raise DataError(at, "must not be null", None, _FILL)
+                    raise DataError(
+                        f"{self._where}: {label}: {name}{place}", "must not be null", None, _FILL
+                    )
             if array is None:
                 kept[name] = value
                 array = np.empty(0, object)
             arrays[name] = array
         result = {}
-        for name, rows in self.agents.joined(label, arrays, _judged).items():
+        for name, rows in self.agents.joined(label, arrays, meaning).items():
             result[name.replace("/", ".")] = (
                 rows[()] if isinstance(rows, AgentRows) else kept.get(name, rows)
             )
         return result
-
-
-def _judged(name: str) -> tuple[str, ...]:
-    head, *parts = name.split(".")
-    return (KINDS.get(head, head), *parts)

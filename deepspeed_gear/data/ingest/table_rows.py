@@ -18,8 +18,9 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
-from deepspeed_gear.data.arrow_sizes import NUMBER_BYTES, ROW_BYTES, ArrowSizes
 from deepspeed_gear.data.dataset_files import check_no_pointer
+from deepspeed_gear.data.ingest.arrow_sizes import ROW_BYTES, ArrowSizes
+from deepspeed_gear.data.ingest.parquet_pages import column_pages, value_width
 from deepspeed_gear.data.ingest.source_checks import (
     DAMAGED,
     FLOOR_BYTES,
@@ -28,7 +29,6 @@ from deepspeed_gear.data.ingest.source_checks import (
     pyarrow_for,
 )
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.parquet_pages import column_pages, value_width
 from deepspeed_gear.data.sources.opened_files import arrow_file, file_content
 from deepspeed_gear.data.sources.remote_path import RemotePath
 from deepspeed_gear.errors import DataError
@@ -184,8 +184,12 @@ def _csv_blocks(path: Path, expansion: Expansion) -> Iterator[Block]:
         reader = csv.open_csv(file, read_options=options)
         names = reader.schema.names
         if len({*names}) < len(names) or "" in names:
-            rule = "must have a different name for each column in its first line"
-            raise DataError(str(path), rule, ", ".join(names), "add a line of names")
+            raise DataError(
+                str(path),
+                "must have a different name for each column in its first line",
+                ", ".join(names),
+                "add a line of names",
+            )
         for batch in reader:
             num_bytes += batch.nbytes
             expansion.check(str(path), num_bytes, file_bytes)
@@ -210,8 +214,12 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
             num_bytes += json_bytes(line)
             expansion.check(str(path), num_bytes, file_bytes)
             if len(line) >= FLOOR_BYTES:
-                most = f"must have less than {FLOOR_BYTES} bytes"
-                raise DataError(where, most, None, "write an object per line")
+                raise DataError(
+                    where,
+                    f"must have less than {FLOOR_BYTES} bytes",
+                    None,
+                    "write an object per line",
+                )
             with DataError.on(where, rule, ValueError, remedy="correct the line"):
                 rows = parse_json(line) if line.strip() else []
             yield from rows if is_array or not line.strip() else [rows]
@@ -464,59 +472,3 @@ def _nested(values: Any, offsets: np.ndarray) -> Any:
     if isinstance(values, np.ndarray) and len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(lengths), lengths[0], *values.shape[1:])
     return [values[low:high] for low, high in pairwise(offsets.tolist())]
-
-
-def numeric(value: Any) -> np.ndarray | None:
-    """Return numbers as an array; None for other values and for ragged lists."""
-    try:
-        array = np.asarray(value) if _is_numeric(value) or hasattr(value, "__array__") else None
-    except (ValueError, TypeError, OverflowError, RecursionError):
-        return None
-    return array if array is not None and array.dtype.kind in "biuf" else None
-
-
-def _is_numeric(value: Any) -> bool:
-    """Return whether all leaves are numbers; of a list with one text NumPy would make texts."""
-    if not isinstance(value, (list, tuple)):
-        return isinstance(value, (bool, int, float, np.generic, np.ndarray))
-    return set(map(type, value)) <= {bool, int, float} or all(map(_is_numeric, value))
-
-
-def null_place(value: Any) -> str | None:
-    """Return the place of the first null in nested lists, such as "[2][0]"; "" for null itself."""
-    if value is None:
-        return ""
-    is_objects = isinstance(value, np.ndarray) and value.dtype.kind == "O"
-    parts = value if is_objects or isinstance(value, (list, tuple)) else ()
-    places = ((number, null_place(part)) for number, part in enumerate(parts))
-    return next((f"[{number}]{place}" for number, place in places if place is not None), None)
-
-
-def plain(where: str, value: Any) -> Any:
-    """Return a value with its arrays as lists, as JSON holds it; DataError if nested too deeply."""
-    with DataError.on(
-        where, "must not be nested too deeply", RecursionError, remedy="flatten the row"
-    ):
-        return _plain(value)
-
-
-def plain_bytes(value: Any) -> int:
-    """Return the bytes of the numbers that `plain` makes of a value's arrays."""
-    waiting = [value]
-    num_bytes = 0
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, np.ndarray):
-            num_bytes += part.size * NUMBER_BYTES
-        elif isinstance(part, (list, tuple, Mapping)):
-            parts = part.values() if isinstance(part, Mapping) else part
-            waiting += [one for one in parts if isinstance(one, (list, tuple, Mapping, np.ndarray))]
-    return num_bytes
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return _plain(value.tolist())
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return {key: _plain(one) for key, one in value.items()} if isinstance(value, Mapping) else value

@@ -19,14 +19,16 @@ import numpy as np
 from deepspeed_gear.config import recipes
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.ingest.message_masks import (
+    LOGP,
     TAKE_ROW,
     apply_losses,
+    generated,
     is_messages,
-    is_of_assistant,
     message_losses,
+    with_default,
 )
 from deepspeed_gear.data.ingest.preferences import divide, is_pair_of_ids, label_as_reward
-from deepspeed_gear.data.ingest.table_rows import null_place, numeric
+from deepspeed_gear.data.ingest.row_values import null_place, numeric
 from deepspeed_gear.data.opaque_rows import byte_string
 from deepspeed_gear.errors import DataError, GearError
 from deepspeed_gear.schema import Schema
@@ -45,7 +47,7 @@ _MASKS = (
     "completion_mask",
     "response_mask",
 )
-_LOGP = ("logp", "generation_logprobs", "rollout_log_probs", "logprobs", "old_log_probs")
+_LOGP = ("logp", LOGP, "rollout_log_probs", "logprobs", "old_log_probs")
 _REWARDS = ("reward", "rewards", "score", "total_reward")
 GROUPS = ("prompt_id", "group_id", "uid", "group")
 #: Names with a meaning in rows of conversations.
@@ -84,7 +86,7 @@ class TokenRows:
 
     Attributes:
         num_pairs: Pairs without an id so far.
-        label: Column of KTO's labels that became rewards; None without one.
+        label: Column of KTO's labels that became rewards; "" without one.
     """
 
     def __init__(self, tokenize: Mapping[str, str | Callable[..., Any]]) -> None:
@@ -101,7 +103,7 @@ class TokenRows:
         self._names = {name: _shown(given) for name, given in tokenize.items()}
         self._take_row = {name for name, function in self._tokenize.items() if _takes_row(function)}
         self.num_pairs = 0
-        self.label: str | None = None
+        self.label = ""
 
     def __call__(
         self, where: str, given: Mapping[str, Any]
@@ -192,12 +194,11 @@ class TokenRows:
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"raised in {last.filename}, line {last.lineno}"
             raise DataError(
                 where,
                 f"must hold a value that {self._names[name]} takes",
                 f"{type(error).__name__}: {error}",
-                place,
+                f"raised in {last.filename}, line {last.lineno}",
             ) from error
 
     def _with_masks_of(
@@ -335,8 +336,8 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
 def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
     """Return the tokens of each message, with their loss masks.
 
-    A message has loss where the source's masks mark it, else where it was generated: messages of
-    the assistant, and of these only the ones with log-probabilities if any message has them.
+    A message has loss where the source's masks mark it, else where it was generated
+    (`message_masks.generated`).
     """
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -348,19 +349,17 @@ def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> l
             )
     given = [{key: one for key, one in message.items() if one is not None} for message in messages]
     parts = []
-    scored = any("generation_logprobs" in message for message in given)
+    scored = any(LOGP in message for message in given)
     losses = message_losses(where, row, given)
+    have_loss = with_default(losses, generated(given))
     for number, message in enumerate(given):
         at = f"{where}: message {number}"
         tokens = _array(at, "token_ids", message.get("token_ids", []))
-        is_own = is_of_assistant(message) and (not scored or "generation_logprobs" in message)
-        has_loss = is_own if losses[number] is None else losses[number]
-        mask = message.get("token_loss_mask", np.full(len(tokens), has_loss))
+        mask = message.get("token_loss_mask", np.full(len(tokens), have_loss[number]))
         mask = _array(at, "token_loss_mask", mask, len(tokens)) != 0
         part = {"tokens": tokens, "loss_mask": mask & (losses[number] is not False)}
         if scored:
-            logp = message.get("generation_logprobs", np.zeros(len(tokens)))
-            part["logp"] = _array(at, "generation_logprobs", logp, len(tokens))
+            part["logp"] = _array(at, LOGP, message.get(LOGP, np.zeros(len(tokens))), len(tokens))
         parts.append(part)
     return parts
 

@@ -118,8 +118,12 @@ def _range(pattern: str, first: int, last: int, step: str | None) -> range:
     size = int(step or 1) or 1
     numbers = range(first, last + 1, size) if first < last else range(first, last - 1, -size)
     if len(numbers) > _MOST_NAMES:
-        rule = f"must stand for at most {_MOST_NAMES:,} names"
-        raise DataError(pattern, rule, len(numbers), "give the folder of the files")
+        raise DataError(
+            pattern,
+            f"must stand for at most {_MOST_NAMES:,} names",
+            len(numbers),
+            "give the folder of the files",
+        )
     return numbers
 
 

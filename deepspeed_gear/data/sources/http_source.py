@@ -174,8 +174,12 @@ class HttpFile:
                 raise
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLCertVerificationError):
-                value = f"a certificate that is not valid ({reason.verify_message})"
-                raise DataError(self._shown, _RULE, value, "check the address") from None
+                raise DataError(
+                    self._shown,
+                    _RULE,
+                    f"a certificate that is not valid ({reason.verify_message})",
+                    "check the address",
+                ) from None
             if isinstance(error, (http.client.InvalidURL, ValueError)):
                 raise DataError(
                     self._shown, "must be a valid address", None, "correct it"

@@ -106,12 +106,10 @@ class SamplerSpec:
 
     rule: MassRule  # masses of the items
     native: NativeDraw | None = None  # the native draw; None: `sample` is called
-    priorities: PriorityRule | None = (
-        None  # how masses follow priorities; None: they are those of the rule
-    )
-    by_age: bool = (
-        False  # keep the items in the order of their age, for `Draw.oldest` and `Draw.newest`
-    )
+    # How masses follow priorities; None: they are those of the rule.
+    priorities: PriorityRule | None = None
+    # Keep the items in the order of their age, for `Draw.oldest` and `Draw.newest`.
+    by_age: bool = False
 
 
 class Sampler(ABC):
@@ -123,14 +121,12 @@ class Sampler(ABC):
     """
 
     Options: ClassVar[type[Any]]  # the config model
-    walks: ClassVar[bool] = (
-        False  # samples epochs, every item once in each, without draws from the masses
-    )
+    # Samples epochs, every item once in each, without draws from the masses.
+    walks: ClassVar[bool] = False
     each_once: ClassVar[bool] = False  # an item is at most once in a global batch
     is_pass: ClassVar[bool] = False  # one epoch for each evaluation pass, padded at its end
-    drops_tail: bool = (
-        False  # an epoch's last items are left out where they do not fill a global batch
-    )
+    # An epoch's last items are left out where they do not fill a global batch.
+    drops_tail: bool = False
 
     def __init__(self, options: Any) -> None:
         self.options = options

@@ -1,4 +1,6 @@
-"""The samplers, one class for each kind, by config model; "module:Class" is imported on every rank
+"""The samplers: uniform, length, weighted, custom, recent, prioritized, top-k, epoch, fifo, lifo.
+
+Each kind is a class, found by its config model; "module:Class" is imported on every rank
 (docs/how-to/add-a-sampler.md). The random ones draw from masses of their own; the others take items
 in order.
 """

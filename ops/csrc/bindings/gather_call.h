@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/direct.h"
+#include "bindings/direct_calls.h"
 #include "bindings/gather_ops.h"
 #include "bindings/store.h"
 

@@ -3,7 +3,7 @@
 // deepspeed_gear/ops/reference.
 #include <torch/library.h>
 
-#include "bindings/direct.h"
+#include "bindings/direct_calls.h"
 #include "bindings/gather_ops.h"
 #include "bindings/host_ops.h"
 #include "bindings/mass_ops.h"

@@ -4,14 +4,14 @@
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "bindings/direct.h"
+#include "bindings/direct_calls.h"
 #include "bindings/gather_call.h"
 #include "bindings/statistics.h"
 #include "bindings/store.h"
 #include "bindings/stream.h"
+#include "bindings/trajectory_reader.h"
 #include "bindings/vector_steps.h"
-#include "bindings/whole_rows.h"
-#include "store/bell.h"
+#include "store/futex.h"
 #include "store/mutex.h"
 
 namespace gear::direct {
@@ -61,8 +61,9 @@ PyMethodDef kMethods[] = {
         "stream_take(stream, number, alpha, beta, part, num_parts, call) -> part or None"),
     Function<gear::python::ReportPriorities, true>(
         "stream_report", "stream_report(stream, resolutions, priorities, batch) -> whether done"),
-    Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
-    Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
+    Function<gear::cpu::FutexNotify>("futex_notify", "futex_notify(event) -> None"),
+    Function<gear::cpu::FutexWait, true>("futex_wait",
+                                         "futex_wait(event, seen, timeout_s) -> count"),
     Function<gear::cpu::Fence>("fence", "fence() -> None"),
     Function<gear::python::AddRowMoments, true>(
         "row_moments_add",
@@ -70,21 +71,23 @@ PyMethodDef kMethods[] = {
         "None"),
     Function<gear::cpu::CountPixels, true>(
         "pixels_count", "pixels_count(pixels, keep, num_rows, outer, inner, last, bins) -> None"),
-    Function<gear::python::OrderStatistics, true>(
-        "order_statistics",
-        "order_statistics(values, dtype, num_elements, first, count, runs, num_runs, levels, "
+    Function<gear::python::FindQuantilesInBins, true>(
+        "quantile_bins_find",
+        "quantile_bins_find(values, dtype, num_elements, first, count, runs, num_runs, levels, "
         "num_levels, found) -> None"),
-    Function<gear::python::CountDigits, true>(
-        "digits_count",
-        "digits_count(values, dtype, num_rows, num_elements, first, count, keep, passes, "
+    Function<gear::python::CountQuantileDigits, true>(
+        "quantile_digits_count",
+        "quantile_digits_count(values, dtype, num_rows, num_elements, first, count, keep, passes, "
         "num_passes, counts) -> None"),
-    Function<gear::python::CountBrackets, true>(
-        "brackets_count",
-        "brackets_count(values, dtype, num_rows, num_elements, keep, bounds, num_of, most, below, "
+    Function<gear::python::CountQuantileBrackets, true>(
+        "quantile_brackets_count",
+        "quantile_brackets_count(values, dtype, num_rows, num_elements, keep, bounds, num_of, "
+        "most, below, "
         "keys, capacity, num_keys) -> None"),
-    Function<gear::python::SelectKeys, true>(
-        "keys_select",
-        "keys_select(keys, are_long, num_keys, bounds, num_brackets, ranks, num_ranks, found) -> "
+    Function<gear::python::SelectQuantileKeys, true>(
+        "quantile_keys_select",
+        "quantile_keys_select(keys, are_long, num_keys, bounds, num_brackets, ranks, num_ranks, "
+        "found) -> "
         "None"),
     Function<gear::python::AllFinite, true>("all_finite",
                                             "all_finite(values, bytes, type) -> bool"),

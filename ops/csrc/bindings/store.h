@@ -12,12 +12,17 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/direct.h"
+#include "bindings/direct_calls.h"
 #include "common/row_copies.h"
 #include "store/compact.h"
+#include "store/eviction.h"
 #include "store/late_rows.h"
 #include "store/map_guard.h"
 #include "store/mutex.h"
+#include "store/open_trajectories.h"
+#include "store/rate_limiter.h"
+#include "store/reserve_rows.h"
+#include "store/slots.h"
 #include "store/store.h"
 
 namespace gear::python {
@@ -241,6 +246,12 @@ struct Store : cpu::Store {
       At<bool>(found)[i] = cpu::IsHeld(*this, At<const int64_t>(slots)[i]);
   }
 
+  // The highest priority of each of `count` slots; `found`: [count], float32.
+  void FindPriorities(uintptr_t slots, int64_t count, uintptr_t found) {
+    for (int64_t i = 0; i < count; ++i)
+      At<float>(found)[i] = cpu::PriorityOf(*this, At<const int64_t>(slots)[i]);
+  }
+
   // Whether each column has its stored dtype, and no NaN or infinity unless the schema allows them.
   bool AreFinite(py::handle given) const {
     const direct::Argument<std::vector<Buffer>> columns_given(given.ptr());
@@ -425,6 +436,7 @@ inline void Bind(py::module_& module) {
              return cpu::FirstComplete(store, static_cast<cpu::Link>(link));
            })
       .def("find_held", &Store::FindHeld)
+      .def("find_priorities", &Store::FindPriorities)
       .def("are_frozen",
            [](Store& store) {
              return std::any_of(store.streams.begin(), store.streams.end(), cpu::IsFrozen);

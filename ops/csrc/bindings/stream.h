@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "bindings/direct.h"
+#include "bindings/direct_calls.h"
 #include "bindings/gather_call.h"
 #include "bindings/store.h"
 #include "select/stream.h"

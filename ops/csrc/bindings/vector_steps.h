@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/direct.h"
-#include "bindings/given_rows.h"
+#include "bindings/direct_calls.h"
+#include "bindings/row_conversion.h"
 #include "bindings/store.h"
 #include "store/vector_steps.h"
 
@@ -22,17 +22,17 @@ namespace gear::python {
 struct VectorSteps : cpu::VectorSteps {
   struct Source {
     py::str name;
-    GivenRows rows;
+    StepRowReader rows;
   };
   std::vector<Source> given;  // by column
   // Flags of the environments, given in every step also where the schema has no such columns.
   struct End {
     py::str name;
     bool is_column = false;
-    GivenRows flags = GivenRows({'b', 1, 1, cpu::Exponents::kUnchecked, {}});
+    StepRowReader flags = StepRowReader({'b', 1, 1, cpu::Exponents::kUnchecked, {}});
   };
   End terminated, truncated;
-  GivenRows observations = GivenRows({});  // that a step was taken at, of the first column
+  StepRowReader observations = StepRowReader({});  // that a step was taken at, of the first column
   std::vector<const char*> values;
 
   void SetStore(uintptr_t of_store, const std::vector<uintptr_t>& of_columns, int64_t most,
@@ -104,7 +104,7 @@ struct VectorSteps : cpu::VectorSteps {
     std::vector<Buffer> buffers;
     buffers.reserve(columns.size() + 3);
     const bool admits_numbers = observed != nullptr;
-    const auto read = [&](GivenRows& rows_of, PyObject* object) {
+    const auto read = [&](StepRowReader& rows_of, PyObject* object) {
       return rows_of.Read(object, num_envs, admits_numbers, &buffers);
     };
     const char* ended = read(terminated.flags, ends);
@@ -153,7 +153,7 @@ inline VectorSteps MakeVectorSteps(
   VectorSteps made;
   for (const auto& [name, base, form, is_state] : columns) {
     made.columns.push_back({At<char>(base), form.row_bytes, is_state});
-    made.given.push_back({name, GivenRows(form)});
+    made.given.push_back({name, StepRowReader(form)});
   }
   const auto end = [&made](const py::str& name) {
     const auto& all = made.given;
@@ -161,7 +161,7 @@ inline VectorSteps MakeVectorSteps(
                               return column.name.equal(name);
                             })};
   };
-  made.observations = GivenRows(made.given[0].rows.form());
+  made.observations = StepRowReader(made.given[0].rows.form());
   made.terminated = end(ends.first);
   made.truncated = end(ends.second);
   made.num_envs = num_envs;

@@ -2,7 +2,7 @@
 // its trajectories lie one after the other, and every call adds a step to each.
 // deepspeed_gear/ops/reference/ring_table.py defines it; ops/records.py has these records too.
 #pragma once
-#include "common/ring.h"
+#include "common/ring_layout.h"
 
 namespace gear {
 

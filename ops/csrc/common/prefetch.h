@@ -1,4 +1,4 @@
-// Work in blocks whose cache misses overlap.
+// Prefetches of tree nodes, records and rows, for work in blocks whose cache misses overlap.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,5 @@
-// Records that the layers pass to each other as rows of int64 tensors.
+// Slots, resolutions, priority updates and reports: records that layers pass to each other as rows
+// of int64 tensors; anchor rules, and how a draw is resolved to a step of a trajectory.
 #pragma once
 #include "common/philox.h"
 

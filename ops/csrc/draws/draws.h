@@ -1,4 +1,5 @@
-// Messages between nodes about draws and priority reports. On the host only.
+// Messages between nodes about draws and priority reports: which node holds a draw, and how draws
+// and reports are encoded. On the host only.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// Draws and reports of priorities between the nodes that hold a table.
+// Encodes and decodes the draws and the reports of priorities that nodes send each other.
 #include <algorithm>
 #include <utility>
 #include <vector>

@@ -1,4 +1,4 @@
-// Windows of columns into the tensors of a batch, and whole trajectories into packs.
+// Gathers windows of columns into the tensors of a batch, and whole trajectories into packs.
 #pragma once
 #include <cstdint>
 

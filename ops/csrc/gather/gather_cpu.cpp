@@ -1,10 +1,11 @@
-// Gather: windows of columns into the tensors of a batch.
+// Gathers windows of columns into the tensors of a batch, on the host: copies or conversions of
+// real rows, padding, and masks.
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
 #include "common/prefetch.h"
-#include "gather/caches.h"
+#include "gather/cache_sizes.h"
 #include "gather/gather.h"
 #include "gather/rows_cpu.h"
 

@@ -1,4 +1,4 @@
-// Copies and conversions of rows into a batch, and their padding.
+// Copies, conversions and padding of the rows of one window, by a team of lanes of a kernel.
 #pragma once
 #include "common/copy_cuda.h"
 #include "gather/convert_run_cuda.h"

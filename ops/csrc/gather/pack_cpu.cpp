@@ -1,3 +1,4 @@
+// Gathers whole trajectories into packs, one after the other without padding between them.
 #include "common/prefetch.h"
 #include "gather/gather.h"
 #include "gather/rows_cpu.h"

@@ -1,3 +1,4 @@
+// Requests of rows of mapped files, block by block, before a gather copies them.
 #include "gather/read_ahead.h"
 
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// Rows of a column, copied or converted, and padding: on the host.
+// Copies, conversions and padding of the rows of one window, on the host.
 #pragma once
 #include <cstdint>
 #include <cstring>

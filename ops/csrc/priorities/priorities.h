@@ -1,4 +1,4 @@
-// Masses from priorities, PER weights, and priority updates.
+// Masses from priorities, PER weights, trees of least masses, top-k, and priority updates.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -1,4 +1,4 @@
-// Returns-to-go, n-step returns and advantages.
+// Returns-to-go, n-step returns, and advantages by GAE and V-trace.
 #pragma once
 #include <cstdint>
 

@@ -3,8 +3,8 @@
 #include "ring/ring.h"
 
 #include "common/launch_cuda.h"
-#include "ring/mend_cuda.h"
-#include "ring/weigh_cuda.h"
+#include "ring/cleared_masses_cuda.h"
+#include "ring/importance_weights_cuda.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {

@@ -5,7 +5,7 @@
 #include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
-#include "ring/mend_cuda.h"
+#include "ring/cleared_masses_cuda.h"
 
 namespace gear::cuda {
 namespace {

@@ -2,7 +2,7 @@
 #include "ring/ring.h"
 
 #include "common/launch_cuda.h"
-#include "ring/mend_cuda.h"
+#include "ring/cleared_masses_cuda.h"
 
 namespace gear::cuda {
 namespace {

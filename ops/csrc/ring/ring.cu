@@ -6,8 +6,8 @@
 #include "common/launch_cuda.h"
 #include "common/power_cuda.h"
 #include "priorities/priorities.h"
+#include "ring/importance_weights_cuda.h"
 #include "ring/ring.h"
-#include "ring/weigh_cuda.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {

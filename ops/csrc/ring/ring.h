@@ -1,9 +1,9 @@
-// The table in the memory of one device (common/ring.h): ops on the host and on a GPU. Callers
+// The table in the memory of one device (common/ring_layout.h): ops on the host and on a GPU. Callers
 // check. On a GPU they read state from memory, never from their arguments, so that a graph can
 // replay them; the last argument is the stream.
 #pragma once
 #include "common/open_steps.h"
-#include "common/ring.h"
+#include "common/ring_layout.h"
 #include "priorities/priorities.h"
 
 namespace gear::cpu {

@@ -4,7 +4,7 @@
 
 #include "common/launch_cuda.h"
 #include "priorities/priorities.h"
-#include "ring/weigh_cuda.h"
+#include "ring/importance_weights_cuda.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {

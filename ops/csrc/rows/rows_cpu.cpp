@@ -1,5 +1,5 @@
-// Plans which rows of which trajectories are sent, each once, and copies them into messages and out
-// of them.
+// Plans which rows of which trajectories are sent to other nodes, each once, and copies them into
+// messages and out of them.
 #include <algorithm>
 #include <array>
 #include <utility>

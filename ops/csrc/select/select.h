@@ -1,4 +1,5 @@
-// Draws, trees of masses, and the resolution of coordinates.
+// Random draws, sum trees of masses and their updates, the resolution of coordinates to samples,
+// and hindsight goals.
 #pragma once
 #include <cstdint>
 

@@ -1,9 +1,9 @@
-// Draws, the tree of masses, and the resolution of draws.
+// Random draws, the sum tree of masses, the resolution of draws, and hindsight goals, on the host.
 #include "common/permutation.h"
 #include "common/prefetch.h"
 #include "common/tree.h"
-#include "select/descend.h"
 #include "select/select.h"
+#include "select/tree_descent.h"
 
 namespace gear::cpu {
 void Draw(uint64_t seed, uint32_t stream, int64_t first, uint64_t total, int64_t count,

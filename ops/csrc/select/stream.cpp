@@ -1,3 +1,5 @@
+// The plain selections of a batch stream: apply changes of slots and priority reports, draw,
+// resolve, commit; and the next batch drawn ahead. All under the store's lock.
 #include "select/stream.h"
 
 #include <algorithm>
@@ -6,7 +8,7 @@
 #include "common/prefetch.h"
 #include "common/tree.h"
 #include "select/select.h"
-#include "store/held.h"
+#include "store/scoped_lock.h"
 #include "store/store.h"
 
 namespace gear::cpu {
@@ -220,7 +222,7 @@ bool SelectHeld(Stream& stream, int64_t number, int64_t alpha, int64_t beta) {
 }  // namespace
 
 bool Select(Stream& stream, int64_t number, int64_t alpha, int64_t beta) {
-  const Held held(stream.mutex, stream.holder, stream.timeout_s);
+  const ScopedLock held(stream.mutex, stream.holder, stream.timeout_s);
   if (held.refusal() != 0 || !SelectHeld(stream, number, alpha, beta)) return false;
   const bool is_turn = stream.num_peers > 1 && (number + 1) % stream.num_peers == stream.peer;
   if (is_turn || stream.parts_ahead > 0) DrawAhead(stream, number + 1);
@@ -259,7 +261,7 @@ bool Publish(Stream& stream, const Resolution* samples, const float* priorities,
   if (waiting > 0) batch = Max(batch, log[(tail - 1) % given.log_size].batch);
   if (count > 0) AppendReports(log, given.log_size, samples, priorities, count, tail, batch);
   // The lock orders the entries before the tail, for the process that selects next.
-  const Held held(stream.mutex, stream.holder, stream.timeout_s);
+  const ScopedLock held(stream.mutex, stream.holder, stream.timeout_s);
   if (held.refusal() != 0) return false;
   ends[kLogTail] = tail + count;
   return true;

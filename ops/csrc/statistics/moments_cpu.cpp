@@ -4,7 +4,7 @@
 
 #include "common/convert.h"
 #include "statistics/statistics.h"
-#include "store/finite.h"
+#include "store/finite_checks.h"
 #include "store/moments.h"
 
 namespace gear::cpu {

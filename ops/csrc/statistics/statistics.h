@@ -1,7 +1,7 @@
 // Statistics of the columns of a data set: moments, counts of pixel values, order statistics.
 //
-// deepspeed_gear/data/column_scan.py computes the same bits with NumPy where no build of this
-// module exists; tests/equivalence/test_statistics.py compares them.
+// deepspeed_gear/data/statistics/column_scan.py computes the same bits with NumPy where no build of
+// this module exists; tests/equivalence/test_statistics.py compares them.
 #pragma once
 #include <cstdint>
 
@@ -36,8 +36,8 @@ void CountPixels(const uint8_t* pixels, const uint8_t* keep, int64_t num_rows, i
 //   written.
 // Cost: three passes over the elements, a fourth over those that share a bin with a value that is
 // found, and 320 KiB for each of at most 16 elements.
-void OrderStatistics(const ColumnRows& rows, int64_t first, int64_t count, const int64_t* runs,
-                     int64_t num_runs, const double* levels, int64_t num_levels, double* found);
+void FindQuantilesInBins(const ColumnRows& rows, int64_t first, int64_t count, const int64_t* runs,
+                         int64_t num_runs, const double* levels, int64_t num_levels, double* found);
 
 // A pass over the digits of a column's keys, the unsigned integers in the order of its finite
 // values. Keys are divided into digits from the highest one on; a node stands for the keys whose
@@ -54,8 +54,8 @@ static_assert(sizeof(DigitPass) == 24, "a pass is a row of 3 int64");
 // first pass are these elements. keep: as for AddRowMoments.
 // counts: [nodes of the last pass, 2^bits], which is added to.
 // Cost: a pass over the rows; for each value a look at one table for each pass.
-void CountDigits(const ColumnRows& rows, int64_t first, int64_t count, const uint8_t* keep,
-                 const DigitPass* passes, int64_t num_passes, uint64_t* counts);
+void CountQuantileDigits(const ColumnRows& rows, int64_t first, int64_t count, const uint8_t* keep,
+                         const DigitPass* passes, int64_t num_passes, uint64_t* counts);
 
 // Ranges of keys that may hold wanted ranks, of each element of a row.
 struct Brackets {
@@ -76,15 +76,16 @@ struct BracketCounts {
 // keys are added to. keep: as for AddRowMoments. Keys are uint32 for types of up to 4 bytes, else
 // uint64; the greatest one is in no bracket of a floating-point type.
 // Cost: one pass over the rows.
-void CountBrackets(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
-                   const BracketCounts& counts);
+void CountQuantileBrackets(const ColumnRows& rows, const uint8_t* keep, const Brackets& brackets,
+                           const BracketCounts& counts);
 
 // Finds the keys of ranks among collected keys of one element.
 // are_long: keys are uint64, not uint32.
 // bounds: least and greatest key of each bracket that the keys are of, ascending. [num_brackets, 2]
 // ranks: ascending and different, each below `num_keys`. [num_ranks]
 // Cost: two passes over the keys, and 4 bytes for each.
-void SelectKeys(const void* keys, bool are_long, int64_t num_keys, const uint64_t* bounds,
-                int64_t num_brackets, const int64_t* ranks, int64_t num_ranks, uint64_t* found);
+void SelectQuantileKeys(const void* keys, bool are_long, int64_t num_keys, const uint64_t* bounds,
+                        int64_t num_brackets, const int64_t* ranks, int64_t num_ranks,
+                        uint64_t* found);
 
 }  // namespace gear::cpu

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "select/stream.h"
+#include "store/eviction.h"
+#include "store/slots.h"
 
 namespace gear::cpu {
 
@@ -21,8 +23,8 @@ struct Extent {
 Extent ExtentOf(const Store& store, int64_t slot) {
   if (slot == store.num_slots) return {slot, store.num_rows, 0, false};
   const Slot& record = store.slots[slot];
-  const bool is_open = store.retention[slot * kRetentionWords + kOpen] != 0;
-  const bool can_move = record.state == kCommitted && !is_open && !IsLeft(store, slot);
+  const bool can_move =
+      record.state == kCommitted && OpenOf(store, slot) == 0 && !IsLeft(store, slot);
   return {slot, record.first_row, record.first_row + record.num_rows, can_move};
 }
 
@@ -118,7 +120,7 @@ MovedOut MoveOut(Store& store, int64_t slot, int64_t num_rows, int most) {
   const int64_t short_rows = store.slots[slot].num_rows;
   const int64_t before = LinkOf(store, slot, kBefore), after = LinkOf(store, slot, kAfter);
   const int64_t freed = ExtentOf(store, after).begin - ExtentOf(store, before).end;
-  const bool stays = store.retention[slot * kRetentionWords + kOpen] != 0 || IsRead(store, slot);
+  const bool stays = OpenOf(store, slot) != 0 || IsRead(store, slot);
   if (freed < num_rows || stays) return MovedOut::kNever;
   const int64_t behind = FindGapAway(store, slot, short_rows, most);
   if (behind < 0) return MovedOut::kNoRows;
@@ -137,7 +139,7 @@ MovedOut MoveOut(Store& store, int64_t slot, int64_t num_rows, int most) {
 void SearchNear(Store& store, int64_t slot, int distance) {
   for (int i = 0; i < distance; ++i) {
     const int64_t before = LinkOf(store, slot, kBefore);
-    if (before == store.num_slots || store.retention[before * kRetentionWords + kOpen] != 0) break;
+    if (before == store.num_slots || OpenOf(store, before) != 0) break;
     slot = before;
   }
   store.control[kRover] = slot;

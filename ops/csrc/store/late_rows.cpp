@@ -3,7 +3,8 @@
 #include <cstring>
 
 #include "common/host_device.h"
-#include "store/finite.h"
+#include "store/finite_checks.h"
+#include "store/slots.h"
 
 namespace gear::cpu {
 

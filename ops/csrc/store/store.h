@@ -1,13 +1,20 @@
-// The extents and slots of a store: free rows, the age order of trajectories, the log of changes.
+// The native store of a table: its words in shared memory, columns, streams and settings.
 //
 // Everything lies in shared memory and follows from the slot table: after the death of a process it
-// is rebuilt from there, by deepspeed_gear/store/row_allocator.py.
+// is rebuilt from there, by deepspeed_gear/store/row_allocator.py. What is done with it:
+//   slots.h                reserve, commit, retire and free a slot; the log of changes
+//   reserve_rows.h         the gate for all writers: frees, moves and evicts until rows are free
+//   rate_limiter.h         whether writers may add
+//   eviction.h             which trajectory is evicted, and what keeps the rows of evicted ones
+//   compact.h              moves of extents
+//   whole_trajectories.h   trajectories and groups of leases that are stored at once
+//   open_trajectories.h    trajectories that grow, whose first steps are published
 #pragma once
 #include <cstdint>
 #include <vector>
 
 #include "common/slot.h"
-#include "store/finite.h"
+#include "store/finite_checks.h"
 #include "store/moments.h"
 #include "store/mutex.h"
 #include "store/step_priorities.h"
@@ -41,7 +48,7 @@ enum Control : int64_t {
   kQuota,
   kWanted,
   kListening,  // whether a sampler waits for a change; set and cleared with the lock held
-  kBell,       // the counter that it waits for; store/bell.h
+  kEvent,      // the counter that it waits for; store/futex.h
   kMoving,     // slot + 1 of the extent that is moved; 0: none
   kMoveFrom,   // its old first row, its new one, and twice the rows that are done
   kMoveTo,
@@ -57,7 +64,7 @@ enum Link : int64_t { kBefore, kAfter, kOlder, kNewer, kLinkWords };
 // were filled; kVersion: policy version; kOpen: its trajectory still grows.
 inline constexpr int64_t kRetentionWords = 4, kPresent = 1, kVersion = 2, kOpen = 3;
 
-// What `Reserve` and `Add` return instead of a slot or an id.
+// What functions return instead of a slot or an id.
 enum Refusal : int64_t {
   kNoSlot = -1,
   kNoRows = -2,
@@ -166,11 +173,6 @@ struct Store {
 // So many committed trajectories are many: searches look at some of them.
 inline constexpr int64_t kMany = 128;
 
-// A slot as it was used by one trajectory.
-struct SlotUse {
-  int64_t slot = -1, generation = 0;  // -1: none
-};
-
 // Whether the rows after a slot's are left for its writer.
 inline bool IsLeft(const Store& store, int64_t slot) {
   return !store.left_by.empty() && store.control[kNumCommitted] > kMany && slot < store.num_slots &&
@@ -181,133 +183,17 @@ inline int64_t& LinkOf(const Store& store, int64_t slot, Link word) {
   return store.links[slot * kLinkWords + word];
 }
 
-// ---- with the lock held
-// Puts a slot behind another one in a list, and takes it out.
-void InsertBehind(Store& store, int64_t where, int64_t slot, Link back, Link on);
-void TakeOut(Store& store, int64_t slot, Link back, Link on);
-// Logs a changed slot, and wakes a sampler that waits.
-void Note(Store& store, int64_t slot);
-int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps);  // a slot, or a refusal
-// Words of a slot that come with its trajectory: bits of the late columns that it has, and the
-// policy version of its group.
-struct Marks {
-  int64_t present = 0, version = 0;
-};
+// Whether the trajectory of a slot still grows.
+inline int64_t& OpenOf(const Store& store, int64_t slot) {
+  return store.retention[slot * kRetentionWords + kOpen];
+}
 
-// `block`: the moments of its rows, where they were computed before; null: here.
-int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born,
-               const std::vector<double>* block = nullptr, Marks marks = {});
-void Retire(Store& store, int64_t slot);
-void Free(Store& store, int64_t slot);
-// Whether a pass is under way in a stream, whose items stay until its end.
-bool IsFrozen(const StreamView& stream);
-// Whether a selection has drawn from a slot that some process still reads.
-bool IsRead(const Store& store, int64_t slot);
-// Whether a retired slot is read or may be drawn by a pass that is under way.
-bool IsHeld(const Store& store, int64_t slot);
-// Whether the rows of a retired slot are not free yet: it is held, or its writer has not detected
-// that it was retired.
-bool IsPinned(const Store& store, int64_t slot);
-// Frees retired slots that are not pinned, of a store that frees in parts the oldest ones only.
-struct Freed {
-  int64_t count;
-  bool all;
-};
-Freed FreeRetired(Store& store);
-// The oldest (kNewer) or newest (kOlder) trajectory that does not grow; -1: none.
-int64_t FirstComplete(const Store& store, Link link);
-// The trajectory that the policy evicts next; -1: none, or the caller must choose.
-int64_t Victim(const Store& store);
-// Whether the rate limiter admits so many steps, in one trajectory. Of groups the counts are those
-// of the last update (deepspeed_gear/store/groups.py).
-bool MayInsert(const Store& store, int64_t num_steps);
-
-// Rows that a writer needs.
-struct Wanted {
-  int64_t num_rows, num_steps;
-  int64_t inserts;            // of the steps, that are inserted now
-  SlotUse last = {};          // what the writer has stored before, whose surroundings may be free
-  bool samples = false;       // the process samples too, and must not wait for what it reads itself
-  bool selects = true;        // whether kSelecting counts: there are ranks, whose selections go on
-  bool has_victim = true;     // whether the caller can evict one
-  bool has_released = false;  // whether the caller has just released what dead processes hold
-};
-// Reserves a slot with rows, in this order: frees retired slots that are not pinned, moves extents
-// where that costs less than rows, evicts until the rows fit. Returns the slot or a refusal; after
-// kNeedsVictim and kNeedsRelease the caller does what they say, and calls again.
-int64_t ReserveWithRemoval(Store& store, const Wanted& wanted);
-
-// A whole trajectory in the stored form, in the memory of the program.
-struct Whole {
-  // By column of the store, its rows one after the other; null: a late column that it has not.
-  const void* const* sources;
-  int64_t num_steps;
-  int64_t present;  // bits of the late columns that it has
-};
-
-// ---- takes the lock
-struct Added {
-  int64_t id;    // or a refusal
-  int64_t slot;  // reserved and written; -1 if nothing was
-};
-// Reserves, copies and commits a trajectory. Values are checked while they are copied; after
-// kNotFinite the slot is free again, but what was evicted for it stays evicted. With a slot and
-// another refusal the caller has to commit it; with a slot and kNotFinite, to free it: the lock
-// could not be taken.
-Added Add(Store& store, const Whole& whole, double timeout_s);
-// Reserves and writes the trajectories of a group of a lease, `slots` [count], and lets the first
-// one hold the first `shared` [count] steps of the others; `shared[0]` is 0. Values were checked
-// before. Returns 0 or a refusal; then nothing is reserved. A caller that dies or ends frees the
-// slots, or CommitGroup publishes them.
-int64_t WriteGroup(Store& store, const Whole* members, int64_t count, const int64_t* shared,
-                   int64_t* slots, double timeout_s);
-
-// ---- with the lock held
-// Commits the written slots of a group, one after the other: `ids` [count]. A group is whole once
-// its ledger's entry is held (store/prompt_ledger.py), which is written after this.
-void CommitGroup(Store& store, const int64_t* slots, const int64_t* present, int64_t count,
-                 int64_t version, int64_t born, int64_t* ids);
-
-// A trajectory that grows: its slot as its writer reserved it, and what is published of it.
-struct Growing {
-  int64_t slot;  // -1: nothing is published
-  int64_t generation, loads;
-  int64_t first;      // steps before the stored ones, which belong to an evicted trajectory
-  int64_t published;  // stored steps that batches may hold
-  int64_t id;         // once steps are published
-  SlotUse latest;     // of the writer's latest published trajectory that has ended
-};
-static_assert(sizeof(Growing) == 64, "a growing trajectory is a row of 8 int64");
-
-// Where the rows of a trajectory lie until they are stored; each value was checked when it came.
-struct Staged {
-  const char* const* columns;  // by column of the store; null: late
-  int64_t first_row;           // row of its first step
-  int64_t num_steps;
-  int64_t env;  // row of its values per trajectory
-};
-
-// Starts the loads of the rows that a trajectory's next step is written to.
-void PrefetchSteps(const Store& store, const Growing& growing);
-
-// ---- with the lock held
-// Publishes the first `num_steps` steps of an open trajectory, whose rows are written.
-void PublishSteps(Store& store, int64_t slot, int64_t num_steps);
-// Ends a trajectory: frees the rows after its steps, or all if nothing is published. `truncated`:
-// marks its last step as truncated unless it is terminated; `returns`: its writer, in this process,
-// comes back for the rows after it.
-void End(Store& store, int64_t slot, bool truncated, bool returns);
-
-// ---- with the lock held; the same for rows that are not staged, which needs no buffers of the
-// stored form: deepspeed_gear/writer/partial_publish.py
-// Publishes the new steps of a trajectory that is published already. False, and nothing has
-// changed: its slot was evicted, it has more than `most_steps`, or the rate limiter holds it back.
-bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
-// Publishes the first steps of a trajectory, with rows for `most_steps`. Returns 0 or a refusal.
-int64_t Begin(Store& store, const Staged& staged, Growing& growing, int64_t most_steps);
-// Ends a published trajectory that stands; the next one of its writer has not begun.
-void EndGrowth(Store& store, Growing& growing, bool truncated);
-// Stores a whole trajectory. Returns its id, or a refusal.
-int64_t AddStaged(Store& store, const Staged& staged);
+// The rows of a trajectory: one more than its steps where a column has a row after the last step.
+inline int64_t RowsOf(const Store& store, int64_t num_steps) {
+  for (const ColumnOf& column : store.columns) {
+    if (column.rows == kPerStepAndEnd) return num_steps + 1;
+  }
+  return num_steps;
+}
 
 }  // namespace gear::cpu

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "common/row_copies.h"
-#include "store/held.h"
+#include "store/scoped_lock.h"
 
 namespace gear::cpu {
 
@@ -94,7 +94,7 @@ int64_t VectorSteps::Take(const char* const* values, const std::vector<const cha
   size_t num_stored = 0;
   bool published = !publish;
   if (store != nullptr) {
-    const Held held(store->mutex, store->holder, timeout_s);
+    const ScopedLock held(store->mutex, store->holder, timeout_s);
     if (held.refusal() == 0) {
       for (const int64_t env : ended) {
         if (!StoreEnded(env, following[env] - first[env], false)) break;
@@ -119,14 +119,14 @@ int64_t VectorSteps::Take(const char* const* values, const std::vector<const cha
 }
 
 bool VectorSteps::Publish() {
-  const Held held(store->mutex, store->holder, timeout_s);
+  const ScopedLock held(store->mutex, store->holder, timeout_s);
   return held.refusal() == 0 && PublishHeld();
 }
 
 // Stores the trajectories of environments whose rows are full; the next ones begin at their last
 // states. False: some are left, and nothing of the step has been taken.
 bool VectorSteps::Cut() {
-  const Held held(store->mutex, store->holder, timeout_s);
+  const ScopedLock held(store->mutex, store->holder, timeout_s);
   if (held.refusal() != 0) return false;
   for (int64_t i = 0; i < num_envs; ++i) {
     const int64_t num_steps = following[i] - first[i] - 1;

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "store/store.h"
+#include "store/open_trajectories.h"
 
 namespace gear::cpu {
 

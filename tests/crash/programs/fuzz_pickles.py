@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.ingest import source_checks
-from deepspeed_gear.data.ingest.array_pickles import load_pickle
+from deepspeed_gear.data.ingest.decoding.array_pickles import load_pickle
 from deepspeed_gear.errors import DataError
 
 FLOOR_BYTES = 16 << 20  # that a program may take

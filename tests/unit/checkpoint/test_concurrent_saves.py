@@ -12,7 +12,7 @@ from gear_support import prefix
 from process_support import in_child, kill
 
 from deepspeed_gear import DeviceReplay, Replay
-from deepspeed_gear.checkpoint import save_folders, table_files, table_loader
+from deepspeed_gear.checkpoint import folder_locks, save_folders, table_files, table_loader
 from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.errors import CheckpointError
 
@@ -196,9 +196,9 @@ def test_the_second_run_is_refused_by_name(both: tuple[Replay, Replay], tmp_path
 def test_locks_are_bounded_and_those_of_a_deleted_folder_are_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_folders, "_MOST_HELD", 2)
-    locks = save_folders.FolderLocks()
-    other = save_folders.FolderLocks()
+    monkeypatch.setattr(folder_locks, "_MOST_HELD", 2)
+    locks = folder_locks.FolderLocks()
+    other = folder_locks.FolderLocks()
     folders = [tmp_path / str(index) for index in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -224,8 +224,8 @@ def test_a_file_system_without_locks_is_named(
     def refuse(*_: Any) -> bool:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(save_folders, "try_lock", refuse)
-    locks = save_folders.FolderLocks()
+    monkeypatch.setattr(folder_locks, "try_lock", refuse)
+    locks = folder_locks.FolderLocks()
     locks.acquire(tmp_path)
     assert "its file system has no locks" in caplog.text
     locks.release()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media_tables import group, image, media_section, pages_of
+from media_tables import evict_all, group, image, media_section, pages_of
 from rollout_support import micros
 
 from deepspeed_gear import CheckpointError, Replay, StoreFullError
@@ -77,7 +77,7 @@ def test_a_save_links_the_segments_that_have_not_changed(tmp_path: Path) -> None
         replay.remove(range(40 * 4, 42 * 4))
         Evictor(replay.tables["main"], Context()).free_retired()
         with replay.tables["main"].lock:
-            pages_of(replay)._evict(1 << 20, np.zeros(0, np.int64))
+            evict_all(pages_of(replay))
         add(replay, range(42, 44), 6000)  # into the pages of those that have left
         images = [one["image"] for one in replay.read([*range(0, 40 * 4, 4), 42 * 4, 43 * 4])]
         assert images[-1] != last

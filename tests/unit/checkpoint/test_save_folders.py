@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from thread_ranks import ThreadPlane, on_ranks
 
-from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint import checked_files, save_folders
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, PeerError
 
@@ -280,5 +280,5 @@ def test_a_folder_that_nodes_do_not_share_is_named(folder: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
     folder.write_text("a file")
     named = pytest.raises(CheckpointError, match=r"folder must be writable.*stays loadable")
-    with named, save_folders.writing(folder):
+    with named, checked_files.writing(folder):
         save_folders.begin(folder, list(PARTS), None)

@@ -20,7 +20,7 @@ from process_support import exit_status, in_child
 from deepspeed_gear import Dataset, DatasetWriter
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.export import FORMATS
-from deepspeed_gear.data.ingest.hdf5 import D4rlReader
+from deepspeed_gear.data.ingest.readers.hdf5 import D4rlReader
 
 Maker = Callable[..., Any]
 

@@ -27,7 +27,7 @@ def texts(file: Path) -> list[str]:
     return ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
 
 
-def write_every_kind(folder: Path, lengths: tuple[int, ...] = (1, 7, 33)) -> Path:
+def write_every_kind(folder: Path) -> Path:
     """Write a data set with a column of each dtype, images, missing values and odd names."""
     columns = [Column(f"a_{dtype}", dtype, allow_nan="float" in dtype) for dtype in DTYPES]
     columns += [
@@ -44,7 +44,7 @@ def write_every_kind(folder: Path, lengths: tuple[int, ...] = (1, 7, 33)) -> Pat
     ]
     schema = Schema(columns)
     with DatasetWriter(folder, schema) as writer:
-        for number, length in enumerate(lengths):
+        for number, length in enumerate((1, 7, 33)):
             row: dict[str, Any] = {}
             for column in schema:
                 rows = length + int(column.rows == "T+1")

@@ -11,7 +11,7 @@ from refusal_table import refusals
 
 from deepspeed_gear.config import GearConfig, batch_sizes, gear_config, parse, refuse_batch_sizes
 from deepspeed_gear.config.options import FieldConfig
-from deepspeed_gear.config.resume_options import difference, shared_options
+from deepspeed_gear.config.resume_options import difference, resume_digest, shared_options
 from deepspeed_gear.config.sampler_options import AnchorsConfig
 from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.errors import ConfigError, GearError
@@ -76,7 +76,7 @@ def test_json_round_trip(section: dict[str, Any]) -> None:
     again = parse(json.loads(json.dumps(dumped, allow_nan=False)))
     assert again == config
     assert again.to_json() == dumped
-    assert again.digest == config.digest
+    assert shared_options(again) == shared_options(config)
     assert set(section) <= set(dumped)
     assert parse(config) is config
 
@@ -212,11 +212,10 @@ def test_digests_are_of_what_ranks_share_and_of_what_the_samples_are() -> None:
     ]
     for section in [*of_a_rank, *of_a_run, *of_samples]:
         config = parse(section)
-        assert (config.digest == base.digest) == (section in of_a_rank)
         assert len(difference(shared_options(base), shared_options(config))) == (
             section not in of_a_rank
         )
-        assert (config.resume_digest == base.resume_digest) == (section not in of_samples)
+        assert (resume_digest(config) == resume_digest(base)) == (section not in of_samples)
 
 
 def test_difference_names_options_and_values() -> None:

@@ -16,7 +16,7 @@ from store_support import killed_at
 
 from deepspeed_gear import Column, DatasetWriter, Schema
 from deepspeed_gear.cli import ingest as command
-from deepspeed_gear.data import dataset_writer
+from deepspeed_gear.data import partial_folder
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_parts import write_parts
 from deepspeed_gear.data.ingest import ingest
@@ -128,12 +128,16 @@ def test_a_kill_at_any_line_leaves_the_old_or_the_new(
     """Without an exchange of names (NFS) the next writer may have to move the old one back."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill loses no page
     if not exchanges:
-        monkeypatch.setattr(dataset_writer, "swap_names", lambda *_: False)
+        monkeypatch.setattr(partial_folder, "swap_names", lambda *_: False)
     dest = tmp_path / "set"
     line = 1
     found = Counter[str]()
     dataset = Dataset.open(write_dataset(dest, [2, 1]))
-    traced = ["data/dataset_writer.py", *(["file_system.py"] if exchanges else [])]
+    traced = [
+        "data/dataset_writer.py",
+        "data/partial_folder.py",
+        *(["file_system.py"] if exchanges else []),
+    ]
     while found["new"] < 4 and killed_at(line, lambda: publish_grown(dest), traced):
         if not dest.exists():
             assert not exchanges

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_gear.data import dataset_statistics
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import npy_header
 from deepspeed_gear.data.dataset_writer import DatasetWriter
+from deepspeed_gear.data.statistics import dataset_statistics
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
@@ -69,13 +69,13 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
             dataset.trajectory(i)
 
 
-@pytest.mark.parametrize("ordered_bytes", [0, 1 << 28], ids=["counted", "compared"])
+@pytest.mark.parametrize("binned_bytes", [0, 1 << 28], ids=["counted", "compared"])
 @pytest.mark.parametrize("width", [3, 600])
 def test_no_file_stays_mapped_after_it_was_written(
-    tmp_path: Path, width: int, ordered_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, width: int, binned_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not until a garbage collection either: one that is removed then would keep its disk space."""
-    monkeypatch.setattr(dataset_statistics, "MOST_ORDERED_BYTES", ordered_bytes)
+    monkeypatch.setattr(dataset_statistics, "MOST_BINNED_BYTES", binned_bytes)
     gc.collect()
     gc.disable()
     try:

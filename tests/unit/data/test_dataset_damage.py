@@ -253,7 +253,7 @@ def test_a_change_while_mapped_is_found(
 def test_a_replay_finds_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it maps the files, and while it copies them; after that it has its own rows."""
     write(tmp_path / "data")
-    monkeypatch.setattr("deepspeed_gear.data.dataset.CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr("deepspeed_gear.data.mapped_files.CHECK_EVERY_S", 0.0)
     mapped, copied = (
         config_of(
             tmp_path / "data", data={"path": str(tmp_path / "data"), "load": load}, batch_size=4

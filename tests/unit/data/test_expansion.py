@@ -21,9 +21,9 @@ from gear_support import run_command
 from deepspeed_gear import Column, Schema
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.data.array_values import as_array, holds_text
-from deepspeed_gear.data.arrow_sizes import ArrowSizes
 from deepspeed_gear.data.ingest import open_source, source_checks
-from deepspeed_gear.data.ingest.reader import decode_images
+from deepspeed_gear.data.ingest.arrow_sizes import ArrowSizes
+from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.data.ingest.table_rows import json_bytes
 from deepspeed_gear.errors import DataError

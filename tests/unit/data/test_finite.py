@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.data.trajectory_checks import as_numbers
+from deepspeed_gear.data.stored_values import as_numbers
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import FLOATING
 from deepspeed_gear.store.records import Control

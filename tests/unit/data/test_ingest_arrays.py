@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest import ingest, open_source
-from deepspeed_gear.data.ingest.array_pickles import load_pickle
+from deepspeed_gear.data.ingest.decoding.array_pickles import load_pickle
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 

@@ -168,7 +168,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patched:
-        patched.setattr("deepspeed_gear.data.ingest.check_source", locked)
+        patched.setattr("deepspeed_gear.data.ingest.format_detection.check_source", locked)
         assert refused(text, dest) == (
             f"{text} must be readable, got '[Errno 13] Permission denied'; check the path and its "
             "permissions"

@@ -24,8 +24,8 @@ from deepspeed_gear import Dataset
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.data.ingest.lerobot import read_ahead
-from deepspeed_gear.data.ingest.reader import decode_images
+from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
+from deepspeed_gear.data.ingest.readers.lerobot import read_ahead
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 
@@ -424,7 +424,7 @@ def test_a_video_has_a_frame_for_each_row(tmp_path: Path, times: Sequence[int], 
 
 
 def test_reading_ahead_keeps_order_bound_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_gear.data.ingest.lerobot._AHEAD_BYTES", 10)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.readers.lerobot._AHEAD_BYTES", 10)
     started: list[int] = []
 
     def read(item: int) -> int:

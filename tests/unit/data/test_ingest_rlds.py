@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.data.ingest import ingest, open_source
-from deepspeed_gear.data.ingest.tfrecord import crc32c, parse_example, records
+from deepspeed_gear.data.ingest.decoding.tfrecord import crc32c, parse_example, records
 from deepspeed_gear.errors import DataError
 
 MINI = Path(__file__).parents[2] / "support" / "formats" / "mini_robot"

@@ -252,10 +252,10 @@ def test_layouts_of_rollouts(tmp_path: Path, layout: str) -> None:
     assert ingest([path, other], tmp_path / "both").columns["prompt_id"].tolist() == [*ids, ids[1]]
 
 
-def write_dump(path: Path, groups: list[Any], reward: int = 0) -> Path:
+def write_dump(path: Path, groups: list[Any]) -> Path:
     tokens = {"token_ids": [1, 2], "token_loss_mask": [0, 1]}
     path.parent.mkdir(exist_ok=True)
-    return write_lines(path, [{**tokens, "group_id": one, "reward": reward} for one in groups])
+    return write_lines(path, [{**tokens, "group_id": one, "reward": 0} for one in groups])
 
 
 def test_group_numbers_that_files_count_anew_are_told_apart(

@@ -16,8 +16,8 @@ import pytest
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest import ingest, open_source, step_blocks
-from deepspeed_gear.data.ingest.tfrecord import crc32c
-from deepspeed_gear.data.ingest.zarr_codecs import ChunkCodecs
+from deepspeed_gear.data.ingest.decoding.tfrecord import crc32c
+from deepspeed_gear.data.ingest.decoding.zarr_codecs import ChunkCodecs
 from deepspeed_gear.errors import DataError
 
 MINI = Path(__file__).parents[2] / "support" / "formats" / "mini_zarr"
@@ -249,9 +249,9 @@ def test_flags_inside_an_episode_are_refused(tmp_path: Path) -> None:
     assert [dataset.trajectory(i)["terminated"][-1] for i in range(2)] == [True, True]
 
 
-def _blosc(stated: int, content: bytes = b"") -> bytes:
-    sizes = (stated, stated, 16 + len(content))
-    return bytes([2, 1, 0, 1]) + b"".join(n.to_bytes(4, "little") for n in sizes) + content
+def _blosc(stated: int) -> bytes:
+    sizes = (stated, stated, 16)
+    return bytes([2, 1, 0, 1]) + b"".join(n.to_bytes(4, "little") for n in sizes)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from deepspeed_gear import Column, Dataset, DatasetWriter, Schema
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.opaque_rows import decode, encode, encode_rows
-from deepspeed_gear.data.trajectory_checks import no_values
+from deepspeed_gear.data.stored_values import no_values
 from deepspeed_gear.errors import DataError, SchemaError
 
 RAW = Column("raw", "bytes", rows="1", max_bytes=6)

@@ -18,10 +18,9 @@ LARGEST_SUM = 1_500_000
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
+def run(load: Any) -> ModuleType:
     """The module that runs the lines; `byte_tokens` of the miniatures leaves sys.path after it."""
-    monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
-    return importlib.import_module("public_data.run")
+    return load("public_data.run")
 
 
 @pytest.mark.parametrize("name", ROWS)

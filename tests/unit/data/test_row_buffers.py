@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.data.ingest import row_buffers
-from deepspeed_gear.data.ingest.reader import RowReader
+from deepspeed_gear.data.ingest.decoding.hdf5_arrays import RowReader
 from deepspeed_gear.data.ingest.row_buffers import RowBuffers
 
 MIB = 1 << 20

@@ -28,10 +28,11 @@ from deepspeed_gear import Dataset
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.ingest import READERS, ingest, ingested, open_source, source_checks
-from deepspeed_gear.data.ingest.reader import Reader, decode_images
+from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
+from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.replay.preview import read_lengths
+from deepspeed_gear.replay.packed.pack_preview import read_lengths
 
 Maker = Callable[..., Any]
 SECRET = b"root:x:0:0"

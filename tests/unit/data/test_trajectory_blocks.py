@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Schema
 from deepspeed_gear.cli.main import main as command
-from deepspeed_gear.data.ingest import ingest, open_source, reader, step_blocks
+from deepspeed_gear.data.ingest import ingest, open_source, step_blocks
+from deepspeed_gear.data.ingest.decoding import hdf5_arrays
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 from deepspeed_gear.errors import DataError
 
@@ -116,7 +117,7 @@ def test_blocks_of_any_size_make_the_data_set_of_single_episodes(
 ) -> None:
     make, options = SOURCES[kind]
     path = write(tmp_path / f"source{suffix}", make())
-    monkeypatch.setattr(reader, "_BLOCK_BYTES", 2000)  # of the rows that are read at a time
+    monkeypatch.setattr(hdf5_arrays, "_BLOCK_BYTES", 2000)  # of the rows that are read at a time
     sizes = []
     add_block = DatasetWriter.add_block
 
@@ -225,7 +226,7 @@ def test_damaged_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """An error while rows are read is not a wrong value, for which they are read again."""
     path = write(tmp_path / "source.hdf5", steps())
     opened = open_source(path)
-    read_rows = reader.read_rows
+    read_rows = hdf5_arrays.read_rows
     faults = [True]
 
     def fail_once(where: str, *rest: Any) -> Any:
@@ -234,7 +235,7 @@ def test_damaged_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise DataError(where, "must be readable")
         return read_rows(where, *rest)
 
-    monkeypatch.setattr(reader, "read_rows", fail_once)
+    monkeypatch.setattr(hdf5_arrays, "read_rows", fail_once)
     with pytest.raises(DataError, match="actions must be readable"):
         ingest([opened], tmp_path / "set")
 

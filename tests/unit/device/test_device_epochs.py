@@ -26,6 +26,7 @@ from deepspeed_gear.device import device_checkpoint
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import RingState
+from deepspeed_gear.sampling.mass_rules import random_key_of
 
 STEPS = {"kind": "epoch", "unit": "step"}
 #: By what the epochs go over: steps, some steps, or trajectories.
@@ -171,8 +172,8 @@ def test_a_ppo_update_is_a_loop_over_the_permuted_rollout() -> None:
     total = ENVS * LENGTH
     with DeviceReplay(ppo_section(), "cpu") as replay:
         batch = replay.new_batch()
-        seed = replay._mixture.tables[0].seed
-        key = replay._mixture.tables[0].random_key
+        seed = replay.config.seed
+        key = random_key_of("main", "train")
         for update in range(2):
             rollout = rollout_of(update)
             replay.add_(rollout)

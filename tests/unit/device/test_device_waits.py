@@ -16,7 +16,7 @@ from deepspeed_gear import DeviceReplay
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay import device_replay
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 REPLICAS = 2
 STEPS = 4

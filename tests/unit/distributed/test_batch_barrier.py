@@ -11,10 +11,19 @@ import pytest
 from deepspeed_gear.distributed.batch_barrier import BarrierWord, BatchBarrier
 
 
-def barriers(count: int, reads: tuple[bool, ...] | None = None) -> list[BatchBarrier]:
-    """Return the barriers of ranks 3, 4, ... of one node, over the same words."""
+def views_of(count: int) -> dict[str, np.ndarray]:
+    """Return the memory of the barriers of a node's ranks."""
     regions = BatchBarrier.regions(count)
-    views = {region.name: np.zeros(region.shape, np.int64) for region in regions}
+    return {region.name: np.zeros(region.shape, np.int64) for region in regions}
+
+
+def barriers(
+    count: int,
+    reads: tuple[bool, ...] | None = None,
+    views: dict[str, np.ndarray] | None = None,
+) -> list[BatchBarrier]:
+    """Return the barriers of ranks 3, 4, ... of one node, over the same words."""
+    views = views or views_of(count)
     ranks = list(range(3, 3 + count))
     reads = reads or (True,) * count
     places = [SimpleNamespace(data_rank=rank, reads=True) for rank in range(3)]
@@ -65,9 +74,10 @@ def test_a_rank_that_asks_late_is_late_where_all_arrive_together(
 
 
 def test_a_rank_that_reads_nothing_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, inner = barriers(2, (True, False))
+    views = views_of(2)
+    one, inner = barriers(2, (True, False), views)
     for barrier, now_s in ((one, 1.0), (inner, 9.0)):
         monkeypatch.setattr(time, "monotonic_ns", lambda now_s=now_s: int(now_s * 1e9))
         barrier.reach()
     assert one.late_s() == {3: 0.0}
-    assert inner._words[1, BarrierWord.LATE_NS] == 0
+    assert views["status/words"][1, BarrierWord.LATE_NS] == 0

@@ -19,7 +19,7 @@ from deepspeed_gear.errors import (
     StoreError,
     relayed,
 )
-from deepspeed_gear.sampling.rate_limiting import ItemsHeld
+from deepspeed_gear.sampling.batch_admission import ItemsHeld
 from deepspeed_gear.sampling.rate_rounds import RateRounds
 
 

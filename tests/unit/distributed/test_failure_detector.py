@@ -17,6 +17,7 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.errors import LostNodeError, PeerError
 
 TIMEOUT_S = 2.0
+Place = tuple[Any, dict[str, np.ndarray], Any]  # memory, views and topology of a node
 
 
 @pytest.fixture
@@ -25,39 +26,47 @@ def server() -> list[TCPStore]:
     return [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
 
 
-def made_of(server: list[TCPStore], timeout_s: float = TIMEOUT_S) -> list[FailureDetector]:
-    """Return the detectors of two nodes of one rank each."""
+def place(node: int) -> Place:
+    """Return the place of one of two nodes of one rank each."""
+    regions = FailureDetector.regions(1)
+    views = {region.name: np.zeros(region.shape, region.dtype) for region in regions}
+    memory = SimpleNamespace(peer=0, is_alive=lambda peer: True)
+    topology = SimpleNamespace(
+        node=node, rank=node, num_nodes=2, peers=[node], describe=lambda node: f"node {node}"
+    )
+    return memory, views, topology
+
+
+@pytest.fixture
+def places() -> list[Place]:
+    return [place(0), place(1)]
+
+
+def made_of(
+    server: list[TCPStore],
+    places: list[Place],
+    timeout_s: float = TIMEOUT_S,
+) -> list[FailureDetector]:
+    """Return the detectors of two nodes."""
     at = server[0].port
     stores = [
         TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=60)) for _ in range(2)
     ]
-    made = []
-    for node, store in enumerate(stores):
-        views = {
-            region.name: np.zeros(region.shape, region.dtype)
-            for region in FailureDetector.regions(1)
-        }
-        memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: True)
-        topology: Any = SimpleNamespace(
-            node=node, rank=node, num_nodes=2, peers=[node], describe=lambda node: f"node {node}"
-        )
-        made.append(FailureDetector(memory, views, topology, store, "test", timeout_s))
-    return made
+    return [
+        FailureDetector(*known, store, "test", timeout_s)
+        for known, store in zip(places, stores, strict=True)
+    ]
 
 
 @pytest.fixture
-def watches(server: list[TCPStore]) -> Iterator[list[FailureDetector]]:
+def watches(server: list[TCPStore], places: list[Place]) -> Iterator[list[FailureDetector]]:
     """Two nodes of one rank each."""
-    made = made_of(server)
+    made = made_of(server, places)
     for watch in made:
         watch.start()
     yield made
     for watch in reversed(made):
         watch.end()
-
-
-def views_of(watch: FailureDetector) -> dict[str, np.ndarray]:
-    return {"watch/words": watch._words, "watch/texts": watch._texts}
 
 
 def loses(watch: FailureDetector, text: str, by: str = "check") -> None:
@@ -83,15 +92,14 @@ def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[FailureDetecto
 
 
 def test_a_broken_connection_names_a_silent_node_before_its_timeout(
-    server: list[TCPStore],
+    server: list[TCPStore], places: list[Place]
 ) -> None:
     """As where the rank is killed that sends the heartbeats of its node: no rank there can report
     it.
     """
-    here, _ = made_of(server, timeout_s=600.0)  # the other one sends one heartbeat
+    here, _ = made_of(server, places, timeout_s=600.0)  # the other one sends one heartbeat
     here.start()
     try:
-        wait_until(lambda: here._beats, "a heartbeat", 60.0)
         here.check()
         here.note_broken()
         loses(here, "node 1, whose last heartbeat is")
@@ -129,13 +137,15 @@ def test_who_ends_early_is_missed(
 
 
 @pytest.mark.parametrize("by", ["check", "check_ended"])
-def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector], by: str) -> None:
+def test_who_fails_is_named_though_it_ends_early(
+    watches: list[FailureDetector],
+    places: list[Place],
+    by: str,
+) -> None:
     """On its own node at once, before others can see that it has ended; on others after its end,
     too.
     """
-    here = FailureDetector(
-        watches[1]._memory, views_of(watches[1]), watches[1]._topology, None, "test", TIMEOUT_S
-    )
+    here = FailureDetector(*places[1], None, "test", TIMEOUT_S)
     watches[0].take(10)
     watches[1].take(9)
     watches[1].check_ended()

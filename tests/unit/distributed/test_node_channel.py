@@ -1,7 +1,7 @@
 """Messages of any size between nodes, over groups in memory that match them as gloo does."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -58,23 +58,38 @@ class Group:
         return SimpleNamespace(wait=wait)
 
 
-def opened(node: int, order: list[int], groups: Callable[[str], Any]) -> NodeChannel:
+def opened(
+    node: int, order: list[int], groups: Callable[[str], Any], detector: Any = None
+) -> NodeChannel:
     """The channel of a node of one rank, over the groups of each purpose."""
     topology: Any = SimpleNamespace(
         node=node, ranks_of=lambda node: [node], describe=lambda node: f"node {node}"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_channel, "lane", lambda ranks, purpose, timeout_s: groups(purpose))
-        return NodeChannel(topology, order, "test", 1.0)
+        patch.setattr(
+            node_channel, "purpose_group", lambda ranks, purpose, timeout_s: groups(purpose)
+        )
+        return NodeChannel(topology, order, "test", 1.0, detector=detector)
 
 
-def links(count: int) -> tuple[list[NodeChannel], dict[str, Wire]]:
-    """Channels between nodes of one rank each, whose order is not that of the ranks."""
-    wires: dict[str, Wire] = defaultdict(Wire)
+def links(
+    count: int, detector: Any = None, ended: Sequence[int] = ()
+) -> tuple[list[NodeChannel], dict[str, Wire]]:
+    """Channels between nodes of one rank each, whose order is not that of the ranks. `ended`: ranks
+    that have ended before.
+    """
+
+    def wire() -> Wire:
+        found = Wire()
+        found.ended.update(ended)
+        return found
+
+    wires: dict[str, Wire] = defaultdict(wire)
     order = list(range(count))[::-1]
     made = [
-        opened(node, order, lambda way, at=node: Group(wires[way], at)) for node in range(count)
-    ]  # type: ignore[misc]
+        opened(node, order, lambda way, at=node: Group(wires[way], at), detector)  # type: ignore[misc]
+        for node in range(count)
+    ]
     return made[::-1], wires
 
 
@@ -107,13 +122,13 @@ def test_the_last_message_of_a_node_that_has_ended_is_heard() -> None:
         wire.ended.update({0, 1})
     assert [[part.tolist() for part in wait()] for wait in waits] == [[[5], [6]]] * 2
     for _ in range(2):  # it stays broken
-        with pytest.raises(LostNodeError, match="Connection closed by peer"):
+        text = "must stay connected, got 'Connection closed by peer'"
+        with pytest.raises(LostNodeError, match=text):
             made[0].all_gather(np.array([1]))
 
 
 def test_a_node_that_has_ended_is_called_so() -> None:
-    made, _ = links(2)
-    made[0]._detector = SimpleNamespace(note=lambda error: False, check=lambda: None)  # type: ignore[assignment]
+    made, _ = links(2, SimpleNamespace(note=lambda error: False, check=lambda: None))
     with pytest.raises(LostNodeError, match="must take as many batches as this rank; it has ended"):
         made[0].all_gather(np.array([1]))
 
@@ -127,21 +142,14 @@ def test_a_node_that_has_ended_is_called_so() -> None:
 )
 def test_an_error_says_what_has_happened(ends: bool, text: str) -> None:
     """A connection that broke after a moment has not been silent for the timeout."""
-    made, wires = links(2)
-    if ends:
-        node = made[0]._others[0]
-        for wire in wires.values():
-            wire.ended.add(made[0]._members[node])
-        buffer, _ = made[0]._buffers[node]
-        made[0]._buffers[node] = buffer, made[0]._begin_receive(node, buffer)
+    made, _ = links(2, ended=[0, 1] if ends else [])
     with pytest.raises(LostNodeError, match=text):
         made[0].all_gather(np.array([1]))
 
 
 def test_a_link_that_parts_tells_nobody_of_a_loss() -> None:
-    made, _ = links(2)
     told: Any = lambda *error: pytest.fail("told")  # noqa: E731
-    made[0]._detector = SimpleNamespace(note=told, check=told)  # type: ignore[assignment]
+    made, _ = links(2, SimpleNamespace(note=told, check=told))
     wait = made[0].begin_all_gather(np.array([1]))
     made[0].part()
     with pytest.raises(LostNodeError, match="Timed out"):

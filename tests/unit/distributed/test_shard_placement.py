@@ -24,11 +24,10 @@ from deepspeed_gear.distributed.shard_placement import (
     shard_of_node,
     shards_of,
 )
-from deepspeed_gear.distributed.topology import Topology
+from deepspeed_gear.distributed.topology import Topology, rank_grid
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.plan.resolved_plan import open_data
 from deepspeed_gear.plan.table_resolution import store_of
-from deepspeed_gear.row_exchange.exchange_plan import grid
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import Shard, TableSpec
 
@@ -57,7 +56,7 @@ def parts(whole: Dataset, tmp_path_factory: pytest.TempPathFactory) -> list[Data
 
 
 def topology(rank: int = 0, worlds: dict[str, int] | None = None, num_nodes: int = 3) -> Topology:
-    places = tuple(grid(worlds or {"data": 6}))
+    places = tuple(rank_grid(worlds or {"data": 6}))
     nodes = tuple(r * num_nodes // len(places) for r in range(len(places)))
     return Topology(rank, places, nodes, tuple(f"worker-{i}" for i in range(num_nodes)))
 

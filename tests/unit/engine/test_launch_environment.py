@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from deepspeed_gear.engine import attach
+from deepspeed_gear.engine import launch_environment
 from deepspeed_gear.errors import ConfigError
 
 RANKS = {
@@ -29,7 +29,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, **given: str) -> dict[str, str]:
         )  # also what is set below is undone after the test
         if name not in given:
             monkeypatch.delenv(name)
-    attach.be_single_rank_unless_launched()
+    launch_environment.be_single_rank_unless_launched()
     return {name: os.environ[name] for name in RANKS if name in os.environ}
 
 

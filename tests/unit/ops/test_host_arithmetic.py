@@ -381,7 +381,7 @@ def test_python_repeats_the_headers_numbers() -> None:
             "common/philox.h",
             "common/window.h",
             "common/power.h",
-            "common/ring.h",
+            "common/ring_layout.h",
         )
     )
     of_ops = ("draws", "gather", "priorities", "rows")

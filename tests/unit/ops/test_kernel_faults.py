@@ -1,5 +1,6 @@
 """Errors of faults that have ended a kernel."""
 
+import atexit
 import os
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -19,19 +20,19 @@ def kernels(found: tuple[str, str, str] | None) -> ModuleType:
 
 
 def test_without_kernels_there_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(jit._loaded, "gear_cuda", raising=False)
+    monkeypatch.setattr(jit, "loaded", lambda name: None)
     assert kernel_faults.found_fault() is None
 
 
 def test_errors_of_cuda_are_raised_as_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(jit._loaded, "gear_cuda", kernels(PARTS))
+    monkeypatch.setattr(jit, "loaded", lambda name: kernels(PARTS))
     with pytest.raises(KernelError) as raised, kernel_faults.named():
         raise RuntimeError("CUDA error")
     assert str(raised.value) == TEXT
     assert str(raised.value.__cause__) == "CUDA error"
     with pytest.raises(ValueError, match="another"), kernel_faults.named():
         raise ValueError("another")
-    monkeypatch.setitem(jit._loaded, "gear_cuda", kernels(None))
+    monkeypatch.setattr(jit, "loaded", lambda name: kernels(None))
     with pytest.raises(RuntimeError, match="CUDA error") as other, kernel_faults.named():
         raise RuntimeError("CUDA error")
     assert not isinstance(other.value, KernelError)
@@ -48,8 +49,12 @@ def test_the_end_of_the_process_reports_a_fault(
     process: int,
     lines: list[str],
 ) -> None:
-    monkeypatch.setitem(jit._loaded, "gear_cuda", kernels(found))
+    monkeypatch.setattr(jit, "loaded", lambda name: kernels(found))
+    at_exit = list[Any]()
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
+    kernel_faults.report_at_exit.__wrapped__()
+    [(report, _)] = at_exit
     with caplog.at_level("ERROR", "deepspeed_gear"):
-        kernel_faults._report(process)
+        report(process)
     start = "a kernel has ended the CUDA context of this process: "
     assert [record.getMessage() for record in caplog.records] == [start + line for line in lines]

@@ -41,17 +41,17 @@ def test_stub_lists_what_is_built() -> None:
 def test_bells_as_the_stub_says() -> None:
     native = load_backend("cpu").native
     word = torch.zeros(1, dtype=torch.int32)
-    bell = word.data_ptr()
-    assert native.bell_wait(bell, 1, 3600.0) == 0  # not what was seen: at once
-    assert native.bell_wait(bell, 0, 0.05) == 0  # after that time
-    native.bell_ring(bell)
-    assert native.bell_wait(bell, 0, 3600.0) == 1
-    ringer = threading.Timer(0.05, native.bell_ring, [bell])
+    event = word.data_ptr()
+    assert native.futex_wait(event, 1, 3600.0) == 0  # not what was seen: at once
+    assert native.futex_wait(event, 0, 0.05) == 0  # after that time
+    native.futex_notify(event)
+    assert native.futex_wait(event, 0, 3600.0) == 1
+    ringer = threading.Timer(0.05, native.futex_notify, [event])
     ringer.start()
-    assert native.bell_wait(bell, 1, 3600.0) == 2  # woken; the GIL was free meanwhile
+    assert native.futex_wait(event, 1, 3600.0) == 2  # woken; the GIL was free meanwhile
     word[0] = -1
-    native.bell_ring(bell)
-    assert native.bell_wait(bell, (1 << 32) - 1, 3600.0) == 0  # counts modulo 2 ** 32
+    native.futex_notify(event)
+    assert native.futex_wait(event, (1 << 32) - 1, 3600.0) == 0  # counts modulo 2 ** 32
     assert native.fence() is None
 
 

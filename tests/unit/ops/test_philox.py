@@ -57,7 +57,7 @@ ANCHORS = {
     "start": AnchorRule(most=1),
     "end": AnchorRule(most=1, from_end=1),
     "every 3": AnchorRule(stride=3),
-    "fits": AnchorRule.fits([(-2, 3, 0), (1, 2, 1)]),
+    "fits": AnchorRule.bounded([(-2, 3, 0), (1, 2, 1)], 0, 0),
     "from the end": AnchorRule(first=1, trim=2, stride=4, most=3, from_end=1),
 }
 RULES = {

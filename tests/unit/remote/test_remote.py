@@ -274,12 +274,12 @@ def test_the_end_of_the_run_ends_the_gateway() -> None:
 
 def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
-        with _gateway(replay) as first:
+        with _gateway() as first:
             writer = connect(first.url)
             writer.add(trajectory(0))
             writer.flush()
             port = first.port
-        with _gateway(replay, port=port):
+        with _gateway(port=port):
             writer.add(trajectory(1))
             with pytest.raises(StoreError, match=r"restarted: .*; trajectories 1 to 1 "):
                 writer.flush()
@@ -290,24 +290,24 @@ def test_another_gateway_at_the_same_place_is_not_the_same() -> None:
 
 def test_a_gateway_that_cannot_listen_says_why() -> None:
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
-        with _gateway(replay, host="::1") as first:
+        with _gateway(host="::1") as first:
             assert first.url == f"grpc://[::1]:{first.port}"
             with connect(first.url) as writer:
                 writer.add(trajectory(0))
             address = rf"must be able to listen at \[::1\]:{first.port}"
             with (
                 pytest.raises(ConfigError, match=address),
-                _gateway(replay, host="::1", port=first.port),
+                _gateway(host="::1", port=first.port),
             ):
                 pass
-        wrong = _gateway(replay, certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
+        wrong = _gateway(certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
         with pytest.raises(ConfigError, match="must be able to listen"), wrong:
             pass
         assert_same(stored(replay), range(1))
 
 
 @contextmanager
-def _gateway(replay: Replay, **options: Any) -> Iterator[Gateway]:
+def _gateway(**options: Any) -> Iterator[Gateway]:
     """A gateway that dies without a word, as far as a gateway in this process can."""
     with TrajectoryWriter.attach(section()) as writer:
         made = Gateway(writer, TOKEN, **options)

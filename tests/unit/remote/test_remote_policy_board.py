@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from torch import nn
 
 from deepspeed_gear import PolicyBoard, RemotePolicyBoard, Replay
 from deepspeed_gear.errors import DataError, LostNodeError, NotReadyError, StoreError
-from deepspeed_gear.remote import board_downloads
+from deepspeed_gear.remote import board_downloads, remote_policy_board
 from deepspeed_gear.remote import remote_policy_board as client_module
 from deepspeed_gear.remote.board_downloads import BoardDownloads, VersionCopy
 from deepspeed_gear.remote.connection import Connection
@@ -347,7 +348,8 @@ def test_without_a_newer_version_a_worker_does_not_call_at_every_step(
         board.publish(policy(2.0))
         monkeypatch.setattr(Connection, "call", fail)
         assert far.load_into(module) == 1
-        far._called_at = time.monotonic() - 3601.0
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3601.0)
+        monkeypatch.setattr(remote_policy_board, "time", later)
         with pytest.raises(LostNodeError):
             far.load_into(module)
 

@@ -17,7 +17,7 @@ from rollout_support import COLUMNS, TABLE, micros, ranks_of, responses, section
 from deepspeed_gear import ConfigError, DatasetWriter, Replay, Rollout, Schema, ShapeError
 from deepspeed_gear.batching.group_advantages import group_advantages
 from deepspeed_gear.config import parse
-from deepspeed_gear.replay.preview import format_rollout_preview, rollout_preview
+from deepspeed_gear.replay.packed.pack_preview import format_rollout_preview, rollout_preview
 
 SIZE = 4
 GROUPS = 6
@@ -318,7 +318,6 @@ def test_a_preview_counts_groups_and_trajectories() -> None:
 
 
 OTHER_SCALE = {**SFT, "scale": {"dtype": "float64"}}
-LOSS = {"by_table": {"rl": 1, "sft": 1}}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from gear_support import config_of
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Normalizer, Replay, Schema
-from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
+from deepspeed_gear.data.stored_values import as_numbers, as_stored
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
 
 SCHEMA = Schema(

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of
-from replay_support import filled, late_updates_of, same, streams_of
+from replay_support import filled, parts_of, same, streams_of
 
 from deepspeed_gear import Batch, Column, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.errors import DataError, StaleBatchError, StoreError
 from deepspeed_gear.sampling import batch_stream
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 NUMBERS = {
     "flag": ("bool", ()),
@@ -180,7 +180,7 @@ def test_native_reports_refuse_what_python_refuses() -> None:
             replay.update_priorities(batch, torch.ones(8))
         with pytest.raises(StoreError, match="between two global batches on a rank"):
             replay.update_priorities(batch, torch.full((8,), torch.nan))
-        late_updates_of(replay).check()
+        parts_of(replay).late_updates.check()
         replay.sample()
         assert replay.statistics()["priorities_applied"] == reports.rule.log_size // 8 * 8
 

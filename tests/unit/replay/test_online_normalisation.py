@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from hypothesis import strategies as st
 from process_support import call_on_ranks, exit_status, in_child, kill
 
 from deepspeed_gear import Column, Normalizer, Replay, Schema, TrajectoryWriter
-from deepspeed_gear.data import running_moments
-from deepspeed_gear.data.dataset_statistics import running_statistics
-from deepspeed_gear.data.running_moments import Moment
+from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.data.statistics import running_moments
+from deepspeed_gear.data.statistics.dataset_statistics import running_statistics
+from deepspeed_gear.data.statistics.running_moments import Moment
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.records import Control, MomentHead
@@ -303,20 +305,19 @@ def sample_on_a_rank(given: dict[str, Any]) -> list[bytes]:
     """Sample while another process adds; return what each batch was normalised with."""
     found: list[bytes] = []
     with Replay(given, schemas={"main": SCHEMA}) as replay:
-        (gatherer,) = replay._parts.assembler._gatherers.values()
-        normalize_with = gatherer.normalize_with
+        normalize_with = Gatherer.normalize_with
         both = [0, 0]
 
-        def note(moments: np.ndarray, columns: Any) -> None:
+        def note(gatherer: Gatherer, moments: np.ndarray, columns: Any) -> None:
             found.append(moments.tobytes())
-            normalize_with(moments, columns)
+            normalize_with(gatherer, moments, columns)
 
-        gatherer.normalize_with = note  # type: ignore[method-assign]
         while not replay.can_sample():
             time.sleep(0.01)
-        while min(both) < 8:
-            replay.sample()
-            dist.all_gather_object(both, len(set(found)))
+        with patch.object(Gatherer, "normalize_with", note):
+            while min(both) < 8:
+                replay.sample()
+                dist.all_gather_object(both, len(set(found)))
     return found
 
 
@@ -368,13 +369,14 @@ def test_no_death_of_a_writer_tears_them() -> None:
         slot = 0
         with table.lock:
             counted = extents.moments.copy()
+            moments_head = table.views["moments_head"]
             steps = int(table.slots[slot, Slot.NUM_STEPS])
             for committed in (steps - 1, steps):  # died before, and after the commit point
                 extents.handle.stage_moments(slot, 0, committed)
                 table.slots[slot, Slot.NUM_STEPS] = steps
-                extents._moments_head[MomentHead.STEPS] = steps if committed == steps else steps + 1
+                moments_head[MomentHead.STEPS] = steps if committed == steps else steps + 1
                 extents.recover()
-                assert not extents._moments_head[MomentHead.STAGED]
+                assert not moments_head[MomentHead.STAGED]
                 more = extents.moments[Moment.COUNT] - counted[Moment.COUNT]
                 assert more[0] == (steps + 1 if committed == steps else 0)
                 extents.recover()  # a second death changes nothing

@@ -16,7 +16,8 @@ from deepspeed_gear import Replay
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
-from deepspeed_gear.replay.preview import pack_preview, preview, read_lengths
+from deepspeed_gear.replay.packed.pack_preview import pack_preview, read_lengths
+from deepspeed_gear.replay.preview import preview
 
 FIELDS = {
     "observation": {"offset": -3, "length": 4},

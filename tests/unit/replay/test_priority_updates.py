@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of, lengths_of, prefix, wait_until
-from replay_support import filled, late_updates_of, streams_of
+from replay_support import filled, parts_of, read_late, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -397,7 +397,7 @@ def made(data: Path, device: Device | None = None, /, **options: Any) -> Replay:
     given = {"sampler": SAMPLER, "fields": {"code": {}}, "batch_size": 16, **options}
     replay = Replay(config_of(data, **given))
     if device is not None:
-        late_updates_of(replay)._blocks = device
+        read_late(replay, device)
     return replay
 
 
@@ -436,7 +436,7 @@ def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, devic
         wait_until(lambda: log.asked[0] != 0, "the report of global batch 0")
         assert log.asked[0] == 1
         device.finish()
-        late_updates_of(replay).drain()
+        parts_of(replay).late_updates.drain()
         assert log.asked[0] == 1
         replay.sample()
         assert log.asked[0] == 2
@@ -470,7 +470,7 @@ def test_what_is_wrong_is_raised_later_and_holds_nobody_up(data: Path, device: D
         late.update_priorities(batch, there(values))
         device.finish()
         with pytest.raises(DataError, match="priority 3 must be finite and at least 0, got nan"):
-            late_updates_of(late).drain()
+            parts_of(late).late_updates.drain()
         early.sample()
         assert torch.equal(early.sample().trajectory_id, late.sample().trajectory_id)
 
@@ -503,7 +503,7 @@ def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> No
         values = torch.ones(16, 4)
         replay.update_priorities(batch, there(values), mask=batch.mask["code"])
         device.finish()
-        late_updates_of(replay).drain()
+        parts_of(replay).late_updates.drain()
         replay.update_priorities(batch, there(values))
         nothing = batch.mask["code"].clone()
         nothing[5] = False
@@ -515,7 +515,7 @@ def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> No
         )
         for text in texts:
             with pytest.raises(ShapeError, match=f"mask (must be )?{text}"):
-                late_updates_of(replay).drain()
+                parts_of(replay).late_updates.drain()
 
 
 def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(
@@ -525,7 +525,7 @@ def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(
         batch = reported(replay)
         log_of(replay).give_up()
         device.finish()
-        late_updates_of(replay).drain()
+        parts_of(replay).late_updates.drain()
         assert log_of(replay).asked[0] == NEVER, "what is reported now is due at once"
         replay.set_priorities(batch.trajectory_id, torch.ones(16), batch.anchor)
 
@@ -536,7 +536,7 @@ def test_a_device_that_hangs_holds_nobody_up_for_ever(data: Path, device: Device
     replay.close()
 
 
-def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
+def _online(unit: str, prefetch: int) -> Replay:
     columns = {"observation": {"dtype": "float32", "rows": "T+1", "role": "observation"}}
     columns["action"] = {"dtype": "int32", "role": "action"}
     table = {"capacity_steps": 100, "capacity_trajectories": 20, "max_length": 25, "remove": "fifo"}
@@ -558,7 +558,7 @@ def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("tries", [(1, 0), (0, 1), (1, 1), (2, 2)], ids=str)
 def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
-    unit: str, prefetch: int, tries: tuple[int, int], tmp_path: Path
+    unit: str, prefetch: int, tries: tuple[int, int]
 ) -> None:
     """As without the calls that were not ready: what is reported first counts for the
     first batch.
@@ -568,7 +568,7 @@ def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
         "action": np.arange(3, dtype=np.int32),
     }
     of_items: dict[str, Any] = {"steps": [0, 1, 2]} if unit == "step" else {}
-    with _online(unit, prefetch, tmp_path) as replay:
+    with _online(unit, prefetch) as replay:
         ids = [replay.add(trajectory) for _ in range(2)]
         count = 3 if of_items else 1
 

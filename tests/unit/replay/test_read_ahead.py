@@ -20,7 +20,7 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.replay import node_stores
 from deepspeed_gear.sampling import batch_stream
-from deepspeed_gear.sampling.batch_info import BatchInfo
+from deepspeed_gear.sampling.batch_sizes import BatchInfo
 
 SCHEMA = Schema(
     [
@@ -209,7 +209,7 @@ def test_the_pages_of_the_next_batch_are_requested(tmp_path: Path, read_ahead: b
 def test_a_file_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request beyond the end of a truncated file has no effect; the next check names the file."""
     folder = write(tmp_path / "data")
-    monkeypatch.setattr("deepspeed_gear.data.dataset.CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr("deepspeed_gear.data.mapped_files.CHECK_EVERY_S", 0.0)
     source = {"path": str(folder), "read_ahead": True}
     section = config_of(
         Path(source["path"]), data=source, batch_size=9, fields=PADDED, sampler=STEPS
@@ -236,7 +236,7 @@ def test_closing_leaves_no_thread_and_no_file(data: Path) -> None:
 def test_data_larger_than_memory_are_read_ahead(
     data: Path, available: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deepspeed_gear.store.memory_limits import MemoryLimit
+    from deepspeed_gear.store.cgroup_limits import MemoryLimit
 
     limit = MemoryLimit("memory.max", available, "of a test")
     monkeypatch.setattr(node_stores, "tightest", lambda read: limit)

@@ -22,9 +22,9 @@ from warm_python import run_warm
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.replay import node_stores
-from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Progress
-from deepspeed_gear.store.memory_limits import MemoryLimit
+from deepspeed_gear.replay.replay_parts import ReplayParts
+from deepspeed_gear.store.cgroup_limits import MemoryLimit
 
 
 def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:

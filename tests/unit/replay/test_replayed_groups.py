@@ -8,6 +8,7 @@ import pytest
 import torch
 from group_support import add_groups
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+from rollout_support import micros
 
 from deepspeed_gear import ConfigError, DataError, Replay, Rollout, RolloutWorker, ShapeError
 
@@ -56,9 +57,7 @@ def groups_of(rollout: Rollout) -> list[tuple[int, int]]:
 
 
 def train(rollout: Rollout) -> None:
-    for step in rollout:
-        for _ in step:
-            pass
+    micros(rollout)
 
 
 def test_fresh_groups_do_not_wait_for_replayed_ones(tmp_path: Path) -> None:

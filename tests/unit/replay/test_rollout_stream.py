@@ -21,9 +21,10 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.packs import Packs
-from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
+from deepspeed_gear.replay.packed.packs import Packs
+from deepspeed_gear.replay.packed.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.packed.table_rows import TableRows
 from deepspeed_gear.row_exchange.trajectory_places import Moves
 from deepspeed_gear.store.table_spec import Shard
 
@@ -234,13 +235,11 @@ TYPES = {
 LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
 
 
-def spread_over(num_nodes: int, index: int, **more: Any) -> Any:
-    """Return how the nodes of a table exchange its rows."""
-    replica_nodes = np.eye(num_nodes, dtype=bool)
-    plan = SimpleNamespace(
-        final_row=0, num_nodes=num_nodes, index=index, replica_nodes=replica_nodes
-    )
-    return SimpleNamespace(plan=plan, **more)
+def spread_over_two(index: int, **more: Any) -> Any:
+    """Return how two nodes of a table exchange its rows."""
+    replica_nodes = np.eye(2, dtype=bool)
+    plan = SimpleNamespace(final_row=0, num_nodes=2, index=index, replica_nodes=replica_nodes)
+    return SimpleNamespace(exchange_plan=plan, **more)
 
 
 class Nodes:
@@ -255,8 +254,8 @@ class Nodes:
         self._whole = whole
         [part] = whole.tables
         slots = part.trajectories.resolutions[:, Resolution.SLOT].numpy()
-        self._shard = np.arange(len(slots)) * 7 % 3 // 2
-        self._origins = self._shard << SHARD_BITS | slots
+        self.shard = np.arange(len(slots)) * 7 % 3 // 2
+        self.origins = self.shard << SHARD_BITS | slots
         self._sent: list[torch.Tensor] = []
 
     def columns(self, shard: int) -> RolloutColumns:
@@ -266,8 +265,8 @@ class Nodes:
         table.spec = replace(table.spec, shard=Shard(shard, 2, 0, 0))
         plane = SimpleNamespace(sum=self._send if shard == 0 else self._add)
         context: Any = SimpleNamespace(control_plane=plane)
-        trajectories = part.trajectories._replace(origins=torch.from_numpy(self._origins))
-        own = TableRows(part.gatherer, table, trajectories, context, spread_over(2, shard))
+        trajectories = part.trajectories._replace(origins=torch.from_numpy(self.origins))
+        own = TableRows(part.gatherer, table, trajectories, context, spread_over_two(shard))
         return RolloutColumns([own], whole.context)
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
@@ -299,7 +298,7 @@ def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
     nodes = Nodes(whole)
     assert (
         nodes.columns(0).trajectories.resolutions[:, Resolution.SLOT].tolist()
-        == nodes._origins.tolist()
+        == nodes.origins.tolist()
     )
     for name in ("reward", "prompt", "half", "pair"):
         found = nodes.together(lambda columns: columns.values(name))  # noqa: B023
@@ -312,7 +311,7 @@ def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, sh
     whole = replay.rollout().batch_columns
     nodes = Nodes(whole)
     ids = whole.trajectories.resolutions[:, Resolution.ID].tolist()
-    absent = int(np.nonzero(nodes._shard == shard)[0][2])
+    absent = int(np.nonzero(nodes.shard == shard)[0][2])
     for at, number in enumerate(ids):
         if at != absent:
             replay.fill(number, score=1.0)
@@ -370,7 +369,7 @@ def test_an_exchange_that_fails_is_made_again() -> None:
         return lambda: None
 
     exchange = SimpleNamespace(send=send)
-    spread = spread_over(2, 0, exchange=exchange, room=SimpleNamespace(first_row=5, first_slot=1))
+    spread = spread_over_two(0, exchange=exchange, room=SimpleNamespace(first_row=5, first_slot=1))
     resolutions = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
     resolutions[:, Resolution.NUM_STEPS] = 3
     origins = torch.tensor([0, 1 << SHARD_BITS])

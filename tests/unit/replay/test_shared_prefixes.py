@@ -26,7 +26,7 @@ from deepspeed_gear.config.cross_checks import check_ranks
 from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import load_backend
-from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout import Rollout
 
 WORDS = 50
 SIZE = 4

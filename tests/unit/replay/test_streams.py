@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, trajectory, wait_until, write_dataset
-from replay_support import LENGTHS, SPLIT, filled, offline, online, same, split, streams_of, take
+from replay_support import (
+    LENGTHS,
+    SPLIT,
+    filled,
+    offline,
+    online,
+    parts_of,
+    same,
+    split,
+    streams_of,
+    take,
+)
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay, Schema
@@ -167,7 +178,7 @@ def test_prepared_batches_outlive_a_pause() -> None:
         wait_until(lambda: consumed[0] == 4, "preparing")
         for number in range(8, 16):
             replay.add(trajectory(number, 5))
-        replay._parts.stop_prefetching()
+        parts_of(replay).stop_prefetching()
         for _ in range(5):
             batch = replay.sample()
             assert torch.equal(batch["task"], batch.trajectory_id)

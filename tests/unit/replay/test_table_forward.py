@@ -12,12 +12,13 @@ import torch
 from rollout_support import COLUMNS, STORED, filled, ranks_of, section
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.packing_plan import PlannedPacks
 from deepspeed_gear.config.options import PackConfig, PackPadConfig
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.table_forward import fill_place
+from deepspeed_gear.replay.packed.table_forward import fill_place
 from deepspeed_gear.store.late_columns import absent, fill_each
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.table_spec import Shard
@@ -73,34 +74,40 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
     assert micro.trajectory_id.tolist() == [more]
 
 
+def passes_of(
+    replay: Replay, places: list[RankCoordinates], *names: str
+) -> list[Iterator[MicroBatch]]:
+    """Return the micro batches of each rank, which all begin before any is filled.
+
+    Of two sequence ranks the one that writes comes last, with what the other one has summed.
+    """
+    loader = replay._loader
+    assert loader is not None
+    context = loader.context
+    slices = list[Any]()
+
+    def total(part: Any) -> Any:
+        slices.append(part)
+        return part if len(slices) % 2 else part + slices[-2]
+
+    passes = []
+    for place in places:
+        others: Any = SimpleNamespace(sum=total) if place.sequence_world > 1 else None
+        where = replace(place, sequence_rank=place.sequence_world - 1 - place.sequence_rank)
+        settings = replace(context.settings, place=where, ranks=others)
+        loader.context = replace(context, settings=settings)
+        micros = replay.forward(*names, tokens=128)
+        passes.append(itertools.chain([next(micros)], micros))
+    loader.context = context
+    return passes
+
+
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(
     made: Replay, sequence: int
 ) -> None:
-    loader = made._loader
-    slices = list[Any]()
-    passes = []
-    assert loader is not None
-    context = loader.context
-
-    def total(part: Any) -> Any:  # of two sequence ranks, one after the other
-        slices.append(part)
-        return part if len(slices) % 2 else part + slices[-2]
-
-    others: Any = SimpleNamespace(sum=total) if sequence > 1 else None
-
-    for place in ranks_of(3, sequence):
-        where = replace(
-            place, sequence_rank=sequence - 1 - place.sequence_rank
-        )  # the one that writes comes last
-        settings = replace(context.settings, place=where, ranks=others)
-        loader.context = replace(context, settings=settings)
-        micros = made.forward("ref", "score", tokens=128)
-        passes.append(
-            itertools.chain([next(micros)], micros)
-        )  # all of them begin before any is filled
     seen: list[int] = []
-    for step in zip(*passes, strict=True):
+    for step in zip(*passes_of(made, ranks_of(3, sequence), "ref", "score"), strict=True):
         for index, micro in enumerate(step):
             micro.fill(ref=micro["logp"], score=micro.lengths.float())
             seen += micro.trajectory_id.tolist() if index % sequence == 0 else []
@@ -120,25 +127,7 @@ def test_rows_with_a_shape_are_where_their_steps_are(sequence: int) -> None:
     }
     fields = {name: {} for name in (*COLUMNS, *wide) if name != "heads"}
     with filled(section(COLUMNS | wide, fields=fields)) as replay:
-        loader = replay._loader
-        assert loader is not None
-        slices = list[Any]()
-
-        def total(part: Any) -> Any:  # of two sequence ranks, one after the other
-            slices.append(part)
-            return part if len(slices) % 2 else part + slices[-2]
-
-        passes = []
-        context = loader.context
-        for place in ranks_of(1, sequence):
-            where = replace(place, sequence_rank=sequence - 1 - place.sequence_rank)
-            ranks: Any = SimpleNamespace(sum=total) if sequence > 1 else None
-            loader.context = replace(
-                context, settings=replace(context.settings, place=where, ranks=ranks)
-            )
-            micros = replay.forward(*wide, tokens=128)
-            passes.append(itertools.chain([next(micros)], micros))
-        for step in zip(*passes, strict=True):
+        for step in zip(*passes_of(replay, ranks_of(1, sequence), *wide), strict=True):
             for name in ("ids", "teacher", "heads"):
                 for micro in step:
                     number = micro["tokens"][..., None] * 10 + torch.arange(3)
@@ -147,7 +136,6 @@ def test_rows_with_a_shape_are_where_their_steps_are(sequence: int) -> None:
                     with pytest.raises(ShapeError, match="must have shape"):
                         micro.fill(**{name: values[name][..., 0]})
                     micro.fill(**{name: values[name]})
-        loader.context = context
         for trajectory_id, stored in enumerate(STORED):
             (read,) = replay.read([trajectory_id])
             before = np.append(0, stored["tokens"][:-1])[:, None]  # the place that predicts

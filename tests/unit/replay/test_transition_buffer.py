@@ -13,7 +13,7 @@ import torch
 from gear_support import prefix
 
 from deepspeed_gear import Column, ConfigError, DataError, TransitionBuffer
-from deepspeed_gear.data.trajectory_checks import as_stored
+from deepspeed_gear.data.stored_values import as_stored
 
 gymnasium = pytest.importorskip("gymnasium", reason="its environments are recorded")
 SPACE = gymnasium.spaces.Box(-1e6, 1e6, (3,), np.float32)

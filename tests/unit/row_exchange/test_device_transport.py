@@ -38,7 +38,7 @@ def test_rows_are_exchanged_in_memory_of_the_stream_that_sends_them(
         naming_lost_ranks=nullcontext,
         count_bytes=lambda sent, received: None,
     )
-    monkeypatch.setattr(device_transport, "lane", lambda *arguments: None)
+    monkeypatch.setattr(device_transport, "purpose_group", lambda *arguments: None)
     monkeypatch.setattr(device_transport.dist, "all_to_all_single", answer)
     if device == DEVICE:
         monkeypatch.setattr(device_transport, "lane_of", lambda device: StubStream(stub))

@@ -16,14 +16,19 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
 from deepspeed_gear.distributed.shard_placement import shards_of
-from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
+from deepspeed_gear.distributed.topology import (
+    AXES,
+    RankCoordinates,
+    Topology,
+    check_grid,
+    rank_grid,
+)
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution, RowSample
 from deepspeed_gear.row_exchange.exchange_plan import (
     ExchangePlan,
-    grid,
     needs_of,
-    routes_of,
+    plan_exchange,
     row_needs,
 )
 from deepspeed_gear.row_exchange.row_messages import RowReads, WindowRead
@@ -77,7 +82,7 @@ GRIDS: list[dict[str, int]] = [
 
 
 def routes(topology: Topology, order: list[int]) -> ExchangePlan:
-    return routes_of(topology, order, CONFIG, RESOLVED, SCHEMA)
+    return plan_exchange(topology, order, CONFIG, RESOLVED, SCHEMA)
 
 
 @st.composite
@@ -85,7 +90,7 @@ def topologies(draw: st.DrawFn) -> tuple[list[Topology], list[int]]:
     """Draw a grid whose ranks lie on nodes in any way: one rank's view of each node, and the
     holders.
     """
-    places = tuple(grid(draw(st.sampled_from(GRIDS))))
+    places = tuple(rank_grid(draw(st.sampled_from(GRIDS))))
     count = draw(st.integers(1, min(4, len(places))))
     if draw(st.booleans()):
         nodes = [rank * count // len(places) for rank in range(len(places))]
@@ -303,7 +308,7 @@ sizes = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
 
 @given(sizes)
 def test_a_grid_has_every_place_once(worlds: dict[str, int]) -> None:
-    places = grid(worlds)
+    places = rank_grid(worlds)
     check_grid(tuple(places))
     assert [place.coordinates for place in places] == sorted(place.coordinates for place in places)
     assert all(place.worlds == tuple(worlds[axis] for axis in AXES) for place in places)
@@ -318,7 +323,7 @@ def test_a_grid_has_every_place_once(worlds: dict[str, int]) -> None:
 
 @given(sizes, st.data())
 def test_places_that_are_no_grid_are_refused(worlds: dict[str, int], data: st.DataObject) -> None:
-    places = grid(worlds)
+    places = rank_grid(worlds)
     index = data.draw(st.integers(0, len(places) - 1))
     with pytest.raises(ConfigError, match="one place each in a grid"):
         check_grid((*places, places[index]))

@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 
 from deepspeed_gear.data.splits import split_of
-from deepspeed_gear.sampling.mass_rules import AnchorRule, Condition, MassRule, random_key_of
+from deepspeed_gear.sampling.conditions import Condition
+from deepspeed_gear.sampling.mass_rules import AnchorRule, MassRule, random_key_of
 
 IDS = np.arange(6)
 KEY_OF_MAIN_TRAIN = 48426439
 STEPS = np.array([1, 2, 7, 33, 4, 4])
 COLUMNS = {"a": np.array([1, 2, 3, 4, 5, 6]), "b": np.array([0, 1, 0, 1, 0, 1])}
 BOTH = (Condition("a", 2, 5), Condition("b", among=(1,)))
-FITS = AnchorRule.fits([(-3, 4, 0)])  # 0, 0, 4, 30, 1, 1 anchors
+FITS = AnchorRule.bounded([(-3, 4, 0)], 0, 0)  # 0, 0, 4, 30, 1, 1 anchors
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_fits_is_exact(reaches: list[tuple[int, int, int]], num_steps: int) -> N
             0 <= anchor + offset <= num_steps + extra - length for offset, length, extra in reaches
         )
     ]
-    assert places(AnchorRule.fits(reaches), num_steps) == exact
+    assert places(AnchorRule.bounded(reaches, 0, 0), num_steps) == exact
 
 
 # ---- weights -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from gear_support import prefix, run_command, shared_files
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 from media_tables import image, with_media
+from rollout_support import micros
 
 from deepspeed_gear import (
     ConfigError,
@@ -59,8 +60,7 @@ def train(replay: Replay) -> list[int]:
     """Train a rollout batch; return its numbers."""
     rollout = replay.rollout()
     numbers: list[int] = rollout.values("prompt")[::SIZE].tolist()
-    for step in rollout:
-        list(step)
+    micros(rollout)
     return numbers
 
 
@@ -228,8 +228,7 @@ def test_a_load_frees_pages_of_media_that_retired_groups_name(data: Path, tmp_pa
             rollout = replay.rollout()
             if batch == 0:
                 replay.save(tmp_path / "saved")  # with the batch in training
-            for step in rollout:
-                list(step)
+            micros(rollout)
     with Replay(config) as replay:
         media = replay.tables["main"].media
         assert media is not None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_tables import MEDIA, SIZE, group, image, media_section, pages_of
-from process_support import exit_status, in_child
 from rollout_support import micros
+from store_support import killed_at
 
 from deepspeed_gear import (
     ConfigError,
@@ -280,9 +277,7 @@ def check_pages(replay: Replay) -> None:
 
 
 @pytest.mark.parametrize("where", ["_reserve", "_free", "find"])
-def test_a_death_at_any_line_leaves_whole_items(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_at_any_line_leaves_whole_items(where: str) -> None:
     config = media_section({"capacity_bytes": 8 << 10}, writers=2)
     with Replay(config) as replay:
         for n in range(20):
@@ -293,23 +288,9 @@ def test_a_death_at_any_line_leaves_whole_items(
 
             def dies(line: int = line) -> None:
                 with TrajectoryWriter.attach(config, wait_s=5) as writer:
-                    pages = writer.parts[0].media
-                    assert pages is not None
-                    code = getattr(type(pages), where).__code__
-                    seen = 0
-
-                    def trace(frame: Any, event: str, arg: Any) -> Any:
-                        nonlocal seen
-                        if frame.f_code is code and event == "line":
-                            seen += 1
-                            if seen == line:
-                                os.kill(os.getpid(), signal.SIGKILL)
-                        return trace
-
-                    sys.settrace(trace)
                     writer.add(group(100 + line, {0: image(100 + line, 90), 3: image(5, 40)})[0])
 
-            killed += exit_status(in_child(dies)) == -signal.SIGKILL
+            killed += killed_at(line, dies, code=getattr(MediaPages, where).__code__)
             with TrajectoryWriter.attach(config, wait_s=5) as writer, replay.tables["main"].lock:
                 pages_of(replay).recover()  # the place of the dead one has an owner again
                 states = writer.parts[0].views["media_pages"][:, MediaPage.STATE]

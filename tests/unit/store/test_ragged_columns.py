@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from gear_support import run_command
-from media_tables import MEDIA, image
-from process_support import exit_status, in_child
+from media_tables import MEDIA, evict_all, image
 from ragged_tables import MAX, MEMORY, ragged_section, support, supported
 from rollout_support import micros, responses
+from store_support import killed_at
 
 from deepspeed_gear import (
     CheckpointError,
@@ -233,7 +230,7 @@ def test_a_save_within_an_epoch_has_slots_that_name_nothing(tmp_path: Path) -> N
         with table.lock:
             Evictor(table, Context()).free_retired()
             assert table.media is not None
-            table.media._evict(1 << 20, np.zeros(0, np.int64))
+            evict_all(table.media)
         assert num_items(replay) == 2 * 18
         state = replay.save(tmp_path)
     with Replay(config) as resumed:
@@ -315,20 +312,9 @@ def test_a_worker_that_dies_at_any_line_leaves_whole_values_or_none(code: Any) -
             def dies(line: int = line) -> None:
                 with FillWorker.attach(config, list(NAMES), wait_s=5) as worker:
                     (lease,) = worker.lease(1, timeout_s=5)
-                    seen = 0
-
-                    def trace(frame: Any, event: str, arg: Any) -> Any:
-                        nonlocal seen
-                        if frame.f_code is code and event == "line":
-                            seen += 1
-                            if seen == line:
-                                os.kill(os.getpid(), signal.SIGKILL)
-                        return trace
-
-                    sys.settrace(trace)
                     lease.fill(**{name: given[lease.trajectory_id][name] for name in NAMES})
 
-            killed += exit_status(in_child(dies)) == -signal.SIGKILL
+            killed += killed_at(line, dies, code=code)
             table = replay.tables["main"]
             for number, one in zip(ids, replay.read(ids), strict=True):
                 slot = int(table.slots_of(np.array([number]))[0])

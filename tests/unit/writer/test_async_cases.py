@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+from rollout_support import micros
 
 from deepspeed_gear import Lease, Replay
 from deepspeed_gear.store import prompt_ledger
@@ -29,9 +30,7 @@ def train(replay: Replay) -> list[int]:
     """Train a rollout batch; return the numbers of its prompts."""
     rollout = replay.rollout()
     numbers: list[int] = rollout.values("prompt")[::SIZE].tolist()
-    for step in rollout:
-        for _ in step:
-            pass
+    micros(rollout)
     return numbers
 
 

@@ -15,6 +15,7 @@ import pytest
 from gear_support import prefix, run_command
 from ledger_support import check_books, ledger_section, responses
 from remote_support import TOKEN, served
+from rollout_support import micros
 from thread_ranks import ThreadPlane, on_ranks
 
 from deepspeed_gear import (
@@ -69,8 +70,7 @@ def train(replay: Replay, worker: RolloutWorker, batches: int) -> list[Lease]:
         for lease in own:
             lease.commit(responses(lease))
         leases += own
-        for step in replay.rollout():
-            list(step)
+        micros(replay.rollout())
     return leases
 
 
@@ -206,8 +206,7 @@ def test_pass_rates_of_a_batch_decide_what_is_leased_next(data: Path) -> None:
         rollout = replay.rollout()
         places = [lease.index for lease in leases for _ in range(2)]
         assert rollout.values("place").tolist() == places
-        for step in rollout:
-            list(step)
+        micros(rollout)
         replay.set_prompt_priorities(np.arange(7), [0, 0, 0, 0, 0, 1, 0])
         assert not replay.can_sample()
         own = worker.lease(3)

@@ -15,6 +15,7 @@ from gear_support import prefix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_support import write_prompts
+from replay_support import add_in_python
 
 from deepspeed_gear import DataError, GearError, Replay, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
@@ -120,7 +121,7 @@ def both(config: Callable[[], dict[str, Any]]) -> Iterator[list[Replay]]:
     """A replay that adds natively, and one that adds in Python."""
     with ExitStack() as stack:
         made = [stack.enter_context(Replay(config())) for _ in range(2)]
-        made[1]._inserter(None)._adds_natively = False
+        add_in_python(made[1])
         yield made
 
 

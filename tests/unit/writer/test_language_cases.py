@@ -11,7 +11,7 @@ from ledger_support import write_prompts
 from rollout_support import COLUMNS, micros, ranks_of, rolled_out, section, seen_by
 
 from deepspeed_gear import Replay, Turn, trajectories_from_turns
-from deepspeed_gear.replay.rollout import Rollout
+from deepspeed_gear.replay.packed.rollout import Rollout
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 # Three turns, each with a context of its own, against one turn that was answered wrong.

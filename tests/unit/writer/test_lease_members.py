@@ -14,7 +14,7 @@ import pytest
 import torch
 from gear_support import prefix
 from ledger_support import check_books, ledger_section, recipe_section, responses, write_prompts
-from remote_support import TOKEN, serving
+from remote_support import attached, serving
 from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
 
 from deepspeed_gear import (
@@ -23,7 +23,6 @@ from deepspeed_gear import (
     FillWorker,
     GearError,
     Lease,
-    RemoteRolloutWorker,
     Replay,
     RolloutWorker,
     StoreError,
@@ -97,16 +96,10 @@ def with_members(config: dict[str, Any], **group: Any) -> dict[str, Any]:
     return config
 
 
-def attached(door: str, config: dict[str, Any], stack: ExitStack) -> LeaseWorker:
+def attached_by(door: str, config: dict[str, Any], stack: ExitStack) -> LeaseWorker:
     """Return a worker that comes in by a door, closed at the end."""
-    worker: LeaseWorker
-    if door == "node":
-        worker = RolloutWorker.attach(config)
-    else:
-        gateway = stack.enter_context(serving(config))
-        worker = RemoteRolloutWorker.connect(gateway.url, token=TOKEN, timeout_s=20.0)
-    stack.callback(worker.close)
-    return worker
+    url = stack.enter_context(serving(config)).url if door == "gateway" else None
+    return attached(url, config, stack)
 
 
 @pytest.fixture
@@ -161,7 +154,7 @@ def test_a_rollout_of_several_trajectories_trains_as_if_each_was_added_without_t
     with ExitStack() as stack:
         leased = stack.enter_context(Replay(config))
         plain = stack.enter_context(Replay(gear(None, **options)))
-        worker = attached(door, config, stack)
+        worker = attached_by(door, config, stack)
         leases = worker.lease(len(made))
         ids = [lease.commit(given(made[lease.number])) for lease in leases]
         add_each(plain, made)
@@ -261,6 +254,12 @@ REFUSED: list[tuple[dict[str, Any], Callable[[Lease], Any], type[GearError], str
     ),
     (
         {"member": None, "max_trajectories": None},
+        lambda lease: lease.commit(responses(lease)[:1]),
+        DataError,
+        "must have 2 members, got 1",
+    ),
+    (
+        {"member": None, "max_trajectories": None},
         of(1, 2, sample=0),
         DataError,
         "member 0 must be one trajectory: the table's groups have no member column, .*group.member",
@@ -274,7 +273,7 @@ def test_what_is_refused_changes_nothing(door: str, data: Path) -> None:
         with ExitStack() as stack:
             config = with_members(ledger_section(data), **change)
             replay = stack.enter_context(Replay(config))
-            worker = attached(door, config, stack)
+            worker = attached_by(door, config, stack)
             (lease,) = worker.lease()
             for options, call, error, text in REFUSED:
                 if options != change:
@@ -314,7 +313,7 @@ def test_a_group_without_the_responses_that_failed(door: str, data: Path) -> Non
     config = ledger_section(data, {"max_lag": 0}, group={"size": 4, "min_size": 2})
     with ExitStack() as stack:
         replay = stack.enter_context(Replay(config))
-        worker = attached(door, config, stack)
+        worker = attached_by(door, config, stack)
         leases = worker.lease(3)
         for lease, size in zip(leases, (2, 4, 3), strict=True):
             lease.commit([responses(lease)[0]] * size)

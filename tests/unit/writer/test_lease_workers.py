@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from group_support import trained
 from ledger_support import check_books, ledger_section, responses, write_prompts
-from remote_support import TOKEN, serving
+from remote_support import attached, serving
 
 from deepspeed_gear import (
     CheckpointError,
@@ -24,13 +25,10 @@ from deepspeed_gear import (
     Lease,
     LeaseExpiredError,
     NotReadyError,
-    RemoteRolloutWorker,
     Replay,
-    RolloutWorker,
     StoreError,
 )
 from deepspeed_gear.store import prompt_ledger
-from deepspeed_gear.writer.rollout_worker import LeaseWorker
 
 
 class Scene:
@@ -39,19 +37,9 @@ class Scene:
     def __init__(self, door: str, config: dict[str, Any], stack: ExitStack) -> None:
         self.config = config
         self.replay = stack.enter_context(Replay(config))
-        self._gateway = stack.enter_context(serving(config)) if door == "gateway" else None
-        self._stack = stack
+        url = stack.enter_context(serving(config)).url if door == "gateway" else None
+        self.worker = partial(attached, url, config, stack)  # makes another one
         self.now = 1.0  # of the clock of leases, in seconds
-
-    def worker(self) -> LeaseWorker:
-        """Attach or connect another worker, which is closed at the end of the test."""
-        if self._gateway is None:
-            worker: LeaseWorker = RolloutWorker.attach(self.config)
-        else:
-            url = self._gateway.url
-            worker = RemoteRolloutWorker.connect(url, token=TOKEN, timeout_s=20.0)
-        self._stack.callback(worker.close)
-        return worker
 
     def books(self) -> dict[str, Any]:
         return check_books(self.replay)
@@ -247,19 +235,11 @@ def second(**changes: Any) -> Callable[[Lease], Any]:
     return commit
 
 
-def members(*which: int) -> Callable[[Lease], Any]:
-    """Return what commits some members of a group."""
-    return lambda lease: lease.commit([responses(lease)[at] for at in which])
-
-
 REFUSALS: list[tuple[Callable[[Lease], Any], type[GearError], str]] = [
-    (members(0), DataError, "must have 2 members, got 1"),
-    (members(0, 1, 1), DataError, "must have 2 members, got 3"),
     (second(prompt=np.int64(5)), DataError, "must have the prompt's number in prompt"),
     (second(weight=np.float32(np.nan)), DataError, "finite"),
     (second(tokens=np.zeros(99, np.int32)), DataError, "at most max_length"),
     (second(more=1), DataError, "column more must be in the schema"),
-    (lambda lease: lease.commit(5), ConfigError, "must be a list of a group's members"),  # type: ignore
     (lambda lease: lease.fail("x" * 33), ConfigError, "1 to 32 bytes"),
     (lambda lease: lease.keep(tokens=np.zeros(99)), DataError, "at most prompts.keep_bytes = 600"),
     (lambda lease: lease.keep(tokens=None), DataError, "array of numbers"),

@@ -13,11 +13,12 @@ import pytest
 import torch
 from gear_support import wait_until
 from process_support import in_child, kill
-from replay_support import streams_of
 
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.errors import DataError, NotReadyError, StoreError, StoreFullError
+from deepspeed_gear.sampling import batch_stream
 from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.writer import trajectory_writer
 
 SCHEMA = Schema(
     [
@@ -273,14 +274,16 @@ def test_a_reset_that_is_refused_changes_nothing() -> None:
         assert (len(found), found.tables["main"].num_steps) == (1, 3)
 
 
-def test_a_writer_that_publishes_learns_that_the_run_has_ended() -> None:
+def test_a_writer_that_publishes_learns_that_the_run_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = replay(writers=1)
     writer = TrajectoryWriter.attach(name=found.tables["main"].memory.path.name)
     opened = writer.trajectory(task=0)
     append(opened, range(3))
     assert writer.num_added == 1
     found.close()
-    writer._looked = 0.0
+    monkeypatch.setattr(trajectory_writer, "_CHECK_S", 0.0)
     with pytest.raises(StoreError, match="its ranks have ended"):
         append(opened, [3])
     writer.close()
@@ -339,7 +342,10 @@ def test_longer_than_the_longest() -> None:
 
 
 @pytest.mark.parametrize("notices", ["a cut", "a writer", "the next in its place"])
-def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
+def test_what_a_dead_writer_has_published_stays(
+    notices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_stream, "_CLEAN_S", 0.0)
     with replay(writers=1, capacity_steps=20) as found:
         config = found.config.to_json()
 
@@ -356,7 +362,6 @@ def test_what_a_dead_writer_has_published_stays(notices: str) -> None:
         wait_until(lambda: table.num_steps == 3, "publishing")
         kill(child)
         if notices == "a cut":
-            streams_of(found)["train"]._next_cleaning = 0.0
             assert drawn(found) == {0, 1, 2}
         elif notices == "a writer":
             for number in (1, 2):

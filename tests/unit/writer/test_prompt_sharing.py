@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_support import write_prompts
 from media_tables import MEDIA, image
+from replay_support import add_in_python
 
 from deepspeed_gear import ConfigError, Replay, RolloutWorker
 from deepspeed_gear.store.records import SharedPrompt
@@ -91,7 +92,8 @@ def both(config: dict[str, Any]) -> Iterator[list[Replay]]:
         for number in range(2):
             named = {**config, "shared_memory": {"prefix": prefix()}}
             replay = stack.enter_context(Replay(named))
-            replay._inserter(None)._adds_natively = number == 0
+            if number == 1:
+                add_in_python(replay)
             made.append(replay)
         yield made
 

@@ -18,7 +18,7 @@ from deepspeed_gear.cli.main import main
 from deepspeed_gear.errors import ConfigError, GearError, StoreError, StoreGoneError
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import HEADER
-from deepspeed_gear.writer import trajectory_writer
+from deepspeed_gear.writer import store_search
 
 COLUMNS: dict[str, dict[str, Any]] = {
     "observation": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
@@ -177,7 +177,7 @@ def test_an_actor_waits_for_its_own_run() -> None:
 def test_a_run_that_ends_while_it_is_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between finding and opening the store, and with it still there: a writer is attached."""
     runs: list[Replay] = []
-    look = trajectory_writer.named_stores
+    look = store_search.named_stores
     ends = 0
 
     def find(prefix: str) -> Any:
@@ -191,7 +191,7 @@ def test_a_run_that_ends_while_it_is_attached_to(monkeypatch: pytest.MonkeyPatch
 
     runs.append(Replay(section()))
     lingers = TrajectoryWriter.attach(section())
-    monkeypatch.setattr(trajectory_writer, "named_stores", find)
+    monkeypatch.setattr(store_search, "named_stores", find)
     with TrajectoryWriter.attach(section(), wait_s=30.0) as writer:
         assert ends == 2
         assert writer.run == runs[-1].run != lingers.run

@@ -1,0 +1,1 @@
+"""Statistics of columns: moments, quantiles and counts of pixel values."""

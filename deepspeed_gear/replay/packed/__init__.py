@@ -1,0 +1,1 @@
+"""Packed batches of a replay: rollout batches, train steps, packs, forward passes over tables."""
