@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -57,7 +56,8 @@ class PriorityReports:
         if masses is not None and len(self._sampled) == 1 and not masses.spec.rule.split:
             self._log = masses.reports if self._place.reports else None
 
-    def _masses_of(self, table: str) -> PriorityMasses:
+    def masses_of(self, table: str) -> PriorityMasses:
+        """Return the priorities of a table's items; raise a ConfigError if they have none."""
         masses = self._masses.get(table)
         if masses is None:
             rule = 'must be "prioritized" or "top_k" for priorities to be reported'
@@ -82,7 +82,7 @@ class PriorityReports:
             self._late.drain()
             if self._log.add_plain(batch.reported, priorities):
                 return
-        tables = [self._masses_of(table) for table in self._sampled]
+        tables = [self.masses_of(table) for table in self._sampled]
         if not self._place.reports:
             return
         sampler = self._sampler
@@ -144,7 +144,7 @@ class PriorityReports:
             Number of the items that are stored and admitted by the sampler.
         """
         self._late.drain()
-        masses = self._masses_of(table)
+        masses = self.masses_of(table)
         numbers, anchors = _items(masses, ids, steps)
         given = arguments.tensor("priorities", priorities)
         if tuple(given.shape) != numbers.shape:
@@ -173,14 +173,9 @@ class PriorityReports:
             masses.reports.add_items(updates[known], values[known], LogEntry.BY_ID)
         return int(known.sum())
 
-    def reporter(self, table: str) -> Callable[[Ids, np.ndarray], int]:
-        """Return a function of ids and priorities that reports them; ConfigError without any."""
-        self._masses_of(table)
-        return partial(self.report_by_id, table)
-
     def values_of(self, table: str, ids: Ids, steps: Ids | None) -> torch.Tensor:
         """Return priorities at the latest selection, 0 for evicted items. [n], float32."""
-        masses = self._masses_of(table)
+        masses = self.masses_of(table)
         numbers, anchors = _items(masses, ids, steps)
         priorities = np.zeros(len(numbers), np.float32)
         with masses.table.lock:
