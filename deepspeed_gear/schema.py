@@ -1,4 +1,4 @@
-"""Columns of a table, and the schema that holds them."""
+"""Columns and schema of a table: dtypes, roles, rows, late, opaque and ragged columns."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch_parts import Samples, minibatch_samples, sample_taker
 from deepspeed_gear.batching.batch_samples import OF_ALL, OF_EACH, BatchSamples
 from deepspeed_gear.batching.tensor_views import tensor_table
-from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.field_names import SAMPLE_NAMES
+from deepspeed_gear.config.field_resolution import LEARNS, MASK
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
 from deepspeed_gear.notebook_views import histogram_svg, safe_view, table_html, view_html
 from deepspeed_gear.ops.records import Resolution

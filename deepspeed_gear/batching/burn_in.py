@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.config.field_checks import first_step
+from deepspeed_gear.config.field_resolution import first_step
 from deepspeed_gear.ops.records import Align, Resolution
 from deepspeed_gear.ops.windows import bounds
 

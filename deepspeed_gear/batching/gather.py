@@ -19,8 +19,8 @@ from deepspeed_gear.batching.batch import Batch, BatchLifetime, storage_of
 from deepspeed_gear.batching.field_rows import SOURCES, FieldRows, Rows, byte_rows
 from deepspeed_gear.batching.normalisation import shift_and_gain
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.field_resolution import ESTIMATED
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.data.compressed_rows import CompressedRows

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.config.field_checks import reward_field
+from deepspeed_gear.config.field_resolution import reward_field
 from deepspeed_gear.config.options import HindsightConfig
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.errors import ShapeError

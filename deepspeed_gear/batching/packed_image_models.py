@@ -167,9 +167,9 @@ def _grids(media: PackMedia, items: np.ndarray) -> dict[str, torch.Tensor]:
     for name in (*_GRIDS.values(), _SECONDS):
         if name in media.columns:
             parts = torch.split(media.columns[name].cpu(), media.counts[name].tolist())
-            found = [parts[item] for item in items.tolist() if len(parts[item])]
-            if found:
-                grids[name] = torch.cat(found)
+            of_items = [parts[item] for item in items.tolist() if len(parts[item])]
+            if of_items:
+                grids[name] = torch.cat(of_items)
     return grids
 
 

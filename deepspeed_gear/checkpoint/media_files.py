@@ -32,12 +32,12 @@ _MOST_BYTES = 64 << 20  # of the items that a load adds at once
 
 def saved(
     media: MediaPages,
-) -> tuple[np.ndarray, dict[str, Any], Callable[[str], list[np.ndarray]]]:
+) -> tuple[np.ndarray, dict[str, Any], dict[str, list[np.ndarray]]]:
     """Describe the media of a store for a save. The caller holds the lock.
 
     Returns:
-        Words of all pages, [pages, words], int64; their entry in the manifest; and a function that
-        returns the bytes of a segment, in runs of pages.
+        Words of all pages, [pages, words], int64; their entry in the manifest; and the bytes of
+        each segment in runs of pages, as views.
     """
     heads = media.find(media.needed(with_arrivals=False))
     heads = heads[heads >= 0]
@@ -57,17 +57,13 @@ def saved(
     size = max(-(-len(words) // _SEGMENTS), _LEAST_BYTES // media.spec.page_bytes, 1)
     numbers, begins = np.unique(used // size, return_index=True)
     segments = dict[str, str]()
-    of_segment = dict[str, np.ndarray]()
+    parts = dict[str, list[np.ndarray]]()
     for number, first, end in zip(numbers.tolist(), begins, [*begins[1:], len(used)], strict=False):
         key = keys[first:end].astype("<i8").tobytes() + str(media.spec.page_bytes).encode()
-        segments[f"{number:06d}"] = hashlib.sha256(key).hexdigest()
-        of_segment[f"{number:06d}"] = used[first:end]
-
-    def parts(segment: str) -> list[np.ndarray]:
-        pages = of_segment[segment]
+        pages = used[first:end]
         runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)
-        return [media.bytes[run[0] : run[-1] + 1] for run in runs]
-
+        segments[f"{number:06d}"] = hashlib.sha256(key).hexdigest()
+        parts[f"{number:06d}"] = [media.bytes[run[0] : run[-1] + 1] for run in runs]
     columns = Schema(media.spec.columns).to_json()["columns"]
     return words, {"columns": columns, "pages": size, "segments": segments}, parts
 

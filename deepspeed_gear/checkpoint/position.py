@@ -1,4 +1,4 @@
-"""Position of a replay in its batch streams, as stored in a checkpoint."""
+"""Position in the batch streams: the state of a checkpoint, and the check that a run suits it."""
 
 from __future__ import annotations
 

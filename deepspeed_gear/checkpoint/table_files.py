@@ -188,7 +188,7 @@ def _save_rows(
             if old.get("segments", {}).get(segment) == key:
                 digests.update(links.link(folder, [name]))
             if name not in digests:
-                files.append((name, page, parts(segment)))
+                files.append((name, page, parts[segment]))
         described[media_files.KIND] = media
     with ThreadPoolExecutor(_WRITERS) as pool:  # hashing, copying and the disk at once
         written = pool.map(lambda file: _write_array(folder / file[0], *file[1:]), files)

@@ -313,7 +313,7 @@ def load_rows(
         table.views["retention"][slots] = whole.retention[chosen]
     table.slots[slots] = placed
     if whole.shared_prompts is not None:
-        table.share_prompts(slots, whole.shared_prompts[chosen])
+        table.restore_shared_prompts(slots, whole.shared_prompts[chosen])
     # The first shard counts for all nodes together.
     inserted = whole.inserted if shard.index == 0 else (0, 0)
     table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = inserted

@@ -2,7 +2,7 @@
 
 from deepspeed_gear.config.batch_sizes import batch_sizes as batch_sizes
 from deepspeed_gear.config.batch_sizes import refuse_batch_sizes as refuse_batch_sizes
-from deepspeed_gear.config.field_checks import check_against as check_against
+from deepspeed_gear.config.field_resolution import check_against as check_against
 from deepspeed_gear.config.gear_config import GearConfig as GearConfig
 from deepspeed_gear.config.gear_config import parse as parse
 from deepspeed_gear.config.recipes import expand as expand

@@ -1,4 +1,4 @@
-"""Cross-checks of options: which ones need or exclude one another, in any schema.
+"""Cross-checks of options that need or exclude one another: samplers, fields, packs, burn-in.
 
 `check_options` runs when a section is parsed; `check_lengths` and `check_ranks` run later, once
 data sets and topology are known.

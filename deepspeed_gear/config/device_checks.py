@@ -1,4 +1,4 @@
-"""Cross-checks of tables on devices (GPU memory): options, samplers, capacities, environments."""
+"""Cross-checks of tables on devices (GPU memory): options, samplers, capacity, columns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.config.sampler_options import MixtureSampler, PrioritizedSampler
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.schema import Schema
 
 ON_HOST = 'give the table "placement": "host"'
 _WHOLE_TRAJECTORIES = f"leave num_envs out and add whole trajectories, or {ON_HOST}"
@@ -108,3 +109,11 @@ def check_device_table(config: GearOptions, name: str, table: TableConfig, part:
         "open",
         "leave it out",
     )
+
+
+def check_device_columns(at: str, schema: Schema) -> None:
+    """Raise ConfigError for an opaque or ragged column, which a table on devices cannot hold."""
+    for column in schema:
+        if not column.is_tensor:
+            kind = "with max_values" if column.is_ragged else f"of dtype {column.dtype}"
+            raise ConfigError(at, f"must not have a column {kind} on devices", column.name, ON_HOST)

@@ -17,7 +17,7 @@ from pydantic import ValidationError, model_validator
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.config.batch_sizes import SIZES
 from deepspeed_gear.config.cross_checks import check_options
-from deepspeed_gear.config.option_errors import translate
+from deepspeed_gear.config.option_errors import config_error
 from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.config.recipes import expand
 from deepspeed_gear.errors import ConfigError
@@ -106,4 +106,4 @@ def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
     try:
         return GearConfig(**expand(section))
     except ValidationError as error:
-        raise translate(GearConfig, error) from None
+        raise config_error(GearConfig, error) from None

@@ -63,7 +63,7 @@ def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[An
     return annotation, metadata, path
 
 
-def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+def _unknown_option(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     """Return the error of an option that a model does not have; it names the one that was meant."""
     *where, key = error["loc"]
     annotation, _, path = _locate(model, where)
@@ -86,15 +86,15 @@ def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     )
 
 
-def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
+def _option_error(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     """Turn one of pydantic's errors into an error with the option's rule, value and remedy."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause
     if error["type"] == "extra_forbidden":
-        return _unknown(model, error)
+        return _unknown_option(model, error)
     annotation, metadata, path = _locate(model, error["loc"])
-    correct = _correct(model, error["loc"])
+    correct = _to_correct(model, error["loc"])
     name = dotted("gear", *path)
     admitted = describe(annotation, metadata)
     if isinstance(cause, GearError):  # of a schema
@@ -138,7 +138,7 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     return ConfigError(name, f"must be {admitted}", value, _hint(value, admitted) or correct)
 
 
-def _correct(model: type[BaseModel], where: Sequence[Any]) -> str:
+def _to_correct(model: type[BaseModel], where: Sequence[Any]) -> str:
     """Return the remedy of a value that fits no other: to correct it, or the option's default."""
     within = as_model(_locate(model, where[:-1])[0]) if where else None
     info = None if within is None else options(within).get(where[-1])
@@ -163,7 +163,7 @@ def _hint(value: Any, admitted: str) -> str:
         return near_name(value, re.findall(r'"([^"]+)"', admitted))
 
 
-def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
+def config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
     """Turn pydantic's list of errors into one error: the first, with the others as its remedy.
 
     Unknown keys come first, since a misspelt key is often why another one is missing.
@@ -172,7 +172,7 @@ def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
     entries.sort(key=lambda entry: entry["type"] != "extra_forbidden")
     by_name: dict[str, ConfigError] = {}
     for entry in entries:
-        one = _one(model, entry)
+        one = _option_error(model, entry)
         by_name.setdefault(one.name, one)
     # Every branch of a union reports errors. Where one branch fits but for an inner option, the
     # error of that option is more useful than those of the option as a whole.

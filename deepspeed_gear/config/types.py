@@ -71,7 +71,7 @@ def dotted(*parts: object) -> str:
 
 
 def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
-    """Return the error of a value check; `translate` adds the option's name and the value.
+    """Return the error of a value check; `config_error` adds the option and the value.
 
     Args:
         remedy: "" is to correct the value, or to use the default.
@@ -83,7 +83,7 @@ def conflict(rule: str, remedy: str, option: str = "", value: Any = None) -> Pyd
     """Return the error of a model whose options contradict one another.
 
     Args:
-        rule: The rule; `option_errors.translate` puts the model's name in place of "{at}".
+        rule: The rule; `option_errors.config_error` puts the model's name in place of "{at}".
         option: The option that breaks the rule; "" for the model as a whole.
     """
     context = {"rule": rule, "remedy": remedy, "option": option, "value": value}
@@ -92,7 +92,7 @@ def conflict(rule: str, remedy: str, option: str = "", value: Any = None) -> Pyd
 
 
 def _no_auto(value: Any) -> Any:
-    if value == "auto":  # `translate` adds the remedy
+    if value == "auto":  # `option_errors.config_error` adds the remedy
         raise refuse("must not be 'auto'")
     return value
 

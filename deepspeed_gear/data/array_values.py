@@ -1,4 +1,4 @@
-"""Arrays of nested lists that may hold texts."""
+"""Conversion of nested lists to arrays: texts become objects, so that arrays stay small."""
 
 from __future__ import annotations
 

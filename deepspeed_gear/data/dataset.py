@@ -1,4 +1,4 @@
-"""The on-disk data set: a folder of NumPy files, mapped read-only and watched for changes."""
+"""The on-disk data set: a folder of NumPy files, checked when it is opened, mapped read-only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from deepspeed_gear.data.dataset_sample import DatasetSample
 from deepspeed_gear.data.file_threads import Workers
 from deepspeed_gear.data.mapped_files import MappedFiles
 from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.data.splits import TRAIN, check_split, split_of
+from deepspeed_gear.data.splits import are_for_training, check_split
 from deepspeed_gear.data.statistics.dataset_statistics import (
     ColumnStatistics,
     compute_statistics,
@@ -308,8 +308,8 @@ class Dataset(MapDataset[dict[str, Any]]):
             remedy = "name a column of single values, such as source or task"
             raise DataError(where, "must have one value", list(column.shape), remedy)
         groups: dict[Any, NDArray[np.bool_]] = {}
-        ids = self.first_id + np.arange(len(self), dtype=np.int64)
-        for number in np.flatnonzero(split_of(ids, self.split) == TRAIN).tolist():
+        is_train = are_for_training(self.first_id, self.first_id + len(self), self.split)
+        for number in np.flatnonzero(is_train).tolist():
             first = number if column.rows == "1" else int(self.first_rows[number])
             num_rows = 1 if column.rows == "1" else int(self.lengths[number])
             rows = self.columns[name][first : first + num_rows]

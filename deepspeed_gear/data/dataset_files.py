@@ -1,4 +1,4 @@
-"""The files of an on-disk data set: NumPy headers, JSON files and digests."""
+"""The files of an on-disk data set: headers, JSON, digests, fingerprint; Git LFS pointers."""
 
 from __future__ import annotations
 

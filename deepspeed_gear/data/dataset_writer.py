@@ -1,4 +1,4 @@
-"""Writer of an on-disk data set, by trajectories or blocks of them."""
+"""Writer of an on-disk data set, new or appended to, by trajectories or blocks of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from deepspeed_gear.data.episode_split import split_episodes
 from deepspeed_gear.data.file_threads import Workers
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.partial_folder import PartialFolder, check_destination, writing
-from deepspeed_gear.data.splits import TRAIN, check_split, split_of
+from deepspeed_gear.data.splits import are_for_training, check_split
 from deepspeed_gear.data.statistics.column_scan import SAMPLE_BYTES, ColumnScan
 from deepspeed_gear.data.statistics.dataset_statistics import KeptRows, compute_statistics
 from deepspeed_gear.data.stored_values import check_finite
@@ -259,8 +259,8 @@ class DatasetWriter:
                 else:
                     self.add(one.arrays, one.name_of(0))
             return
-        ids = np.arange(len(self._lengths), len(self._lengths) + len(block), dtype=np.int64)
-        kept = split_of(ids, self._split) == TRAIN
+        first = len(self._lengths)
+        kept = are_for_training(first, first + len(block), self._split)
         with undo_on_error(self.discard), writing(self.dest):
             for column in self.schema:
                 keep = block.mask(column, kept)
@@ -272,8 +272,7 @@ class DatasetWriter:
         """Return whether a trajectory is for training, which statistics cover."""
         if number not in self._kept_ids:
             self._kept_ids = range(number, number + _IDS)
-            ids = np.arange(number, number + _IDS, dtype=np.int64)
-            self._kept = split_of(ids, self._split) == TRAIN
+            self._kept = are_for_training(number, number + _IDS, self._split)
         return bool(self._kept[number - self._kept_ids.start])
 
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
@@ -314,7 +313,7 @@ class DatasetWriter:
         check_copied(known, digests)
         if len(columns) < len(self.schema):
             sources = np.zeros(len(known), SOURCE.numpy_dtype)
-            keep = split_of(np.arange(len(known), dtype=np.int64), self._split) == TRAIN
+            keep = are_for_training(0, len(known), self._split)
             self._files[SOURCE.name].append(sources, keep=keep)
         self._grown_from = known.versions
         # A source that a program has described by itself has no list; it is a list of one.
@@ -328,7 +327,7 @@ class DatasetWriter:
         """Copy trajectories [begin, stop) of a data set, and add their bytes to the digests."""
         first = whole.row_of(begin)
         end = whole.row_of(stop)
-        is_train = split_of(np.arange(len(whole), dtype=np.int64), self._split) == TRAIN
+        is_train = are_for_training(0, len(whole), self._split)
         kept = KeptRows(whole.first_rows, whole.lengths, is_train, whole.schema.has_final_row)
         for column in whole.schema:
             low, high = (begin, stop) if column.rows == "1" else (first, end)

@@ -1,4 +1,4 @@
-"""Assignment of trajectories to splits: a fixed keyed hash of the id.
+"""Assignment of trajectories to splits by a keyed hash of the id, and the check of a split.
 
 The key does not depend on the training seed, so the training split, and the statistics over it, are
 the same for every seed, rank and run.
@@ -38,6 +38,11 @@ def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
     thresholds = np.array([min(total, 2**64 - 1) for total in totals], np.uint64)
     index = np.searchsorted(thresholds, words, side="right")
     return np.where(index < len(split), index + 1, 0).astype(np.uint8)
+
+
+def are_for_training(first: int, end: int, split: Mapping[str, float]) -> np.ndarray:
+    """Return which of the trajectory ids [first, end) are for training. [end - first], bool."""
+    return np.asarray(split_of(np.arange(first, end, dtype=np.int64), split) == TRAIN)
 
 
 def check_split(split: Mapping[str, float]) -> dict[str, float]:

@@ -89,10 +89,10 @@ class ControlPlane:
             except RuntimeError as error:  # also of a wait that is over before the collective
                 if is_over:
                     raise self._failure(error) from error
-            found = None if self._lost is None else self._lost()
-            lost_s = 0.0 if found is None else lost_s + _LISTEN_S
-            if found is not None and lost_s > LOST_S:
-                raise found
+            loss = None if self._lost is None else self._lost()
+            lost_s = 0.0 if loss is None else lost_s + _LISTEN_S
+            if loss is not None and lost_s > LOST_S:
+                raise loss
             log.note(lambda: "the other ranks, in a collective of all")
 
     def _failure(self, error: RuntimeError) -> GearError:
@@ -103,9 +103,9 @@ class ControlPlane:
             self._note_broken()
         if (
             self._lost is not None
-            and (found := wait_until(self._lost, VERDICT_S, _LISTEN_S / 2)) is not None
+            and (loss := wait_until(self._lost, VERDICT_S, _LISTEN_S / 2)) is not None
         ):
-            return found
+            return loss
         text = str(error).splitlines()[0]
         remedy = "look for the first error in the other ranks' logs"
         return PeerError("a rank", "must answer", text, remedy)

@@ -222,8 +222,8 @@ class FailureDetector:
         while not self._stop.wait(self._beat_s):
             self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
             if self._failure is None:
-                if found := self._known_problem() or self._lost_rank() or self._lost_node():
-                    self._set_failure(found)
+                if problem := self._known_problem() or self._lost_rank() or self._lost_node():
+                    self._set_failure(problem)
                 stuck_since = time.monotonic()
                 place = None
                 continue
@@ -368,10 +368,10 @@ class FailureDetector:
                 row[1 : len(encoded)] = encoded[1:]
                 row[0] = encoded[0]  # last: a reader that sees it sees the whole text
 
-    def _set_failure(self, found: str) -> None:
-        self._report(found)
+    def _set_failure(self, problem: str) -> None:
+        self._report(problem)
         self._failure = LostNodeError(
-            found,
+            problem,
             "must run and answer while the others train",
             remedy="start all ranks again, from the last checkpoint",
         )

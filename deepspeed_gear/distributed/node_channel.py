@@ -105,10 +105,10 @@ class NodeChannel:
         """Return the rows of all nodes, and the node of each. [n, words] -> [m, words],
         [m], int64.
         """
-        found = self.begin([message_of(rows.reshape(-1))] * self.count)()
-        every = np.concatenate(found).reshape(-1, rows.shape[1])
+        received = self.begin([message_of(rows.reshape(-1))] * self.count)()
+        every = np.concatenate(received).reshape(-1, rows.shape[1])
         return every, np.repeat(
-            np.arange(self.count), [len(words) // rows.shape[1] for words in found]
+            np.arange(self.count), [len(words) // rows.shape[1] for words in received]
         )
 
     def first_failure(self, failed: np.ndarray, own: Outcome | None) -> GearError | None:
@@ -151,14 +151,14 @@ class NodeChannel:
         def wait() -> list[np.ndarray]:
             begin = time.monotonic()
             until = begin + self.timeout_s
-            found = [messages[self.index][1:]] * self.count
+            received = [messages[self.index][1:]] * self.count
             for node in self._others:
-                found[node] = self._receive(node, until)
+                received[node] = self._receive(node, until)
             for node, work in sent:
                 self._wait(node, work, until)
             self.num_rounds += 1
             self.last_wait_s = time.monotonic() - begin
-            return found
+            return received
 
         return wait
 

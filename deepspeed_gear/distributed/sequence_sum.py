@@ -45,12 +45,12 @@ class SequenceSum:
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum without gradients. Collective."""
-        found = values.clone()
+        total = values.clone()
         if self.waits_on_device:
-            dist.all_reduce(found, group=self.group)
+            dist.all_reduce(total, group=self.group)
         else:
-            self.control_plane.run(lambda: dist.all_reduce(found, group=self.group, async_op=True))
-        return found
+            self.control_plane.run(lambda: dist.all_reduce(total, group=self.group, async_op=True))
+        return total
 
 
 class _Sum(torch.autograd.Function):

@@ -64,7 +64,7 @@ def place_tables(
     """
     own = {name: data.part for name, data in datasets.items()} if topology.leads_node else None
     parts = control_plane.all_gather(own)
-    by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}
+    by_node = {topology.nodes[rank]: part for rank, part in enumerate(parts) if part is not None}
     return control_plane.attempt(
         "the parts of the tables", lambda: _place(topology, config, datasets, by_node)
     )
@@ -80,7 +80,7 @@ def _place(
         n for n, table in tables.items() if table.data is not None and table.data.replicate
     }
     spread = frozenset(tables) - replicated if len(holders) > 1 else frozenset()
-    found: dict[str, dict[int, Shard]] = {}
+    by_table: dict[str, dict[int, Shard]] = {}
     for name in (name for name in tables if name in datasets):
         replicate = name in replicated
         of_nodes = [parts[node][name] for node in holders]
@@ -95,13 +95,14 @@ def _place(
         shards = shard_of_node(
             of_nodes, bounds, name=f"table {name}", nodes=names, replicate=replicate
         )
-        found[name] = dict(zip(holders, shards, strict=True))
-    parted = {name for name in found if parts[holders[0]][name] is not None}
-    order = _order(holders, found, parted)
-    for name in found.keys() - parted:  # a whole table is divided in the order of the others' parts
-        shards = [found[name][node] for node in holders]
-        found[name] = dict(zip(order, shards, strict=True))
-    for name in sorted(spread & set(found)):
+        by_table[name] = dict(zip(holders, shards, strict=True))
+    parted = {name for name in by_table if parts[holders[0]][name] is not None}
+    order = _order(holders, by_table, parted)
+    # A whole table is divided in the order of the others' parts.
+    for name in by_table.keys() - parted:
+        shards = [by_table[name][node] for node in holders]
+        by_table[name] = dict(zip(order, shards, strict=True))
+    for name in sorted(spread & set(by_table)):
         if tables[name].group is not None:
             rule = f"must be true for a data set of groups on {len(holders)} nodes"
             remedy = "its parts would divide groups, and a group lies on one node"
@@ -109,22 +110,24 @@ def _place(
     mine = dict.fromkeys(tables, NOTHING)
     if topology.node in holders:
         empty = Shard(order.index(topology.node), len(order))  # of a table with a capacity
-        mine = {name: found[name][topology.node] if name in found else empty for name in spread}
+        mine = {
+            name: by_table[name][topology.node] if name in by_table else empty for name in spread
+        }
     firsts: dict[str, np.ndarray] = {}
-    for name in spread & set(found):
-        ordered = sorted(found[name].values(), key=lambda shard: shard.index)
+    for name in spread & set(by_table):
+        ordered = sorted(by_table[name].values(), key=lambda shard: shard.index)
         firsts[name] = np.array([shard.first for shard in ordered] + [ordered[-1].end], np.int64)
     return ShardPlacement(order, mine, spread, firsts)
 
 
 def _order(
-    holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]
+    holders: list[int], by_table: Mapping[str, Mapping[int, Shard]], parted: set[str]
 ) -> tuple[int, ...]:
     """Return the nodes in the order of their shards: that of the tables that lie on
     them in parts.
     """
     known: dict[tuple[int, ...], str] = {}
-    for name, shards in found.items():
+    for name, shards in by_table.items():
         if name in parted:
             index = {node: shard.index for node, shard in shards.items()}
             known.setdefault(tuple(sorted(holders, key=index.__getitem__)), name)

@@ -162,8 +162,8 @@ class Store:
     def note(self, slot: int, /) -> None:
         """Log a changed slot, and wake a sampler that waits. Wants the lock."""
 
-    def commit(self, slot: int, num_steps: int, num_rows: int, born: int, /) -> int:
-        """Publish a reserved slot; return its id. Wants the lock."""
+    def commit(self, slot: int, num_steps: int, num_rows: int, born: int, present: int, /) -> int:
+        """Publish a reserved slot, with bits of its late columns; return its id. Wants the lock."""
 
     def retire(self, slot: int, /) -> None:
         """Evict a committed trajectory. Wants the lock."""
@@ -395,6 +395,14 @@ def group_write(
     Returns:
         0; a refusal, with nothing reserved; or None as `store_add`, also for values that are not
         finite and must be.
+    """
+
+def group_shared_steps(reader: int, trajectories: Sequence[Any], apart: Any, /) -> list[int]:
+    """Return how many steps of its prompt each trajectory of a group shares with the first one.
+
+    Args:
+        trajectories: Columns in the stored form, by name.
+        apart: As `group_write`.
     """
 
 def group_commit(store: int, slots: Any, present: Any, version: int, born: int, /) -> list[int]:

@@ -33,6 +33,7 @@ from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tab
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, known_names
 from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.plan.arrival_rooms import ArrivalRoom, with_arrivals
 from deepspeed_gear.plan.stream_resolution import (
     check_compressed,
     mixture_of,
@@ -40,7 +41,7 @@ from deepspeed_gear.plan.stream_resolution import (
     streams_of,
     weight_total,
 )
-from deepspeed_gear.plan.table_resolution import ArrivalRoom, store_of, with_arrivals, writing_of
+from deepspeed_gear.plan.table_resolution import store_of, writing_of
 from deepspeed_gear.plan.table_sizes import check_holds_batch
 from deepspeed_gear.row_exchange.exchange_plan import (
     ExchangePlan,

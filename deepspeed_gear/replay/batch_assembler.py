@@ -81,9 +81,9 @@ class BatchAssembler:
                 needs,
                 tables,
                 device,
-                info.micro,
-                self._keep,
-                self._options,
+                num_samples=info.micro,
+                keep=self._keep,
+                options=self._options,
             )
         self._stays_on_host = (
             device.type == "cpu" and self.transfer is None and not relabelling.has_reward

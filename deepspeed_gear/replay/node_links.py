@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
+from deepspeed_gear.plan.arrival_rooms import ArrivalRoom
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.plan.table_resolution import ArrivalRoom
 from deepspeed_gear.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.row_exchange.resolution_exchange import (
@@ -26,6 +27,8 @@ from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 
+PASSES = "passes"  # purpose of the channel for passes over splits
+
 
 @dataclass(frozen=True)
 class SpreadTrajectories:
@@ -34,6 +37,13 @@ class SpreadTrajectories:
     exchange_plan: ExchangePlan
     room: ArrivalRoom  # for trajectories of a rollout batch that other nodes hold
     exchange: TrajectoryExchange | None  # sends their rows; None: another rank of this node does
+
+
+class Link(NamedTuple):
+    """A channel to other nodes for one purpose, and the transport of rows between devices."""
+
+    channel: NodeChannel
+    transport: DeviceTransport | None  # None: rows are sent from host memory
 
 
 class NodeLinks:
@@ -45,9 +55,8 @@ class NodeLinks:
     def __init__(self, plan: Resolved, device: torch.device) -> None:
         self._plan = plan
         self._device = device
-        # By whether for training: a pass over a split must not wait for a training selection.
-        self._channels: dict[bool, NodeChannel] = {}
-        self._transports: dict[bool, DeviceTransport] = {}
+        # For training and for passes: a pass over a split must not wait for a training selection.
+        self._links: dict[str, Link] = {}
         self._training: list[Selector] = []  # selectors of the training streams
         self._taken: np.ndarray | float = 0.0  # sums at the last `take_metrics`
         self._means = dict[str, float]()  # that it has returned
@@ -75,20 +84,20 @@ class NodeLinks:
             exchange_plan = self._exchange_plan(state)
             if plan.config.pack is not None and exchange_plan is not None:
                 self._keep_spread(state, exchange_plan)
-            if not self._channels or not state.spec.together:
+            if not self._links or not state.spec.together:
                 continue
             # Nodes select together from a replicated table for its priorities only: for training.
             trains = state.spec.name == TRAIN or exchange_plan is None
-            channel = self._channels[trains]
+            link = self._links[TRAIN if trains else PASSES]
             draws: ResolutionSender | ResolutionExchange | None = None
             if exchange_plan is not None and plan.config.pack is not None:
-                draws = ResolutionSender(state, channel)
+                draws = ResolutionSender(state, link.channel)
             elif exchange_plan is not None:
-                rows = self._rows(state, exchange_plan, trains)
+                rows = self._rows(state, exchange_plan, link)
                 draws = ResolutionExchange(
                     state, exchange_plan, rows, goals, plan.config.verify_every
                 )
-            selectors[state] = Selector(state, SelectionRounds(state, channel), draws)
+            selectors[state] = Selector(state, SelectionRounds(state, link.channel), draws)
             if trains:
                 self._training.append(selectors[state])
         return selectors
@@ -96,13 +105,13 @@ class NodeLinks:
     def _open_channels(self, detector: FailureDetector | None) -> None:
         plan = self._plan
         order = plan.placement.order
-        for trains, purpose in ((True, "train"), (False, "passes")):
+        over_host = plan.config.exchange == "host"
+        for purpose in (TRAIN, PASSES):
             channel = NodeChannel(
                 plan.topology, order, purpose, plan.config.timeout_s, plan.group, detector
             )
-            self._channels[trains] = channel
-            if plan.config.exchange != "host":
-                self._transports[trains] = DeviceTransport(channel, self._device)
+            transport = None if over_host else DeviceTransport(channel, self._device)
+            self._links[purpose] = Link(channel, transport)
 
     def _exchange_plan(self, state: StreamState) -> ExchangePlan | None:
         return self._plan.tables[state.table.spec.name].exchange_plan
@@ -110,23 +119,21 @@ class NodeLinks:
     def _keep_spread(self, state: StreamState, exchange_plan: ExchangePlan) -> None:
         """Keep how packs get the trajectories of a stream's table from other nodes."""
         exchange = None
-        if self._channels:
-            exchange = TrajectoryExchange(self._rows(state, exchange_plan, trains=True))
+        if self._links:
+            exchange = TrajectoryExchange(self._rows(state, exchange_plan, self._links[TRAIN]))
         spread = SpreadTrajectories(exchange_plan, self._room(state), exchange)
         self.trajectories[state.table.spec.name] = spread
 
     def _room(self, state: StreamState) -> ArrivalRoom:
         return self._plan.tables[state.table.spec.name].rooms[state.spec.name]
 
-    def _rows(self, state: StreamState, exchange_plan: ExchangePlan, trains: bool) -> RowExchange:
+    def _rows(self, state: StreamState, exchange_plan: ExchangePlan, link: Link) -> RowExchange:
         room = self._room(state)
         n_step = self._plan.config.n_step
         rows = (room.first_row, room.num_rows)
         slots = (room.first_slot, room.num_slots)
-        channel = self._channels[trains]
-        transport = self._transports.get(trains)
         return RowExchange(
-            channel, state.table, exchange_plan.needs, n_step, rows, slots, transport
+            link.channel, state.table, exchange_plan.needs, n_step, rows, slots, link.transport
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -137,7 +144,7 @@ class NodeLinks:
         """
         if not self._training:
             return {}
-        channel = self._channels[True]
+        channel = self._links[TRAIN].channel
         late = np.sum([selector.rounds.late_s for selector in self._training], axis=0)
         selections = sum(selector.rounds.num_selections for selector in self._training)
         now = np.array([*late, selections, channel.bytes_sent, channel.bytes_received], np.float64)
@@ -152,8 +159,8 @@ class NodeLinks:
 
     def part(self) -> None:
         """Stop reporting lost nodes: this rank may wait for one that samples no further batch."""
-        for channel in self._channels.values():
-            channel.part()
+        for link in self._links.values():
+            link.channel.part()
 
     def leave(self) -> None:
         """Announce that this node selects no further batch until one is requested.

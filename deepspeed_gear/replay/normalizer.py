@@ -15,8 +15,8 @@ from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.batching.normalisation import shift_and_gain
 from deepspeed_gear.checkpoint import checked_files
 from deepspeed_gear.config import GearConfig, ResolvedField, gear_config, parse
-from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.field_resolution import DERIVED
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.statistics.dataset_statistics import ColumnStatistics, running_statistics

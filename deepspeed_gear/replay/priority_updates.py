@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -57,7 +56,8 @@ class PriorityReports:
         if masses is not None and len(self._sampled) == 1 and not masses.spec.rule.split:
             self._log = masses.reports if self._place.reports else None
 
-    def _masses_of(self, table: str) -> PriorityMasses:
+    def masses_of(self, table: str) -> PriorityMasses:
+        """Return the priorities of a table's items; raise a ConfigError if they have none."""
         masses = self._masses.get(table)
         if masses is None:
             rule = 'must be "prioritized" or "top_k" for priorities to be reported'
@@ -82,7 +82,7 @@ class PriorityReports:
             self._late.drain()
             if self._log.add_plain(batch.reported, priorities):
                 return
-        tables = [self._masses_of(table) for table in self._sampled]
+        tables = [self.masses_of(table) for table in self._sampled]
         if not self._place.reports:
             return
         sampler = self._sampler
@@ -116,8 +116,7 @@ class PriorityReports:
         values, faults = _reduced(batch, given, counts, sampler)
         parts = _parts(tables, batch)
         if is_late:
-            none = given.new_zeros(2, dtype=torch.float32)
-            self._late.take(parts, float32_on_device(values), none if faults is None else faults)
+            self._late.take(parts, float32_on_device(values), faults)
             return
         rounded = _rounded(values)
         if len(parts) > 1:  # nothing has changed if one of the tables raises
@@ -145,7 +144,7 @@ class PriorityReports:
             Number of the items that are stored and admitted by the sampler.
         """
         self._late.drain()
-        masses = self._masses_of(table)
+        masses = self.masses_of(table)
         numbers, anchors = _items(masses, ids, steps)
         given = arguments.tensor("priorities", priorities)
         if tuple(given.shape) != numbers.shape:
@@ -174,14 +173,9 @@ class PriorityReports:
             masses.reports.add_items(updates[known], values[known], LogEntry.BY_ID)
         return int(known.sum())
 
-    def reporter(self, table: str) -> Callable[[Ids, np.ndarray], int]:
-        """Return a function of ids and priorities that reports them; ConfigError without any."""
-        self._masses_of(table)
-        return partial(self.report_by_id, table)
-
     def values_of(self, table: str, ids: Ids, steps: Ids | None) -> torch.Tensor:
         """Return priorities at the latest selection, 0 for evicted items. [n], float32."""
-        masses = self._masses_of(table)
+        masses = self.masses_of(table)
         numbers, anchors = _items(masses, ids, steps)
         priorities = np.zeros(len(numbers), np.float32)
         with masses.table.lock:
@@ -195,19 +189,19 @@ class PriorityReports:
 
 def _reduced(
     batch: Batch | MicroBatch, given: Tensor, counts: Tensor | None, sampler: PriorityOptions
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Reduce priorities to one for each sample.
 
     What a GPU has yet to compute is not read: its faults are raised once it is computed.
 
     Returns:
         The priorities, [B]; and, on a GPU, whether masks differ, and the number of the first sample
-        without a step that counts, from 1, or 0: [2], float32; None: no step can be at fault.
+        without a step that counts, from 1, or 0: [2], float32.
     Raises:
         DataError, ShapeError: The shape does not fit, or, on the host, there is a fault.
     """
     values = given
-    faults = None
+    faults = given.new_zeros(2, dtype=torch.float32)
     if given.dim() == 2 and isinstance(batch, Batch):
         chosen, *others = priority_reduction.masks_of(batch, given, counts)
         differ = chosen.new_zeros(())

@@ -150,9 +150,13 @@ class Replay(ReplayTables):
 
         def copy() -> int:
             target = self.store(table)
-            report = None if priorities is None else self._priorities.reporter(table)
+            if priorities is not None:
+                self._priorities.masses_of(table)  # raises before anything is added
             add = partial(self.add, table=table)
-            return copy_items(columns, target, add, report, chosen, priorities)
+            ids, values = copy_items(columns, target, add, chosen, priorities)
+            if ids and values is not None:
+                self._priorities.report_by_id(table, ids, values)
+            return len(ids)
 
         return columns.context.agree(copy)
 

@@ -45,16 +45,16 @@ class DeviceTransport:
         coming = [sizes[node] for node in order]
         host = torch.device("cpu")
         sent = self._buffer("sent", sum(out), host)
-        found = self._buffer("found", sum(coming), host)
+        arrived = self._buffer("arrived", sum(coming), host)
         there = sent
-        back = found
+        back = arrived
         is_on_device = self._device.type != "cpu"
         if is_on_device:
             with self._stream.running():
                 # Allocated on the stream that uses them: of another stream's pool torch's allocator
                 # returns memory that this other stream may still be reading and writing.
                 there = self._buffer("sent there", len(sent), self._device)
-                back = self._buffer("found there", len(found), self._device)
+                back = self._buffer("arrived there", len(arrived), self._device)
         if sum(out):
             torch.cat([torch.from_numpy(messages[node]) for node in order], out=sent)
         with self._channel.naming_lost_ranks(), self._stream.running():
@@ -62,13 +62,13 @@ class DeviceTransport:
                 there.copy_(sent, non_blocking=True)
             dist.all_to_all_single(back, there, coming, out, group=self._group)
             if is_on_device:
-                found.copy_(back, non_blocking=True)
+                arrived.copy_(back, non_blocking=True)
                 self._stream.record().synchronize()
-        parts = np.split(found.numpy(), np.cumsum(coming)[:-1])
+        parts = np.split(arrived.numpy(), np.cumsum(coming)[:-1])
         received: list[np.ndarray] = [parts[0]] * len(order)
         for node, part in zip(order, parts, strict=True):
             received[node] = part
-        self._channel.count_bytes(sent.nbytes, found.nbytes)
+        self._channel.count_bytes(sent.nbytes, arrived.nbytes)
         return received
 
     def _buffer(self, name: str, words: int, device: torch.device) -> torch.Tensor:

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
-from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.field_resolution import LEARNS, MASK
 from deepspeed_gear.config.resolved_field import read_fields
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
@@ -90,14 +90,14 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Return the exchange plan of a topology, for the nodes that hold shards in their order."""
     worlds = topology.place.data_world
-    found: dict[tuple[int, int], list[ReadNeeds]] = {}
+    by_place: dict[tuple[int, int], list[ReadNeeds]] = {}
     for place, node in zip(topology.places, topology.nodes, strict=True):
         if place.reads:
             key = order.index(node), place.data_rank
-            found.setdefault(key, []).append(needs_of(place, config, fields))
+            by_place.setdefault(key, []).append(needs_of(place, config, fields))
     known: dict[RowReads, int] = {}
     need_of = np.full((len(order), worlds), -1, np.int16)
-    for (node, replica), needs in found.items():
+    for (node, replica), needs in by_place.items():
         need_of[node, replica] = known.setdefault(row_needs(needs, config, schema), len(known))
     nodes_of = [np.nonzero(need_of[:, replica] >= 0)[0] for replica in range(worlds)]
     readers = np.full((worlds, max(map(len, nodes_of))), -1, np.int64)
@@ -150,15 +150,15 @@ def _whole_trajectories(needs: Sequence[ReadNeeds], schema: Schema) -> RowReads:
     them.
     """
     roles = [schema.role("token"), schema.role("loss_mask")]
-    found = {column.name: column.rows for column in roles if column is not None}
+    rows_of = {column.name: column.rows for column in roles if column is not None}
     for field in (field for need in needs for field in (*need.fields, *need.opaque)):
         if field.column is not None:
-            found[field.column.name] = field.column.rows
+            rows_of[field.column.name] = field.column.rows
         elif field.derived == "return_to_go":
-            found[RETURN_TO_GO] = "T"
-    windows = [name for name, rows in found.items() if rows != "1"]
-    reads = [WindowRead(name, 0, WHOLE, final_row=int(found[name] == "T+1")) for name in windows]
-    return RowReads(tuple(reads), tuple(name for name, rows in found.items() if rows == "1"))
+            rows_of[RETURN_TO_GO] = "T"
+    windows = [name for name, rows in rows_of.items() if rows != "1"]
+    reads = [WindowRead(name, 0, WHOLE, final_row=int(rows_of[name] == "T+1")) for name in windows]
+    return RowReads(tuple(reads), tuple(name for name, rows in rows_of.items() if rows == "1"))
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,11 @@ class ResolutionExchange:
         # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us
         # and more.
         ends = np.zeros(self._plan.num_nodes, np.int64)
-        found = np.zeros(1, np.int64)
+        num_needed = np.zeros(1, np.int64)
         self._ends = torch.from_numpy(ends)
         self._end_words = ends.data
-        self._found = torch.from_numpy(found)
-        self._found_words = found.data
+        self._num_needed = torch.from_numpy(num_needed)
+        self._num_needed_words = num_needed.data
         self._samples = torch.empty(0, RowSample.NUM_WORDS, dtype=torch.int64)
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
@@ -94,15 +94,15 @@ class ResolutionExchange:
                 self._state.origins[draws.entry],
                 self._samples,
                 self._which,
-                self._found,
+                self._num_needed,
             )
             words = [torch.from_numpy(part[1:]) for part in received]
             needed = torch.from_numpy(owner), torch.from_numpy(asked), self._needs[1]
             route = draws.first, offset, self._plan.index, int(self._rows.takes_own)
             self._state.ops.decode_draws_(*outs, words, resolutions, sample, steps, *needed, *route)
-            found = self._found_words[0]
-            samples = self._samples[:found]
-            which = self._which[:found]
+            num_needed = self._num_needed_words[0]
+            samples = self._samples[:num_needed]
+            which = self._which[:num_needed]
             goals = self._goals(spec.random_key, ring[which]) if self._plan.draws_goals else None
             if goals is not None:
                 samples[:, RowSample.GOAL] = goals

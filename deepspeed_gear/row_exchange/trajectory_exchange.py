@@ -50,11 +50,11 @@ class TrajectoryExchange:
             received = self._rows.send(
                 status, [NO_WORDS] * channel.count, torch.from_numpy(moves.outgoing)
             )
-            found = [NO_BATCH - int(words[StatusMessage.NUMBER]) for words in received]
+            sent = [NO_BATCH - int(words[StatusMessage.NUMBER]) for words in received]
             # Another node selects, or has done more or fewer steps.
-            if any(number != self._number for number in found):
+            if any(number != self._number for number in sent):
                 rule = "must gather the packs of the same steps"
-                numbers = {channel.name(node): number for node, number in enumerate(found)}
+                numbers = {channel.name(node): number for node, number in enumerate(sent)}
                 remedy = "all ranks must take the same steps in the same order"
                 raise PeerError("the nodes", rule, numbers, remedy)
             count = len(moves.incoming)
@@ -108,13 +108,13 @@ class TrajectoryExchange:
             messages.append(message_of(table.media.spec.send(contents).view(np.int64)))
         received = channel.begin(messages)()
         name = f"table {table.spec.name}"
-        found = [
+        received_items = [
             item
             for words in received
             for item in table.media.spec.received(name, words.view(np.uint8))
         ]
         # Copies: the words are those of the channel until its next exchange.
-        items = {i.number: i._replace(content=i.content.copy()) for i in found}
+        items = {i.number: i._replace(content=i.content.copy()) for i in received_items}
         evictor = self._evictor
         given = items, np.array(named, np.int64), table.lock, evictor.release, evictor.pinned
         return partial(table.media.add, *given)

@@ -63,10 +63,9 @@ class LimiterWait:
         self.is_ahead = is_ahead
         return is_ahead
 
-    def wait(self) -> float:
-        """Begin or continue a wait; return its duration so far, in seconds."""
+    def wait(self) -> None:
+        """Begin or continue a wait."""
         self._since = self._since or time.monotonic()
-        return self.waited_s
 
     @property
     def waited_s(self) -> float:
@@ -276,11 +275,11 @@ class SelectionLimiter:
             limit = "max_times_sampled" if self._rate is None else "rate limiter"
             needed = f"the {count} samples of global batch {number}"
             rule = f"must be filled{within}, as its {limit} requires, for {needed}"
-        found = f"{size}; here {held}" if size else held
+        shown = f"{size}; here {held}" if size else held
         if self._table.ledger is not None:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
             now += "{incomplete} incomplete"
-            found += now.format(**self._table.ledger.account.report())
+            shown += now.format(**self._table.ledger.account.report())
             remedy = (
                 "check the rollout workers, of every node: batches wait for what was leased first"
             )
@@ -290,7 +289,7 @@ class SelectionLimiter:
             who = "actors run" if self._table.spec.num_writers else "other ranks add trajectories"
             remedy = f"check that the {who}"
         kind = EmptyTableError if is_empty else NotReadyError
-        return kind(f"table {self._table.spec.name}", rule, found, remedy)
+        return kind(f"table {self._table.spec.name}", rule, shown, remedy)
 
     def note_writer(self) -> None:
         """Note that this process also writes: it must not wait for items that it would add itself.

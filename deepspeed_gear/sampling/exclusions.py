@@ -49,7 +49,7 @@ def count_exclusions(
     reads a column's values of slots. Cost: one pass over the slots; with priorities of steps one
     over the rows.
     """
-    found, left = _admitted(rule, schema, views, values)
+    exclusions, left = _admitted(rule, schema, views, values)
     slots = views["slots"]
     sums = views[stream + "sums"]
     if stream + "priorities" not in views:
@@ -59,22 +59,22 @@ def count_exclusions(
             is_inside = views[stream + "queued"][left] > 0
             reason = "too old for the window of the sampler, or newer than the latest selection"
             _add(
-                found,
+                exclusions,
                 slots,
                 left[waits & ~is_inside],
                 reason,
                 "check sampler.newest and sampler.within",
             )
             waits &= is_inside
-        return found, int(waits.sum())
+        return exclusions, int(waits.sum())
     is_current = views[stream + "generations"][left] == slots[left, Slot.GENERATION]
     is_known = is_current & (views[stream + "bases"][left] > 0)  # had a priority, 0 or above
     known = left[is_known]
     reason = "of priority 0"
     remedy = "report priorities above 0"
     if rule.unit != "step":
-        _add(found, slots, known[sums[known] == 0], reason, remedy)
-        return found, int((~is_known).sum())
+        _add(exclusions, slots, known[sums[known] == 0], reason, remedy)
+        return exclusions, int((~is_known).sum())
     before = np.where(is_known, rule.anchors.num_anchors(views[stream + "steps"][left]), 0)
     now = rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS])
     ends = np.append(0, np.cumsum(sums[: len(views[stream + "priorities"])] > 0))
@@ -82,8 +82,10 @@ def count_exclusions(
     drawable = ends[first + slots[known, Slot.NUM_STEPS]] - ends[first]
     fewer = before[is_known] - drawable  # later steps are new
     if (fewer > 0).any():
-        found.append(Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum())))
-    return found, int(np.maximum(now - before, 0).sum())
+        exclusions.append(
+            Exclusion(reason, remedy, int((fewer > 0).sum()), int(fewer[fewer > 0].sum()))
+        )
+    return exclusions, int(np.maximum(now - before, 0).sum())
 
 
 def _admitted(
@@ -91,10 +93,10 @@ def _admitted(
 ) -> tuple[list[Exclusion], np.ndarray]:
     """Return what the rule excludes, and the slots that it admits. [n], int64."""
     slots = views["slots"]
-    found: list[Exclusion] = []
+    exclusions: list[Exclusion] = []
     reserved = slots[:, Slot.STATE] == SlotState.RESERVED
     _add(
-        found,
+        exclusions,
         slots,
         np.nonzero(reserved)[0],
         "being written and not published",
@@ -104,7 +106,7 @@ def _admitted(
 
     def exclude(excluded: np.ndarray, reason: str, remedy: str) -> None:
         nonlocal left
-        _add(found, slots, left[excluded], reason, remedy)
+        _add(exclusions, slots, left[excluded], reason, remedy)
         left = left[~excluded]
 
     if "retention" in views:
@@ -139,14 +141,16 @@ def _admitted(
         ids, steps = slots[left][:, [Slot.ID, Slot.NUM_STEPS]].T
         masses = rule.masses(ids, steps, lambda name: values(name, left))
         exclude(masses == 0, "of weight or mass 0", "give weights, or masses, above 0")
-    return found, left
+    return exclusions, left
 
 
 def _add(
-    found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str
+    exclusions: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str
 ) -> None:
     if len(which):
-        found.append(Exclusion(reason, remedy, len(which), int(slots[which, Slot.NUM_STEPS].sum())))
+        exclusions.append(
+            Exclusion(reason, remedy, len(which), int(slots[which, Slot.NUM_STEPS].sum()))
+        )
 
 
 def summary_of(masses: ItemMasses) -> tuple[str, str]:
@@ -155,7 +159,9 @@ def summary_of(masses: ItemMasses) -> tuple[str, str]:
     """
     table = masses.table
     spec = masses.spec
-    found, _ = count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
+    exclusions, _ = count_exclusions(
+        spec.rule, table.spec.schema, spec.at, table.views, table.values
+    )
     held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"
-    remedy = max(found, key=lambda one: one.steps).remedy if found else ""
-    return "; ".join([held, *map(str, found)]), remedy
+    remedy = max(exclusions, key=lambda one: one.steps).remedy if exclusions else ""
+    return "; ".join([held, *map(str, exclusions)]), remedy

@@ -137,8 +137,8 @@ class AgeWindow:
             own = np.zeros(2, np.int64)
             if there.any():
                 own[:] = 1, np.array(np.fmax.reduce(values[there]), number).view(np.int64)
-            found = all_gather(own)
-            known = found[found[:, 0] > 0, 1].view(number)
+            of_nodes = all_gather(own)
+            known = of_nodes[of_nodes[:, 0] > 0, 1].view(number)
             newest = np.fmax.reduce(known).item() if len(known) else None  # without NaN
         if self.newest is None:
             return WindowEdge(NO_ID, newest)
@@ -222,10 +222,10 @@ class MassRule:
 
     def describe(self) -> dict[str, Any]:
         """Return the rule for readers of a store, without a program's own masses; JSON-able."""
-        found: dict[str, Any] = TypeAdapter(MassRule).dump_python(
+        description: dict[str, Any] = TypeAdapter(MassRule).dump_python(
             self, mode="json", exclude={"custom"}
         )
-        return found
+        return description
 
     def masses(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]

@@ -177,14 +177,14 @@ class PriorityMasses(ItemMasses):
         if self._groups is None:
             return reports
         slots = reports[:, PriorityUpdate.SLOT]
-        found = reports.copy()
+        of_leaders = reports.copy()
         records = self.table.slots[slots]
         is_current = records[:, Slot.GENERATION] == reports[:, PriorityUpdate.GENERATION]
         moved = np.nonzero(is_current & (records[:, Slot.STATE] == SlotState.COMMITTED))[0]
         leaders = self._groups.items(slots[moved])
-        found[moved, PriorityUpdate.SLOT] = leaders
-        found[moved, PriorityUpdate.GENERATION] = self.table.slots[leaders, Slot.GENERATION]
-        return np.asarray(found)
+        of_leaders[moved, PriorityUpdate.SLOT] = leaders
+        of_leaders[moved, PriorityUpdate.GENERATION] = self.table.slots[leaders, Slot.GENERATION]
+        return np.asarray(of_leaders)
 
     def recover(self) -> None:
         self.reports.recover()
@@ -210,11 +210,11 @@ class PriorityMasses(ItemMasses):
             return reports
         ids, anchors = reports[by_id][:, [PriorityUpdate.GENERATION, PriorityUpdate.ANCHOR]].T
         updates, known = self.handles_of(ids, anchors)
-        found = reports.copy()
-        found[by_id, : PriorityUpdate.ANCHOR + 1] = updates
+        by_handle = reports.copy()
+        by_handle[by_id, : PriorityUpdate.ANCHOR + 1] = updates
         keep = ~by_id
         keep[by_id] = known
-        return np.asarray(found[keep])
+        return np.asarray(by_handle[keep])
 
     def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return slot, generation and anchor of items by ids and, of steps, anchors, and which can
@@ -358,17 +358,17 @@ class PriorityMasses(ItemMasses):
             return items
         # In a table with a capacity a newer trajectory may lie before an older one: of all items
         # with the least priority among those found, the ones of the lowest ids are taken.
-        found = items.numpy()
+        highest = items.numpy()
         values = self.values
-        least = values[found[-1]]
+        least = values[highest[-1]]
         equal = np.nonzero((values == least) & (self.leaves > 0))[0]
-        above = found[values[found] > least]
+        above = highest[values[highest] > least]
         ids = self.ids_of(equal)
-        wanted = len(found) - len(above)
+        wanted = len(highest) - len(above)
         equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
         every = np.concatenate([above, equal])
         order = np.lexsort((every, self.ids_of(every), -values[every]))
-        return torch.from_numpy(every[order][: len(found)])
+        return torch.from_numpy(every[order][: len(highest)])
 
     def ids_of(self, items: np.ndarray) -> np.ndarray:
         """Return the trajectories of items. [n] -> [n], int64."""

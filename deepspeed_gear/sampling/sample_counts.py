@@ -130,9 +130,9 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Se
             (i for i, number in enumerate(numbers) if number != NOTHING), key=numbers.__getitem__
         )[-most:]
         copies = [(heads[entry, : Head.NUM_SET].tolist(), ring[entry].copy()) for entry in entries]
-    found = {}
+    selections = {}
     for head, resolutions in copies:
         known = resolutions[: head[Head.COUNT]]
         known = known[known[:, Resolution.ID] >= 0]  # without samples that only other nodes resolve
-        found[head[Head.NUMBER]] = Selection(head, torch.from_numpy(known))
-    return found
+        selections[head[Head.NUMBER]] = Selection(head, torch.from_numpy(known))
+    return selections

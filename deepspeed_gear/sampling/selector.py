@@ -214,22 +214,28 @@ class Selector:
             if self._native is NativeDraw.STRATIFIED:
                 stratify_(coordinates, total)
             return coordinates
-        found: Any = self._sampler.sample(Draw(self, count, first, total))
-        good = isinstance(found, torch.Tensor) and found.dtype == torch.int64 and found.dim() == 1
-        if not good or len(found) > count or bool(((found < 0) | (found >= total)).any()):
+        sampled: Any = self._sampler.sample(Draw(self, count, first, total))
+        good = (
+            isinstance(sampled, torch.Tensor)
+            and sampled.dtype == torch.int64
+            and sampled.dim() == 1
+        )
+        if not good or len(sampled) > count or bool(((sampled < 0) | (sampled >= total)).any()):
             rule = f"must sample at most {count} coordinates in [0, {total}), as int64"
             shown = (
-                f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else found
+                f"{sampled.dtype} {list(sampled.shape)}"
+                if isinstance(sampled, torch.Tensor)
+                else sampled
             )
             raise ConfigError(
                 f"sampler {self._sampler.kind}", rule, shown, "correct the sampler's sample()"
             )
-        if len(found) < count:
+        if len(sampled) < count:
             name = f"stream {self.spec.name}: table {self.state.table.spec.name}"
             rule = f"must hold as many items as a global batch ({count}), each with a mass"
             remedy = "lower the batch size, or add trajectories first"
-            raise NothingToSampleError(name, rule, len(found), remedy)
-        return torch.as_tensor(found)
+            raise NothingToSampleError(name, rule, len(sampled), remedy)
+        return torch.as_tensor(sampled)
 
     def highest(self, count: int) -> torch.Tensor:
         """Return the coordinates of the items of highest priority; fewer if there are fewer items.
@@ -291,16 +297,16 @@ class Selector:
         owner = torch.empty(count, dtype=torch.int64)
         mine = torch.empty(count, dtype=torch.int64)
         points = torch.empty(count, dtype=torch.int64)
-        found = np.zeros(1, np.int64)
+        num_own = np.zeros(1, np.int64)
         totals = torch.from_numpy(self.rounds.totals)
         self.masses.ops.assign_draws_(
-            owner, mine, points, torch.from_numpy(found), coordinates, totals, self._channel.index
+            owner, mine, points, torch.from_numpy(num_own), coordinates, totals, self._channel.index
         )
-        indices = mine.numpy()[: found[0]]
+        indices = mine.numpy()[: num_own[0]]
         resolutions = torch.empty(len(indices), Resolution.NUM_WORDS, dtype=torch.int64)
         if len(indices):
             with self._lock:
-                self.masses.resolve_numbered(resolutions, points[: found[0]], indices + first)
+                self.masses.resolve_numbered(resolutions, points[: num_own[0]], indices + first)
         return ShardDraws(owner.numpy(), indices, resolutions)
 
     def _keep(self, done: int, first: int, draws: ShardDraws) -> None:

@@ -232,27 +232,27 @@ class StreamState:
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return resolutions of the groups of leaders, [n, 8] -> [m, 8], and each one's group."""
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
-        found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
-        found[:, Resolution.SLOT] = slots
-        found[:, _RESOLVED] = self.table.slots[slots][:, _OF_SLOT]
+        resolutions = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
+        resolutions[:, Resolution.SLOT] = slots
+        resolutions[:, _RESOLVED] = self.table.slots[slots][:, _OF_SLOT]
         for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
-            found[:, word] = drawn[item, word]
+            resolutions[:, word] = drawn[item, word]
         # Steps of the whole trajectory, and the shared ones.
         if self.table.shared_prompts is not None:
-            found[:, Resolution.ANCHOR] = shared = self.table.shared_prompts[
+            resolutions[:, Resolution.ANCHOR] = shared = self.table.shared_prompts[
                 slots, SharedPrompt.STEPS
             ]
-            found[:, Resolution.NUM_STEPS] += shared
-        return found, item
+            resolutions[:, Resolution.NUM_STEPS] += shared
+        return resolutions, item
 
     def expand(self, entry: int, count: int) -> int:
         """Write the trajectories of the `count` drawn groups to a ring entry; return
         their number.
         """
-        found, item = self.members(self.drawn_words[entry, :count])
-        self.ring_words[entry, : len(found)] = found
-        self.entries[entry][1][: len(found)] = self.drawn[entry][1][torch.from_numpy(item)]
-        return len(found)
+        resolutions, item = self.members(self.drawn_words[entry, :count])
+        self.ring_words[entry, : len(resolutions)] = resolutions
+        self.entries[entry][1][: len(resolutions)] = self.drawn[entry][1][torch.from_numpy(item)]
+        return len(resolutions)
 
     @property
     def groups(self) -> TableGroups:

@@ -1,4 +1,4 @@
-"""Memory limits of this process: its cgroups (v1 and v2) and the machine's available memory.
+"""Memory limits of a process: its cgroups (v1, v2) and available memory, before an allocation.
 
 Pages of /dev/shm are charged to the cgroup that first touches them, and beyond its limit the kernel
 ends the process with SIGKILL: so a store's size is checked before it is allocated. Page cache
@@ -46,9 +46,10 @@ class MemoryLimit(NamedTuple):
 
 
 def check_available(num_bytes: int) -> None:
-    """Raise StoreFullError if a limit leaves less memory, without allocating it (about 1 ms, three
-    files of /proc and each cgroup). Others may take it meanwhile: this detects stores that never
-    fit.
+    """Raise StoreFullError if a memory limit leaves less than so many bytes; allocate nothing.
+
+    Cost: about 1 ms, three files of /proc and each cgroup. Others may take the memory meanwhile:
+    this detects stores that never fit.
     """
     limit = tightest(read_file)
     if limit is not None and num_bytes > limit.available:
@@ -66,9 +67,7 @@ def read_file(path: str) -> str | None:
 
 
 def tightest(read: Read) -> MemoryLimit | None:
-    """Return the limit that leaves the least memory; None: no limit is known, where `read` finds no
-    file.
-    """
+    """Return the limit that leaves the least memory; None: `read` finds no file of one."""
     return min(_limits(read), key=lambda limit: limit.available, default=None)
 
 
@@ -91,8 +90,7 @@ def _limits(read: Read) -> Iterator[MemoryLimit]:
 
 
 def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, str]]:
-    """Return version and folder of this process's memory cgroups and their parents, innermost
-    first.
+    """Return version and folder of this process's memory cgroup and its parents, innermost first.
 
     From /proc/self/cgroup and mountinfo (None: missing). A cgroup outside the mounted tree, as in a
     container without its own cgroup namespace, is taken for the mounted root.
@@ -118,8 +116,9 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
 
 
 def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield version, root, mount point of hierarchies with memory limits: proc_pid_mountinfo(5),
-    where "-" precedes type, source and super options.
+    """Yield version, root and mount point of the hierarchies with memory limits.
+
+    Source: proc_pid_mountinfo(5), where "-" precedes type, source and super options.
     """
     for line in text.splitlines():
         head, _, tail = line.partition(" - ")

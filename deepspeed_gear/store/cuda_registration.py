@@ -20,9 +20,8 @@ from deepspeed_gear.errors import show_bytes
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.shared_memory import MADV_POPULATE_WRITE, SharedMemory
 
-MOST_CALL_BYTES = (
-    1 << 30
-)  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
+# One call of 512 GiB fails on some drivers, and each holds the driver's lock.
+MOST_CALL_BYTES = 1 << 30
 PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 SUCCESS = 0
 NO_HOST_ADDRESSES = "the device does not read registered memory at the host's address"
@@ -62,9 +61,7 @@ def plan(
     page: int = mmap.PAGESIZE,
     most: int = MOST_CALL_BYTES,
 ) -> RegistrationPlan:
-    """Choose columns to register: whole ones in order, while their pages of `memory` fit `budget`
-    bytes.
-    """
+    """Choose columns to register: whole ones in order, while their pages fit `budget` bytes."""
     taken: dict[str, Span] = {}
     left_out: dict[str, str] = {}
     calls: list[Span] = []
@@ -82,9 +79,7 @@ def plan(
 
 
 def _calls(columns: Sequence[Span], page: int, most: int) -> list[Span]:
-    """Return the calls that register columns: of whole pages, none of them twice, in pieces of
-    `most`.
-    """
+    """Return the calls that register columns: whole pages, none twice, in pieces of `most`."""
     calls = list[Span]()
     end = 0
     for column in sorted(columns, key=lambda column: column.begin):
@@ -107,8 +102,10 @@ def memory_span(memory: SharedMemory) -> Span:
 
 
 class CudaRuntime:
-    """CUDA's calls, for memory of all devices; they return its error codes. The reading device is
-    current during registration, so torch takes the memory for a tensor of this device.
+    """CUDA's calls, for memory of all devices; they return its error codes.
+
+    The reading device is current during registration, so torch takes the memory for a tensor of
+    this device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,9 +113,7 @@ class CudaRuntime:
         self._calls: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def reads_host_addresses(self) -> bool:
-        """Return whether the device reads registered memory at the address that it has
-        on the host.
-        """
+        """Return whether the device reads registered memory at its address on the host."""
         driver = ctypes.CDLL("libcuda.so.1")  # torch's runtime has no call for attributes
         device = ctypes.c_int()
         found = ctypes.c_int()
@@ -145,8 +140,9 @@ class CudaRuntime:
 
 
 class Registration:
-    """The registered columns of one table in this process, which stays mapped until `close`. Main
-    thread only.
+    """The registered columns of one table in this process, which stays mapped until `close`.
+
+    Main thread only.
 
     Nothing is registered for a device that would read it at another address than the host's, which
     columns are addressed by: that would end the process's CUDA context.
@@ -171,9 +167,8 @@ class Registration:
         self.calls = list[Span]()
         self.left_out = dict(wanted.left_out)
         failed = "" if runtime.reads_host_addresses() else NO_HOST_ADDRESSES
-        fcntl.flock(
-            memory.fd, fcntl.LOCK_EX
-        )  # the driver has one lock: ranks that wait for it stall others
+        # The driver has one lock: ranks that wait for it stall others.
+        fcntl.flock(memory.fd, fcntl.LOCK_EX)
         try:
             for call in wanted.calls if not failed else ():
                 failed = self._register(memory, call)
@@ -193,12 +188,10 @@ class Registration:
         """Register one span; return the failure, or ""."""
         base = memory_span(memory).begin
         first = max(call.begin - base, 0) // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(
-            OSError
-        ):  # older kernels: CUDA touches the pages itself, more slowly
-            memory.advise(
-                MADV_POPULATE_WRITE, first, min(call.end - base, memory.num_bytes) - first
-            )
+        num_bytes = min(call.end - base, memory.num_bytes) - first
+        # On older kernels CUDA touches the pages itself, more slowly.
+        with contextlib.suppress(OSError):
+            memory.advise(MADV_POPULATE_WRITE, first, num_bytes)
         error = self._runtime.register(call.begin, call.num_bytes)
         if error == SUCCESS:
             self.calls.append(call)
@@ -218,9 +211,7 @@ class Registration:
 
 
 def why_impossible() -> str:
-    """Return why this process cannot register memory; empty if it can. Registers a page
-    to test it.
-    """
+    """Return why this process cannot register memory, by registering a page; empty if it can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
@@ -251,9 +242,7 @@ class _Alias:
 
 
 def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """View a registered column, contiguous, as a device tensor at its address; it is never written
-    to.
-    """
+    """View a registered contiguous column as a device tensor at its address; never write to it."""
     if column.numel() == 0:
         return torch.empty_like(column, device=device)
     is_bfloat = column.dtype == torch.bfloat16  # which NumPy does not have

@@ -1,4 +1,4 @@
-"""Reserves rows for new trajectories: evicts, compacts or blocks.
+"""Eviction and waiting for free rows: policies of groups, users' policies, waits of writers.
 
 The native store does it all (store/reserve_rows.cpp), alike for every writer of a node. Python
 chooses what it cannot: a group, or by a class of the user's. And it finds who has died: what a dead
@@ -32,8 +32,10 @@ NO_LATEST = (-1, 0)  # slot and generation: a writer has no latest trajectory
 
 
 class Evictor:
-    """Reserves rows for this process's trajectories. Methods require the lock where documented;
-    `wait` takes none. If it `samples` too, it must not wait for itself.
+    """Reserves rows for this process's trajectories: evicts, or waits until rows are free.
+
+    Methods require the lock where documented; `wait` takes none. If the process `samples` too, it
+    must not wait for itself.
     """
 
     def __init__(self, table: Table, context: Context, samples: bool = False) -> None:
@@ -111,15 +113,14 @@ class Evictor:
         return self._policy.victim(self.table, self.readers)
 
     def _release_dead(self) -> None:
-        """Free what dead processes have reserved, end what they were writing, release what they
-        read.
-        """
+        """Free what dead processes have reserved, end what they wrote, release what they read."""
         self.table.extents.end_abandoned()
         self.readers.release_dead()
 
     def free_retired(self) -> int:
-        """Free retired slots that no selection pins, and those of dead processes; return the number
-        of retired ones that are free. Requires the lock.
+        """Free unpinned retired slots, and those of dead processes; return how many retired ones.
+
+        Requires the lock.
 
         Of a store that is kept only the oldest ones. Open ones are freed by their writers, which
         have not detected the eviction yet.
@@ -128,9 +129,7 @@ class Evictor:
         return int(self._store.free_retired())
 
     def release(self, may_evict: bool = True) -> bool:
-        """Free retired slots, or else evict one; return whether it has done either. Requires the
-        lock.
-        """
+        """Free retired slots, or else evict one; return whether it did. Requires the lock."""
         if self.free_retired():
             return True
         may_evict &= self._evicts and not self.table.control[Control.SELECTING]
@@ -173,8 +172,11 @@ class Evictor:
             self.wait(Refusal.PINNED, 0, until, "pages of items")
 
     def wait(self, refusal: int, num_steps: int, until: float, what: str = "rows") -> None:
-        """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time;
-        StoreFullError: too few rows are free, and nothing may be evicted.
+        """Wait once, briefly, for the cause of a refusal to change.
+
+        Raises:
+            NotReadyError: It has not changed in time.
+            StoreFullError: Too few rows are free, and nothing may be evicted.
         """
         if refusal in (Refusal.NO_SLOT, Refusal.NO_ROWS, Refusal.SCATTERED):
             raise self.table.full(refusal, num_steps)
@@ -228,18 +230,14 @@ def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iter
 
 
 class EvictionPolicy(ABC):
-    """Chooses the trajectory (its group, in a table of groups) to evict when rows or slots are too
-    few.
-    """
+    """Chooses what is evicted when rows or slots are too few: a trajectory, of groups its group."""
 
     def __init__(self, retention: Retention) -> None:
         self.retention = retention
 
     @abstractmethod
     def victim(self, table: Table, pins: SelectionPins) -> int:
-        """Return the committed slot to evict next, -1 if there is none. Called with the
-        lock held.
-        """
+        """Return the committed slot to evict next, -1 if there is none. Requires the lock."""
 
 
 def _complete(table: Table) -> np.ndarray:
@@ -249,9 +247,7 @@ def _complete(table: Table) -> np.ndarray:
 
 
 class EvictLowest(EvictionPolicy):
-    """Base of policies that evict the lowest value (of groups the highest one's), then the lowest
-    id.
-    """
+    """Base of policies that evict the lowest value (of a group its highest), then the lowest id."""
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
         slots = _complete(table)
@@ -312,9 +308,7 @@ class LowestPriorityGroup(EvictLowest):
 
 
 class LowestValueGroup(EvictLowest):
-    """The group whose highest value of a per-trajectory column is the lowest; NaN is lower than
-    all.
-    """
+    """The group whose highest value of a column is the lowest; NaN is lower than all numbers."""
 
     def values(self, table: Table, pins: SelectionPins, slots: np.ndarray) -> np.ndarray:
         assert self.retention.column is not None

@@ -33,13 +33,9 @@ class FutexEvents:
         self._native.futex_notify(self._addresses[event])
 
     def wait(self, event: int, seen: int, timeout_s: float) -> None:
-        """Wait until an event's count is not `seen`, at most `timeout_s`; a signal ends
-        the wait too.
-        """
+        """Wait until an event's count is not `seen`, at most `timeout_s`; a signal ends it too."""
         self._native.futex_wait(self._addresses[event], seen, timeout_s)
 
     def fence(self) -> None:
-        """Issue a memory fence between earlier and later reads and writes, as other processes see
-        them.
-        """
+        """Issue a memory fence between earlier and later accesses, as other processes see them."""
         self._native.fence()

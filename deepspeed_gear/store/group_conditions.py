@@ -73,8 +73,12 @@ class GroupCondition:
         return cls(column.name, statistic, low, high, bits)
 
     def holds(self, values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return which groups pass, [groups], bool; one with a NaN does not. `values` group by
-        group, [n]; `begins` of each group's first, and `counts` >= 1, [groups], int64.
+        """Return which groups pass; one with a NaN does not. [groups], bool.
+
+        Args:
+            values: Values of the members, group by group. [n].
+            begins: Where each group begins in `values`. [groups], int64.
+            counts: Members of each group, at least 1. [groups], int64.
         """
         with np.errstate(invalid="ignore", over="ignore"):
             found = _rounded(

@@ -1,6 +1,4 @@
-"""Specification of a table's groups: which trajectories belong together, and when a group is
-complete.
-"""
+"""Specification of a table's groups: when one is complete, its conditions, and its words."""
 
 from __future__ import annotations
 
@@ -11,13 +9,10 @@ from deepspeed_gear.store.group_conditions import GroupCondition
 
 
 class SlotGroup:
-    """Words of a slot in a table of groups. Of the leader of a complete group also those from FIRST
-    on.
-    """
+    """Words of a slot in a table of groups; those from FIRST on: of a complete group's leader."""
 
-    LEADER: Final = (
-        0  # slot of the group's leader, plus 1; 0: the group is not complete; or REJECTED
-    )
+    # Slot of the group's leader, plus 1; 0: the group is not complete; or REJECTED
+    LEADER: Final = 0
     LEAVING: Final = 1  # its group is being evicted: 1, or REMOVED by the program
     TIME: Final = 2  # of its commit, or of its latest `fill`, in nanoseconds of the monotonic clock
     NEXT: Final = 3  # slot of the group's next trajectory, plus 1; 0: it is the last one
@@ -35,9 +30,8 @@ class GroupCount:
     """Words of the groups of a table."""
 
     SEEN: Final = 0  # the table's Control.CHANGED up to which groups are formed
-    DUE: Final = (
-        1  # monotonic nanoseconds at which a group may be complete without all of its members
-    )
+    # Monotonic nanoseconds at which a group may be complete without all of its members
+    DUE: Final = 1
     HELD: Final = 2  # complete groups
     INSERTED: Final = 3  # complete groups ever
     REJECTED: Final = 4  # groups ever that failed a condition
@@ -47,9 +41,8 @@ class GroupCount:
     LATE_CONSUMED: Final = 7  # they came when it had left the table
     UNFILLED: Final = 8  # they lacked a late column when it became complete
     SURPLUS: Final = 9  # they were more than `size` when it became complete
-    EVICTED_UNSAMPLED: Final = (
-        10  # complete groups ever that were evicted before any selection drew them
-    )
+    # Complete groups ever that were evicted before any selection drew them
+    EVICTED_UNSAMPLED: Final = 10
     RECENT_PASSED: Final = 11  # of the latest groups, at most RECENT: those that are complete,
     RECENT_FAILED: Final = 12  # and those that failed a condition or were too large
     CONSUMED: Final = 13  # numbers ever written to the ring of groups that have left the table
@@ -80,6 +73,5 @@ class GroupSpec:
     min_size: int = 0
     where: tuple[GroupCondition, ...] = ()  # a group that fails one is evicted when it is complete
     max_trajectories: int = 0  # of a group
-    remember: int = (
-        0  # groups that have left the table, at most, of which late trajectories are dropped
-    )
+    # Groups that have left the table, at most, of which late trajectories are dropped
+    remember: int = 0

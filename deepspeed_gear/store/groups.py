@@ -1,5 +1,4 @@
-"""Groups of a table: which are complete, what their trajectories are, and their eviction as a
-whole.
+"""Groups of a table: when one is complete or rejected, its members, and its eviction as a whole.
 
 A complete group is represented by its leader, the trajectory with the highest id at the moment when
 the group became complete: a stream gives it the mass of the group and its other trajectories none.
@@ -37,8 +36,9 @@ NEVER: Final = 1 << 62
 
 
 class TableGroups:
-    """A table's groups; without `extents` a data set's, which never change. All methods require the
-    lock.
+    """The groups of a table; without `extents` those of a data set, which never change.
+
+    All methods require the lock.
     """
 
     def __init__(
@@ -85,9 +85,7 @@ class TableGroups:
         return np.asarray(self.words[slots, SlotGroup.LEADER] == slots + 1)
 
     def items(self, slots: np.ndarray) -> np.ndarray:
-        """Return each slot's leader, which represents it in trees; without one itself. [n] -> [n],
-        int64.
-        """
+        """Return each slot's item in trees: its leader, or itself. [n] -> [n], int64."""
         leaders = self.words[slots, SlotGroup.LEADER]
         return np.where(leaders > 0, leaders - 1, slots)
 
@@ -117,9 +115,7 @@ class TableGroups:
         return self._of_numbers(distinct(self.numbers(slots)))[0]
 
     def highest(self, slots: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return for each slot the highest value among the given ones of its group. [n], [n] ->
-        [n].
-        """
+        """Return for each slot the highest of the given values in its group. [n], [n] -> [n]."""
         numbers = self.numbers(slots)
         order = np.argsort(numbers, kind="stable")
         begins = _begins(numbers[order])
@@ -131,9 +127,7 @@ class TableGroups:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Return how many groups are held, and how many were left out. Cost: one pass over the
-        slots.
-        """
+        """Return how many groups are held and were left out. Cost: one pass over the slots."""
         words = self._count_words
         return {
             "complete": words[GroupCount.HELD],
@@ -142,9 +136,7 @@ class TableGroups:
         }
 
     def counted(self) -> tuple[int, int, int]:
-        """Return the groups held, ever complete, and those that additions under way may complete at
-        most.
-        """
+        """Return the groups held, ever complete, and at most completed by additions under way."""
         self.update()
         words = self._count_words
         return words[GroupCount.HELD], words[GroupCount.INSERTED], self._control[Control.PENDING]
@@ -191,9 +183,7 @@ class TableGroups:
 
     @property
     def waits_for_time(self) -> bool:
-        """Whether a group will be complete without more of its members as time goes on, as of
-        `update`.
-        """
+        """Whether time alone will complete a group without more of its members, as of `update`."""
         return bool(self._count_words[GroupCount.DUE] != NEVER)
 
     def update(self) -> None:
@@ -239,9 +229,7 @@ class TableGroups:
             self._is_kept = False
 
     def _form(self, slots: np.ndarray, now: int) -> None:
-        """Form those groups of slots that are complete; none of the slots has a leader.
-        [n], int64.
-        """
+        """Form those groups of slots that are complete; no slot has a leader. [n], int64."""
         if not len(slots):
             return
         ids = self._slots[slots, Slot.ID]
@@ -252,10 +240,12 @@ class TableGroups:
         ids = ids[order]
         numbers = numbers[order]
         members = members[order]
-        # first trajectories
+        # Of the groups [7, 7, 7, 8] with the members [0, 0, 1, 0], the members begin at the slots
+        # [0, 2, 3] and the groups at [0, 3], which are the members `first` = [0, 2].
         of_member = _begins(numbers, members)
         of_group = _begins(numbers)
-        first = np.searchsorted(of_member, of_group)  # first member of each group
+        first = np.searchsorted(of_member, of_group)
+        num_members = _sizes(first, len(of_member))
         has_late = np.ones(len(slots), bool)
         if self._present is not None:
             has_late = self._present[slots] & self._late == self._late
@@ -270,12 +260,11 @@ class TableGroups:
             self._count_words[GroupCount.DUE] = min(self._count_words[GroupCount.DUE], next_due)
             is_complete |= enough & (due <= now)
         elif self.spec.min_size:  # a lease has committed all of its members
-            is_complete = num_ready == _sizes(first, len(of_member))
+            is_complete = num_ready == num_members
 
-        group = np.repeat(np.arange(len(first)), _sizes(first, len(of_member)))  # of each member
-        order = np.lexsort(
-            (ids[of_member], ~is_ready, group)
-        )  # those that are ready, as they came, first
+        group = np.repeat(np.arange(len(first)), num_members)  # of each member
+        # Within each group those that are ready come first, in the order of their ids.
+        order = np.lexsort((ids[of_member], ~is_ready, group))
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order)) - first[group[order]]
         of_each = _sizes(of_member, len(slots))
@@ -294,8 +283,9 @@ class TableGroups:
         return np.asarray(self._members[slots].astype(np.int64))
 
     def _accept(self, slots: np.ndarray, numbers: np.ndarray, members: np.ndarray) -> None:
-        """Form complete groups or evict those that fail a condition; by group, member and id. [n],
-        int64.
+        """Form complete groups or evict those that fail a condition.
+
+        `slots`, `numbers` and `members` are sorted by group, member and id. [n], int64.
         """
         begins = _begins(numbers)
         counts = _sizes(begins, len(slots))
@@ -304,8 +294,8 @@ class TableGroups:
         passes = np.ones(len(begins), bool)
         last = slots[np.append(of_member[1:], len(slots)) - 1]  # of each member
         first = np.searchsorted(of_member, begins)
+        sizes = _sizes(first, len(of_member))
         for condition, values, column in self._conditions:
-            sizes = _sizes(first, len(of_member))
             passes &= condition.holds(as_numbers(values[last], column), first, sizes)
         self.counts[GroupCount.OVERSIZED] += np.count_nonzero(~is_small)
         self.counts[GroupCount.REJECTED] += np.count_nonzero(is_small & ~passes)
@@ -336,17 +326,13 @@ class TableGroups:
 
     @property
     def recent(self) -> tuple[int, int]:
-        """How many of the latest groups are complete, and how many failed a condition or were too
-        large.
-        """
+        """How many of the latest groups are complete, and how many failed a condition or size."""
         return self._count_words[GroupCount.RECENT_PASSED], self._count_words[
             GroupCount.RECENT_FAILED
         ]
 
     def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Write the words of groups, of slots group by group, [n]; return their leaders. [groups],
-        int64.
-        """
+        """Write the words of groups, of slots group by group, [n]; return the leaders. [groups]."""
         begins = _begins(groups)
         ends = np.append(begins[1:], len(slots))
         counts = _sizes(begins, len(slots))
@@ -371,8 +357,9 @@ class TableGroups:
         return np.asarray(leaders)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict the whole groups of committed slots; return the evicted slots, [n] -> [m]. With
-        `removed` the program removes them, and may add groups of the same numbers again.
+        """Evict the whole groups of committed slots; return the evicted slots. [n] -> [m].
+
+        `removed`: the program removes them, and may add groups of the same numbers again.
         """
         members = self.whole(slots) if len(slots) else slots
         leaders = members[self.is_leader(members)]
@@ -404,24 +391,18 @@ class TableGroups:
 
     @property
     def consumed(self) -> np.ndarray:
-        """Numbers of the groups that have left the table and are remembered, the oldest first. [n],
-        int64.
-        """
+        """Remembered numbers of groups that have left the table, the oldest first. [n], int64."""
         count = self._count_words[GroupCount.CONSUMED]
         size = len(self._ring)
         return self._ring.copy()[:count] if count <= size else np.roll(self._ring, -(count % size))
 
     def _is_consumed(self, wanted: np.ndarray) -> np.ndarray:
-        """Return which groups have left the table and are remembered. Numbers, [n], int64 -> [n],
-        bool.
-        """
+        """Return which numbers are remembered, of groups that have left. [n], int64 -> [n]."""
         known = self._ring[: self._count_words[GroupCount.CONSUMED]]
         return np.isin(wanted, known[np.isin(known, wanted)])
 
     def _remember(self, numbers: np.ndarray) -> None:
-        """Write the numbers of groups that leave the table to the ring, unless they are there. [n],
-        int64.
-        """
+        """Write the numbers of groups that leave to the ring, unless they are there. [n], int64."""
         if not len(self._ring):
             return
         numbers = numbers[~self._is_consumed(numbers)][-len(self._ring) :]
@@ -456,9 +437,7 @@ class TableGroups:
         self.counts[GroupCount.INSERTED] = max(self.counts[GroupCount.INSERTED], newest)
 
     def export(self, slots: np.ndarray) -> np.ndarray:
-        """Return the leaders' positions, plus 1, and SlotGroup.NUMBER and DRAWN. [n] -> [n, 3],
-        int64.
-        """
+        """Return leaders' positions plus 1, SlotGroup.NUMBER and DRAWN. [n] -> [n, 3], int64."""
         leaders = self.words[slots, SlotGroup.LEADER] - 1
         at = np.minimum(np.searchsorted(slots, leaders), max(len(slots) - 1, 0))
         is_saved = (leaders >= 0) & (slots[at] == leaders) if len(slots) else np.zeros(0, bool)
@@ -466,9 +445,12 @@ class TableGroups:
         return np.concatenate([np.where(is_saved, at + 1, 0)[:, None], words], axis=1)
 
     def restore(self, saved: np.ndarray, counts: np.ndarray, consumed: np.ndarray) -> None:
-        """Restore what `export`, `counts` and `consumed` were; the table's first n slots are
-        already restored. [n, 3]; `GroupCount` [16]; left groups' numbers, the oldest first, [m].
-        int64.
+        """Restore groups of a checkpoint; the table's first n slots are already restored.
+
+        Args:
+            saved: As `export`. [n, 3], int64.
+            counts: Words of `GroupCount`. [16], int64.
+            consumed: Numbers of left groups, the oldest first. [m], int64.
         """
         self.words[:] = 0
         self.words[:, SlotGroup.TIME] = time.monotonic_ns()
@@ -496,8 +478,7 @@ _CHANGED = ("slots", "groups", "group_counts", "consumed_groups", "retention", "
 def forecast_groups(
     name: str, spec: GroupSpec, schema: Schema, views: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Form the groups of a running store as its next selection will, on copies, for a reader that
-    changes nothing.
+    """Form the groups of a running store on copies, as its next selection will; changes nothing.
 
     Returns the store's regions, those that groups change as copies, and the counts of
     `TableGroups.statistics`. Cost: a pass over the slots, and a sort of the trajectories of groups

@@ -72,7 +72,7 @@ class KeptLedger(PromptLedger):
             slots = self.retired(number)
             versions = self.views["retention"][slots, SlotRetention.POLICY_VERSION]
             version = int(versions.min(initial=1 << 62))
-            is_kept = self._is_whole(slots) and self._is_in_time(number, version)
+            is_kept = self._is_whole(slots) and self.is_in_time(number, version)
             taken = super()._issue(1) if is_kept or len(leases) < count else []
             if not taken:
                 break
@@ -106,7 +106,7 @@ class KeptLedger(PromptLedger):
         _, index, counts = np.unique(self.numbers[slots], return_inverse=True, return_counts=True)
         self._sizes[slots] = counts[index]
 
-    def _is_in_time(self, number: int, version: int) -> bool:
+    def is_in_time(self, number: int, version: int) -> bool:
         """Return whether a group of a version may hold a number, so that none becomes too old."""
         spec = self.spec
         selected = self.num_selected

@@ -1,8 +1,8 @@
-"""Late columns: written once after their trajectory, and visible as a whole or not at all."""
+"""Late columns: fill them once after their trajectory is stored; which trajectories lack one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -175,15 +175,27 @@ def fill_each(
     lineage: str,
     offset: int = 0,
 ) -> None:
-    """Write a late column of resolutions of `absent`, as `fill` with `lineage`; what is there
-    already is counted.
+    """Write a late column of many trajectories, as `fill` with `lineage`; count those that have it.
 
-    `values` are the rows of one trajectory after the other; row i takes the one that is `offset`
-    before it in its trajectory, or zeros. Of a prompt that another trajectory holds they are left
-    out. Cost: a copy of the rows, with the lock held.
+    Args:
+        table: The table.
+        column: The late column.
+        resolutions: Of the trajectories, as `absent`. [n, Resolution.NUM_WORDS], int64.
+        values: Rows of one trajectory after the other; of a ragged column a Ragged, or what becomes
+            one, for each trajectory. Row i takes the one that is `offset` before it in its
+            trajectory, or zeros. Of a prompt that another trajectory holds they are left out.
+        lineage: `Table.lineage` of the resolutions.
+        offset: Steps between a row and its value.
+    Raises:
+        DataError: A value does not fit, or is not finite and must be; nothing is written.
+    Cost: A copy of the rows, with the lock held.
     """
     name = f"table {table.spec.name}"
     schema = table.spec.schema
+    ragged = _RaggedValues(table, table.lock.timeout_s)
+    if column.is_ragged:
+        pairs = zip(values, resolutions[:, Resolution.NUM_STEPS].tolist(), strict=True)
+        values = np.array([ragged.number(name, column, *pair) for pair in pairs], np.int64)
     slots = np.empty(len(resolutions), np.int64)
     counts = resolutions[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
     counts = np.ones_like(counts) if column.rows == "1" else counts
@@ -205,61 +217,26 @@ def fill_each(
     store = table.extents.handle.address
     bit = schema.late_bits([column.name])
     given = schema.names.index(column.name), bit, resolutions, array, offset, slots
-    with quiet(table, table.lock.timeout_s):
-        if lineage != table.lineage:
-            return
-        num, repeated, wrong = native.late_rows_write(store, *given)
-        if wrong >= 0:  # the row of a value; nothing is written
-            at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
-            step = wrong - ends[at] + counts[at] + offset + shared[at]
-            place = f"step {step} of id {resolutions[at, Resolution.ID]}"
-            check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
-        if repeated:
-            assert table.fills is not None
-            table.fills.count_repeated(schema.late_columns.index(column), repeated)
-        if table.groups is not None:
-            table.groups.note_time(slots[:num])
-        native.late_rows_mark(store, bit, slots[:num])  # the commit points
-
-
-def fill_ragged(
-    table: Table, column: Column, resolutions: np.ndarray, values: Sequence[Any], lineage: str
-) -> None:
-    """Write a late ragged column of resolutions of `absent`, as `fill_each`.
-
-    `values` has a Ragged, or what becomes one, for each trajectory. DataError: one does not fit, or
-    is not finite and must be; nothing is written.
-    """
-    name = f"table {table.spec.name}"
-    ragged = _RaggedValues(table, table.lock.timeout_s)
-    steps = resolutions[:, Resolution.NUM_STEPS].tolist()
-    pairs = zip(values, steps, strict=True)
-    numbers = np.array([ragged.number(name, column, *pair) for pair in pairs], np.int64)
-    bit = table.spec.schema.late_bits([column.name])
-    slots = resolutions[:, Resolution.SLOT]
     while True:
         with quiet(table, table.lock.timeout_s):
             if lineage != table.lineage:
                 return
             if ragged.are_held():
-                records = table.slots[slots]
-                is_there = records[:, Slot.STATE] == SlotState.COMMITTED
-                is_there &= records[:, Slot.ID] == resolutions[:, Resolution.ID]
-                is_filled = table.views["retention"][slots, SlotRetention.PRESENT] & bit != 0
-                writes = is_there & ~is_filled
-                table.columns[column.name][slots[writes]] = numbers[writes]
-                repeated = np.count_nonzero(is_there & is_filled)
+                num, repeated, wrong = native.late_rows_write(store, *given)
+                if wrong >= 0:  # the row of a value; nothing is written
+                    break
                 if repeated:
                     assert table.fills is not None
-                    late = table.spec.schema.late_columns.index(column)
-                    table.fills.count_repeated(late, int(repeated))
+                    table.fills.count_repeated(schema.late_columns.index(column), repeated)
                 if table.groups is not None:
-                    table.groups.note_time(slots[writes])
-                store = table.extents.handle.address
-                chosen = np.ascontiguousarray(slots[writes])
-                table.ops.native.late_rows_mark(store, bit, chosen)  # the commit points
+                    table.groups.note_time(slots[:num])
+                native.late_rows_mark(store, bit, slots[:num])  # the commit points
                 return
         ragged.add()
+    at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
+    step = wrong - ends[at] + counts[at] + offset + shared[at]
+    place = f"step {step} of id {resolutions[at, Resolution.ID]}"
+    check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
 
 
 def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) -> None:
@@ -268,9 +245,6 @@ def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) ->
     record[0, Resolution.ID] = lease.number
     record[0, Resolution.SLOT] = lease.entry
     record[0, Resolution.NUM_STEPS] = lease.num_steps
-    if column.is_ragged:
-        fill_ragged(table, column, record, [value], lease.origin)
-        return
     values = [value] if column.rows == "1" else value
     fill_each(table, column, record, values, lease.origin)
 
@@ -288,8 +262,7 @@ def check_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) -
 def _without_prompts(
     counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int
 ) -> np.ndarray:
-    """Return the values of the rows that trajectories hold themselves: all but the `shared` first,
-    [n].
+    """Return the values of the rows that trajectories hold themselves, without `shared` first ones.
 
     Of 5 rows of which 2 are shared, with an offset of 1, the rows [2, 5) have the values [1, 4).
     `counts` of rows, [n], of which the values are one trajectory's after the other.
@@ -305,8 +278,10 @@ def _without_prompts(
 
 
 def absent(table: Table, *names: str) -> np.ndarray:
-    """Return resolutions of trajectories that lack a late column, by group and id: as of a
-    selection, but with the slot that holds a shared prompt as MASS. Requires the lock.
+    """Return resolutions of trajectories that lack a late column, by group and id.
+
+    They are as of a selection, but with the slot that holds a shared prompt as MASS. Requires the
+    lock.
     """
     retention = table.views["retention"]
     bits = table.spec.schema.late_bits(names)

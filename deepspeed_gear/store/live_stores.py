@@ -1,4 +1,4 @@
-"""Read-only access to the stores of running processes, and to those that are kept without any.
+"""Read-only access to stores of running processes, for inspect and watch, and to kept stores.
 
 A store has no name once its ranks are attached, but /proc/PID/fd leads its user to the memory as
 long as a process holds it. It is mapped read-only and no lock is taken, so a reader can neither
@@ -40,8 +40,7 @@ class LiveStore:
 
 
 def living_stores(process: int | None = None) -> list[LiveStore]:
-    """Return the stores of this user's other processes and those that are kept, or those of one
-    process.
+    """Return the stores of this user's other processes and kept ones, or those of one process.
 
     Raises:
         StoreError: The process does not exist, is another user's, or a store of it cannot be read.
@@ -91,12 +90,9 @@ def _open(
     with suppress(OSError, *(() if strict else [StoreError])), open(path, "rb", 0) as file:
         status = os.fstat(file.fileno())
         is_same = (status.st_dev, status.st_ino) == identity
-        if (
-            is_same and file.read(len(MAGIC)) == MAGIC
-        ):  # else another program's, or not initialised yet
-            layout, run = read_header(
-                file.fileno(), str(path)
-            )  # StoreError: it is of another version
+        # Without the magic it is another program's file, or not initialised yet.
+        if is_same and file.read(len(MAGIC)) == MAGIC:
+            layout, run = read_header(file.fileno(), str(path))  # StoreError: of another version
             name = layout.meaning.get("table")
             if name is not None:  # else a policy board, or places of simulators
                 memory = mmap.mmap(file.fileno(), status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)

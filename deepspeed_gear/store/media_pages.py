@@ -1,10 +1,10 @@
-"""Pages of a store that hold items: media, and the values of trajectories in ragged columns. Each
-item is there once, under the number of its content.
+"""Pages of a store for media items and ragged values: add, find, evict; equal items once.
 
-An item is a chain of pages; the state of its first page, written last, is the commit point. What is
-needed follows from the rows: those of slots that are not free, and those from other nodes, name it,
-so there is no count that a death could leave wrong. A trajectory's rows are written first, into a
-reserved slot, then its media are added, and it is committed last.
+An item is held under the number of its content. It is a chain of pages; the state of its first
+page, written last, is the commit point. What is needed follows from the rows: those of slots that
+are not free, and those from other nodes, name it, so there is no count that a death could leave
+wrong. A trajectory's rows are written first, into a reserved slot, then its media are added, and it
+is committed last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import MediaPage, PageState
-from deepspeed_gear.store.row_allocator import distinct, is_among, look_up
+from deepspeed_gear.store.row_allocator import distinct, have_ended, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _PARTS = 8  # so many parts of the pages are made free at once, at least one
@@ -57,8 +57,9 @@ class MediaPages:
         self.numbers = numbers
 
     def needed(self, pinned: np.ndarray | None = None, with_arrivals: bool = True) -> np.ndarray:
-        """Return the numbers that trajectories name, or only those in reserved and `pinned` slots,
-        [slots]; and rows from other nodes. [n], int64. Cost: a pass over the rows.
+        """Return the numbers of items that rows name, also rows from other nodes. [n], int64.
+
+        `pinned`: only of reserved slots and these count, [slots], bool. Cost: a pass over the rows.
         """
         states = self._slots[:, Slot.STATE]
         used = (states if pinned is None else states * pinned) != SlotState.FREE
@@ -82,16 +83,15 @@ class MediaPages:
             numbers.arrivals[:] = 0
 
     def find(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the first page of each item, -1 where the store does not hold it. [n] -> [n],
-        int64.
-        """
+        """Return the first page of each item, -1 where the store lacks it. [n] -> [n], int64."""
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
         heads = heads[np.argsort(self.words[heads, MediaPage.NUMBER])]
         return look_up(self.words[heads, MediaPage.NUMBER], numbers, heads)
 
     def contents(self, numbers: np.ndarray, lock: Any) -> dict[int, np.ndarray]:
-        """Return copies of those items that the store holds, by number: [n] -> [bytes] each. Takes
-        the lock itself; the trajectories must be pinned.
+        """Return copies of the items that the store holds, by number. [n] -> [bytes] each.
+
+        Takes the lock itself; the trajectories must be pinned.
         """
         with lock:
             heads = self.find(numbers)
@@ -104,9 +104,7 @@ class MediaPages:
         return found
 
     def named(self, numbers: np.ndarray, lock: Any) -> dict[int, Media]:
-        """Return the media of a pinned trajectory by step, from the numbers of its steps. [T],
-        int64.
-        """
+        """Return a pinned trajectory's media by step, from the numbers of its steps. [T], int64."""
         steps = np.flatnonzero(numbers)
         found = dict[int, Media]()
         for number, content in self.contents(distinct(numbers[steps]), lock).items():
@@ -136,8 +134,10 @@ class MediaPages:
         pinned: Callable[[], np.ndarray] | None = None,
         keep: np.ndarray | None = None,
     ) -> None:
-        """Add what the store lacks; takes the lock itself. `named` are all numbers that the rows
-        name, [n]: these rows are written, so nothing of them is evicted.
+        """Add items that the store lacks; takes the lock itself.
+
+        `named` are all numbers that the rows name, [n]: these rows are written, so nothing of them
+        is evicted.
 
         `release` frees slots or evicts a trajectory, and returns whether it has; `pinned` returns
         which slots it cannot free, [slots], bool. `keep` are numbers that stay, beside what rows
@@ -212,9 +212,7 @@ class MediaPages:
         release: Callable[[], bool],
         pinned: Callable[[], np.ndarray] | None,
     ) -> None:
-        """Free so many pages: those of dead processes, then of what nothing names, then of
-        trajectories.
-        """
+        """Free so many pages: of dead processes, then of unnamed items, then of trajectories."""
         if self._num_free() >= wanted:
             return
         self.recover()
@@ -241,9 +239,7 @@ class MediaPages:
             raise StoreFullError(self.name, rule, f"{free} of {len(self.words)}", remedy)
 
     def _evict(self, wanted: int, named: np.ndarray) -> None:
-        """Evict items that nothing needs, beside those `named`, the oldest first, until so many are
-        free.
-        """
+        """Evict the oldest items that nothing needs, but those `named`, until so many are free."""
         needed = distinct(np.concatenate([self.needed(), named]))
         free = self._num_free()
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
@@ -258,9 +254,7 @@ class MediaPages:
             self.words[pages, MediaPage.STATE] = PageState.FREE
 
     def _reserve(self, numbers: np.ndarray, lengths: np.ndarray, digests: np.ndarray) -> np.ndarray:
-        """Return pages for items, marked as being written: those of the first one, of the next one,
-        ...
-        """
+        """Return pages for items, one item after the other, marked as being written. [pages]."""
         sizes = self._num_pages(lengths)
         words = self.words
         ends = np.cumsum(sizes)
@@ -291,9 +285,8 @@ class MediaPages:
         whole, begun = (
             np.flatnonzero(states == one) for one in (PageState.WHOLE, PageState.WRITING)
         )
-        owners = self.words[begun, MediaPage.OWNER]
-        living = [owner for owner in set(owners.tolist()) if self._memory.is_alive(owner)]
-        for pages in chain(self.words, np.append(whole, begun[is_among(owners, living)])):
+        is_dead = have_ended(self.words[begun, MediaPage.OWNER], self._memory)
+        for pages in chain(self.words, np.append(whole, begun[~is_dead])):
             held[pages] = True
         states[~held] = PageState.FREE
 
@@ -307,9 +300,7 @@ class MediaPages:
 
 
 def chain(words: np.ndarray, heads: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the first pages of items, [n], then their second pages, ..., from the words of all
-    pages.
-    """
+    """Yield the first pages of items, then their second ones, and so on. [n] each."""
     while len(heads):
         yield heads
         following = words[heads, MediaPage.NEXT]

@@ -1,4 +1,4 @@
-"""Memory layout of a store: offsets of its regions. Pure arithmetic, the same in every process."""
+"""Memory layout of a store: its header, format version and run, and the places of its regions."""
 
 from __future__ import annotations
 
@@ -67,9 +67,8 @@ class Layout:
     """Regions one after the other after the header and the description, each 128-byte aligned."""
 
     regions: tuple[Region, ...]
-    description: (
-        str  # canonical JSON of what the regions mean; stored, hashed and compared at attach
-    )
+    # Canonical JSON of what the regions mean; stored, hashed and compared at attach
+    description: str
 
     @classmethod
     def of(cls, regions: Sequence[Region], meaning: dict[str, Any]) -> Layout:
@@ -129,8 +128,10 @@ def write_header(buffer: Any, layout: Layout, run: RunIdentity) -> None:
 
 
 def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
-    """Return layout and run of an open store file; StoreError: no store, other format version or
-    damaged.
+    """Return the layout and the run of an open store file.
+
+    Raises:
+        StoreError: It is no store, of another format version, or damaged.
     """
     num_bytes = os.fstat(fd).st_size
     head = os.pread(fd, HEADER_BYTES, 0)

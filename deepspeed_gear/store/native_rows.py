@@ -1,6 +1,4 @@
-"""Rows of columns for C++ and torch: addresses in memory that the caller keeps mapped, forms,
-views.
-"""
+"""Rows of columns for C++ and torch: their addresses, forms and checks, and views as tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ _CHECKS = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}  # store/fin
 
 
 def form_of(native: ModuleType, column: Column) -> Any:
-    """Return the RowForm that buffers of a column's rows must have; its check refuses NaN and
-    infinities.
-    """
+    """Return the RowForm of a column's rows, with the check of NaN and infinities that it needs."""
     dtype = column.numpy_dtype
     check = _CHECKS[column.dtype] if column.must_be_finite else 0
     return native.RowForm(dtype.kind, dtype.itemsize, check, column.shape)
@@ -31,9 +27,7 @@ def address(array: np.ndarray) -> int:
 
 
 def as_tensor(array: np.ndarray, dtype: str = "") -> torch.Tensor:
-    """View stored values, also read-only ones, never to be written to; uint16 of "bfloat16" as
-    that.
-    """
+    """View stored values as a tensor, never to be written to; uint16 of "bfloat16" as such."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         tensor = torch.from_numpy(np.asarray(array))

@@ -1,4 +1,4 @@
-"""The native store of a table with a capacity, set up: the gate for all writers of its process."""
+"""Set-up of the native store of a table: eviction code, rate limiter, streams, addresses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.schema import DTYPES
-from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
+from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET, Layout
 from deepspeed_gear.store.native_rows import ROWS_CODES, address, form_of
 from deepspeed_gear.store.prompt_spec import PromptPart
 from deepspeed_gear.store.records import EvictionCode, RateUnitCode
 from deepspeed_gear.store.shared_memory import SharedMemory
-from deepspeed_gear.store.table_spec import TableSpec
+from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec
 
 _TRAIN_POSITION = "stream/train/position"
 _LAST_DRAWN = "/last_drawn"
@@ -41,7 +41,7 @@ def native_store(
     columns: Mapping[str, np.ndarray],
     arrays: Sequence[np.ndarray],
 ) -> Any:
-    """Return the native `Store` of a table: what it reserves, evicts, moves and frees by.
+    """Return the native `Store` of a table with a capacity: the gate for the process's writers.
 
     Args:
         native: The native module.
@@ -49,7 +49,7 @@ def native_store(
         memory: The store's memory, mapped for as long as the native store is used.
         views: The regions of the memory, those of the batch streams too.
         columns: The stored columns by name. [rows or slots, *shape].
-        arrays: All that is stored by row, which moves with its trajectory. [rows, ...].
+        arrays: As `row_arrays`.
     """
     shard = spec.own_shard
     base = address(np.frombuffer(memory.buffer, np.uint8, 1))
@@ -96,6 +96,29 @@ def native_store(
         if name.endswith(_LAST_DRAWN):
             store.add_stream(_stream_words(views, name.removesuffix(_LAST_DRAWN)))
     return store
+
+
+def row_arrays(
+    spec: TableSpec,
+    layout: Layout,
+    views: Mapping[str, np.ndarray],
+    columns: Mapping[str, np.ndarray],
+) -> list[np.ndarray]:
+    """Return all that is stored by row, and moves with its trajectory: [rows, ...] each.
+
+    They are the columns of steps, and the streams' priorities and draw counts of steps.
+    """
+    arrays = [columns[column.name] for column in spec.schema if column.rows != "1"]
+    if spec.return_to_go and spec.schema.role("reward") is not None:
+        arrays.append(columns[RETURN_TO_GO])
+    meaning = layout.meaning
+    for name, view in views.items():
+        stream, _, part = name.rpartition("/")
+        if part == "row_slots":
+            arrays += [view, views[f"{stream}/priorities"]]
+        elif part == "draws" and meaning[stream.removeprefix("stream/")].get("unit") == "step":
+            arrays.append(view)
+    return arrays
 
 
 def trajectory_reader(

@@ -1,5 +1,7 @@
-"""Pins: which trajectories the batch streams of a store still read. A writer, which has no batch
-streams, computes them from the streams' regions in the store (store/eviction.cpp).
+"""Pins: which trajectories are still read by selections, and releases of those of dead processes.
+
+A writer, which has no batch streams, computes them from the streams' regions in the store
+(store/eviction.cpp).
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ class SelectionPins:
         self._store = table.extents.handle
         names = [name for name in table.views if name.endswith("/last_drawn")]
         self._last_drawn = [table.views[name] for name in names]
-        self._consumed = [
-            table.views[name.replace("/last_drawn", "/consumed")] for name in names
-        ]  # the newest global batch that each process has released, plus 1. [peers], int64
+        # The newest global batch that each process has released, plus 1. [peers], int64.
+        self._consumed = [table.views[name.replace("/last_drawn", "/consumed")] for name in names]
 
     @property
     def are_frozen(self) -> bool:
@@ -46,9 +47,7 @@ class SelectionPins:
                     consumed[peer] = NEVER_LATE
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
-        """Return priorities, or the highest of steps; inf: newer than the latest selection. [n] ->
-        [n].
-        """
+        """Return each slot's highest priority; inf: newer than the latest selection. [n] -> [n]."""
         found = np.empty(len(slots), np.float32)
         slots = np.ascontiguousarray(slots, np.int64)
         self._store.find_priorities(address(slots), len(slots), address(found))

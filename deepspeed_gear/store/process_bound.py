@@ -1,6 +1,7 @@
-"""Objects of one process: neither pickled nor copied, nor used by a forked child, which has its
-parent's locks, sample numbers and memory but no threads: two would return the same batches, and an
-end would detach the parent.
+"""Objects of one process: they cannot be pickled or copied, and a forked child cannot use them.
+
+The child has its parent's locks, sample numbers and memory but no threads: two would return the
+same batches, and an end would detach the parent.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ _living: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 
 
 class ProcessBound:
-    """Base of classes whose objects only the process that made them may use; a `with` block closes
-    them.
-    """
+    """Base of classes whose objects only their own process may use; a `with` block closes them."""
 
     def __new__(cls: type[Bound], *arguments: Any, **options: Any) -> Bound:
         """Register an object, weakly, for `_leave_to_parent`."""

@@ -201,9 +201,8 @@ class PromptMasses:
         for (offset, width), (above, _) in pairwise(self._levels):
             groups = sums[offset : offset + width].reshape(-1, FAN_OUT)
             sums[above : above + len(groups)] = groups.sum(1)
-        self._tree[_BUILT] = self._key(
-            epoch
-        )  # last: a death before leaves a tree that is not built
+        # Last: a death before leaves a tree that is not built.
+        self._tree[_BUILT] = self._key(epoch)
 
 
 def merge_masses(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

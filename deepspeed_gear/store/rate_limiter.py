@@ -1,7 +1,6 @@
-"""Rate limiter: when the writers or samplers of a table must block, on one node and over several.
-Pure.
+"""Rate limiter: when writers or samplers of a table must block, and the quotas of several nodes.
 
-The native store tests whether writers may add (`MayInsert` in store/rate_limiter.cpp).
+Pure. The native store tests whether writers may add (`MayInsert` in store/rate_limiter.cpp).
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class RateLimiter:
     def ratio(
         cls, unit: Unit, min_size: int, samples_per_insert: float, buffer: float
     ) -> RateLimiter:
-        """Return a limiter that bounds the difference to `buffer` around its value at `min_size`
-        items.
-        """
+        """Return a limiter whose bounds are `buffer` around the difference at `min_size` items."""
         offset = samples_per_insert * min_size
         return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
 
@@ -76,8 +73,9 @@ class RateLimiter:
         return self.most < math.inf
 
     def room(self, size: int, inserted: int, sampled: int) -> int:
-        """Return how many items may be added before another sample (if it `holds_back`); as
-        `may_sample`.
+        """Return how many items may be added before another sample, if it `holds_back`.
+
+        Arguments as `may_sample`.
         """
         ahead = math.floor((self.most + sampled) / self.samples_per_insert) + 1 - inserted
         while (inserted + ahead) * self.samples_per_insert - sampled > self.most:
@@ -96,9 +94,10 @@ class RateLimiter:
 
 
 def kept(admitted: int, quota: int, gives_all: bool) -> int:
-    """Return a node's quota for a round, in which its writers go on: half of what it leaves
-    after the `admitted` items; 0 where samplers wait, as then even the longest must be admitted on
-    some node.
+    """Return a node's quota for a round, in which its writers go on adding.
+
+    It is half of what the node leaves after the `admitted` items; 0 where samplers wait, as then
+    even the longest must be admitted on some node.
     """
     return admitted if gives_all else max(admitted, admitted + (quota - admitted) // 2)
 

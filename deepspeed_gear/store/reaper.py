@@ -1,5 +1,4 @@
-"""The reaper: a process that removes a shared-memory file once no process is attached to it any
-more.
+"""Reaper: a process that removes a shared-memory file after all processes of it have ended.
 
 A file that keeps its name needs one, since a process that ends by SIGKILL or SIGSEGV removes
 nothing. A reaper serves one file. It waits, without polling, for a lock on the whole file, which

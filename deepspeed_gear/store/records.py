@@ -1,4 +1,4 @@
-"""Records of a store's shared memory: one class of words per record. Header: store/store.h."""
+"""Words of a store's records in shared memory, one class each; in C++: store/store.h."""
 
 from __future__ import annotations
 
@@ -63,16 +63,13 @@ class FillClaim:
     ID: Final = 0  # of the trajectory, plus 1, written last; 0: there is none
     OWNER: Final = 1  # index of the process
     DEADLINE: Final = 2  # monotonic nanoseconds at which the claim ends
-    REPEATED: Final = (
-        0  # in the row after the slots: fills ever that were ignored since the column was there
-    )
+    # In the row after the slots: fills ever that were ignored since the column was there
+    REPEATED: Final = 0
     NUM_WORDS: Final = 3
 
 
 class SharedPrompt:
-    """Words of a slot whose trajectory begins with steps that another one of its group holds for
-    it.
-    """
+    """Words of a slot whose first steps another trajectory of its group holds."""
 
     STEPS: Final = 0  # so many; 0: it holds all of its steps
     SLOT: Final = 1  # of the one that holds them
@@ -112,9 +109,7 @@ class SlotLink:
 
 
 class Growing:
-    """Words of a trajectory that grows: its slot as its writer reserved it, and what is published
-    of it.
-    """
+    """Words of a trajectory that grows: its slot as reserved, and what is published of it."""
 
     SLOT: Final = 0  # -1: nothing is published
     GENERATION: Final = 1
@@ -179,9 +174,8 @@ class Peer:
 
     PID: Final = 0
     OLDEST_OPEN: Final = 1  # oldest policy version of its open trajectories, plus 1
-    WAITS: Final = (
-        3  # how often its call has looked for items and waits on, adding none; 0: it does not wait
-    )
+    # How often its call has looked for items and waits on, adding none; 0: it does not wait
+    WAITS: Final = 3
     LOST: Final = 4  # 1: another rank was waiting for it when it died
     NUM_WORDS: Final = 8
 
@@ -232,16 +226,12 @@ class Head:
 
 
 class Position(Head):
-    """Words of a batch stream's position: those of its latest head, with the next NUMBER,
-    and these.
-    """
+    """Words of a batch stream's position: its latest head's, with the next NUMBER, and more."""
 
-    DONE: Final = (
-        11  # 0, or 1 + samples of the next selection that were resolved before its epoch ended
-    )
+    # 0, or 1 + samples of the next selection that were resolved before its epoch ended
+    DONE: Final = 11
     AHEAD: Final = 12  # global batch whose draws are in its ring entry before it is selected
     RECOVERED: Final = 13  # RECOVERIES of the store when this stream was last repaired
-    WRITES: Final = (
-        14  # over nodes: a process of this node writes too, and must not wait for itself
-    )
+    # Over nodes: a process of this node writes too, and must not wait for itself
+    WRITES: Final = 14
     LIMITED: Final = 15  # over nodes: the rate limiter refuses the next selection

@@ -1,4 +1,4 @@
-"""Retention: how long trajectories stay in a table. Pure."""
+"""Retention: how long trajectories stay: limits of steps, age, lag and draws; policy. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ UNLIMITED = (1 << 62) - 1
 
 @dataclass(frozen=True)
 class Retention:
-    """The limits of a store, what is evicted to keep them, and when its writers or
-    samplers block.
-    """
+    """The limits of a store, its eviction policy, and its rate limiter."""
 
     eviction: str = "none"  # name of the eviction policy, or "module:Class"
-    column: str | None = (
-        None  # per-trajectory column whose lowest values are evicted first, with "keep_best"
-    )
+    # Per-trajectory column whose lowest values are evicted first, with "keep_best"
+    column: str | None = None
     max_steps: int = UNLIMITED  # limits below the capacity
     max_trajectories: int = UNLIMITED
     max_times_sampled: int = 0  # draws after which a trajectory is evicted; 0: never
@@ -26,6 +23,5 @@ class Retention:
     max_age: int = 0  # global batches after which a trajectory is evicted; 0: never
     version_column: str | None = None  # column of policy versions
     max_lag: int = 0  # largest lag of a stored policy version
-    waits: bool = (
-        False  # whether a new version waits for open trajectories that would exceed the lag
-    )
+    # Whether a new version waits for open trajectories that would exceed the lag
+    waits: bool = False

@@ -1,5 +1,4 @@
-"""Allocation of rows and slots of a store, the order of its trajectories, and the log of changed
-slots.
+"""Rows and slots of a store: the slot table, lists derived from it, and repair after deaths.
 
 Two lists run through the slots, each with a sentinel: extents by address, between which the free
 rows lie, and trajectories by age, those that are committed and those that are retired. They lie in
@@ -19,31 +18,28 @@ which processes live.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.store.native_store import native_store
 from deepspeed_gear.store.records import Control, Growing, MomentHead, SlotLink, SlotRetention
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import TableSpec
 
 
 class RowAllocator:
-    """The slots and extents of a store with a capacity, mapped; `arrays` are all that is stored by
-    row. [rows, ...]. Every method requires the lock.
+    """The slots and extents of a store with a capacity, mapped. Every method requires the lock.
+
+    Args:
+        handle: The native store of this process, as `native_store.native_store`.
+        spec: The specification of the table.
+        memory: The memory of the store; its locks show which processes live.
+        views: The regions of the memory.
     """
 
     def __init__(
-        self,
-        native: ModuleType,
-        spec: TableSpec,
-        memory: SharedMemory,
-        views: Mapping[str, np.ndarray],
-        columns: Mapping[str, np.ndarray],
-        arrays: Sequence[np.ndarray],
+        self, handle: Any, spec: TableSpec, memory: SharedMemory, views: Mapping[str, np.ndarray]
     ) -> None:
         self._memory = memory
         self.control = views["control"]
@@ -61,13 +57,14 @@ class RowAllocator:
         if self._counts:
             self._moments_head = views["moments_head"]
             self._moments = views["moments"]
-        self.handle: Any = native_store(native, spec, memory, views, columns, arrays)
+        self.handle = handle
         #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of
         #: the last search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
         self.reserve: Callable[[int, int], int] = self.handle.reserve
         #: Publish the steps of a reserved slot and free what follows its rows: slot, steps, rows,
-        #: and number of the global batch that is selected next. Returns the new id.
-        self.commit: Callable[[int, int, int, int], int] = self.handle.commit
+        #: number of the global batch that is selected next, bits of its late columns. Returns the
+        #: new id.
+        self.commit: Callable[[int, int, int, int, int], int] = self.handle.commit
         #: Publish the first steps of an open trajectory, whose rows are written.
         self.grow: Callable[[int, int], None] = self.handle.grow
         #: Retire a committed trajectory.
@@ -85,8 +82,9 @@ class RowAllocator:
         self._open[slot] = 1
 
     def handle_of(self, slot: int) -> list[int]:
-        """Return the handle of a slot that this process has reserved: it, its generation, and the
-        loads of checkpoints, of which one may come in the meantime.
+        """Return the handle of a slot that this process has reserved: slot, generation, loads.
+
+        A load of a checkpoint in the meantime makes it another one.
         """
         return [slot, int(self.slots[slot, Slot.GENERATION]), int(self.control[Control.LOADS])]
 
@@ -104,15 +102,14 @@ class RowAllocator:
         )
 
     def stands(self, words: np.ndarray) -> bool:
-        """Return whether a slot is still this process's own and was not evicted; `words` as
-        `is_own`.
-        """
+        """Return whether a slot is this process's own and was not evicted; `words` as `is_own`."""
         return self.is_own(words) and bool(self.slots[words[0], Slot.STATE] != SlotState.EVICTED)
 
     def end(self, slot: int, truncated: bool, returns: bool = False) -> None:
-        """Mark a slot as complete, its last step `truncated` unless terminated; free the rows after
-        it, or all if nothing is published. `returns`: its writer, in this process, comes back for
-        these rows.
+        """Mark a slot as complete, and free the rows after its steps, or all if none is published.
+
+        `truncated`: its last step is marked as truncated unless terminated. `returns`: its writer,
+        in this process, comes back for these rows.
         """
         self.handle.end(slot, truncated, returns)
 
@@ -122,9 +119,7 @@ class RowAllocator:
             self.end(slot, truncated=True)
 
     def end_abandoned(self, peer: int | None = None) -> None:
-        """Free dead processes' slots (only `peer`'s earlier ones); truncate their open
-        trajectories.
-        """
+        """Free dead processes' slots, or only `peer`'s earlier ones; truncate open trajectories."""
         begun = np.flatnonzero(
             (self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0)
         )
@@ -140,9 +135,7 @@ class RowAllocator:
         return np.asarray(slots[have_ended(owners, self._memory)])
 
     def recover(self) -> None:
-        """Repair what dead processes have left: a move, reserved slots, ends and commits; then
-        `rebuild`.
-        """
+        """Repair what dead processes left: a move, reservations, ends, commits; then `rebuild`."""
         self.handle.finish_move()  # first: its extent's rows are at neither place until then
         slots = self.slots
         control = self.control
@@ -227,9 +220,7 @@ class RowAllocator:
 
 
 def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row, step, and index into [n, 8] slot records, of all rows one after the other. [m],
-    int64.
-    """
+    """Return row, step and index of its record, of all rows of [n, 8] slot records. [m], int64."""
     count = records[:, Slot.NUM_ROWS]
     owner = np.repeat(np.arange(len(records)), count)
     steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
@@ -247,9 +238,7 @@ def distinct(values: np.ndarray) -> np.ndarray:
 
 
 def look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the values of numbers among ascending known ones; -1 where they are missing. [n],
-    int64.
-    """
+    """Return values of numbers by their place in ascending known ones; -1: missing. [n], int64."""
     if not len(known):
         return np.full(len(wanted), -1, np.int64)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
@@ -257,9 +246,7 @@ def look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.nda
 
 
 def committed_at(slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return where ids are committed in [m, 8] slot records; -1 where they are not. [n] -> [n],
-    int64.
-    """
+    """Return where ids are committed in [m, 8] slot records; -1: nowhere. [n] -> [n], int64."""
     committed = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
     committed = committed[np.argsort(slots[committed, Slot.ID])]
     return look_up(slots[committed, Slot.ID], ids, committed)

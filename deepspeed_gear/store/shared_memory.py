@@ -1,4 +1,4 @@
-"""Shared memory of a node's processes: create, attach, liveness, removal.
+"""Shared-memory files of a node: create, attach, which processes live, removal of leftovers.
 
 A file is created under no name, allocated, initialised and only then linked, so no process ever
 maps half a store. Each attached process holds a lock on one byte of the file; the kernel releases
@@ -43,12 +43,8 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error
 _NO_PEER = 1 << 40  # byte of no process: its holder has locked the whole file, to remove it
 _REMOVAL_S = 1.0  # longest wait for another process to end a removal, which takes it two calls
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-_NO_MEMORY = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.ENOMEM,
-    errno.EFAULT,
-)  # EFAULT: of populating a full tmpfs
+# EFAULT: of populating a full tmpfs.
+_NO_MEMORY = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFAULT)
 
 
 def _record_lock(fd: int, command: int, kind: int, start: int, length: int) -> int:
@@ -58,9 +54,7 @@ def _record_lock(fd: int, command: int, kind: int, start: int, length: int) -> i
 
 
 def try_lock(fd: int, kind: int, start: int, length: int) -> bool:
-    """Lock bytes of an open file (F_WRLCK, F_RDLCK), or return False where another open file has
-    them.
-    """
+    """Lock bytes of an open file (F_WRLCK, F_RDLCK); return whether no other open file has them."""
     try:
         _record_lock(fd, fcntl.F_OFD_SETLK, kind, start, length)
         return True
@@ -71,9 +65,7 @@ def try_lock(fd: int, kind: int, start: int, length: int) -> bool:
 
 
 def file_path(name: str) -> Path:
-    """Return the path of a file's name, or prefix; raise a ConfigError if it could lead out of
-    /dev/shm.
-    """
+    """Return the path of a file's name or prefix; ConfigError: it could lead out of /dev/shm."""
     if not isinstance(name, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
         rule = "must be the name of a file without its folder"
         raise ConfigError(f"name of a file in {SHM}", rule, name, "leave out slashes")
@@ -91,8 +83,10 @@ def clean_command(prefix: str, kept: bool = True) -> str:
 
 
 class SharedMemory:
-    """A shared-memory file, mapped by `create` or `attach`. Creation, attachment and removal may
-    race between processes; the content is the caller's to guard.
+    """A shared-memory file, mapped by `create` or `attach`.
+
+    Creation, attachment and removal may race between processes; the content is the caller's to
+    guard.
 
     `buffer` is a memoryview: over the map itself, an array would not keep it from closing.
     """
@@ -112,8 +106,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int, peer: int = 0, huge_pages: bool = True) -> SharedMemory:
-        """Allocate memory under no name, which `link` makes visible; `peer` is the index of this
-        process.
+        """Allocate memory under no name, which `link` gives it; `peer` is this process's index.
 
         Raises:
             StoreFullError, StoreError: Too little space in /dev/shm or allowed memory; no usable
@@ -131,9 +124,8 @@ class SharedMemory:
             ) from error
         try:
             free = os.fstatvfs(fd)
-            if (
-                num_bytes > free.f_bavail * free.f_frsize
-            ):  # trying would take memory that others need
+            # Trying would take memory that others need.
+            if num_bytes > free.f_bavail * free.f_frsize:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             check_available(num_bytes)
             os.ftruncate(fd, num_bytes)
@@ -163,9 +155,8 @@ class SharedMemory:
     def _allocate(self, huge_pages: bool) -> None:
         """Allocate every page now, so that a full /dev/shm is an error and not a SIGBUS later."""
         if huge_pages:
-            with contextlib.suppress(
-                OSError
-            ):  # a kernel without them: the store works with small pages
+            # On a kernel without them the store works with small pages.
+            with contextlib.suppress(OSError):
                 self.advise(mmap.MADV_HUGEPAGE)
         try:
             self.advise(MADV_POPULATE_WRITE)
@@ -176,9 +167,7 @@ class SharedMemory:
         os.posix_fallocate(self.fd, 0, self.num_bytes)
 
     def advise(self, option: int, first: int = 0, num_bytes: int | None = None) -> None:
-        """Call madvise for bytes of the map; None: up to its end. Raises an OSError if the kernel
-        refuses.
-        """
+        """Call madvise for bytes of the map; None: up to its end. OSError: the kernel refuses."""
         whole: Any = self.buffer.obj
         whole.madvise(option, first, self.num_bytes - first if num_bytes is None else num_bytes)
 
@@ -269,9 +258,7 @@ class SharedMemory:
 
     @classmethod
     def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:
-        """Map a name's memory under the first free index; StoreError: all are taken, or as
-        `attach`.
-        """
+        """Map a name's memory under the first free index; StoreError: none is, or as `attach`."""
         for peer in peers:
             with contextlib.suppress(PeerTakenError):
                 return cls.attach(name, peer)
@@ -280,9 +267,7 @@ class SharedMemory:
         )
 
     def unlink(self) -> None:
-        """Remove the name: no process can attach any more, and the memory is freed with its last
-        process.
-        """
+        """Remove the name: no process can attach; the memory ends with its last process."""
         os.unlink(self.path)
         self.path = SHM
 
@@ -304,9 +289,7 @@ class SharedMemory:
         return total
 
     def close(self) -> None:
-        """Detach; the last to detach removes the file. Views stay valid, and keep the
-        map for that.
-        """
+        """Detach; the last to detach removes the file. Views stay valid, and keep the map."""
         if self._closed:
             return
         self._closed = True
@@ -315,9 +298,8 @@ class SharedMemory:
             # returns.
             if not _unlink_if_garbage(self.fd, self.path):
                 _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
-                if not _unlink_if_garbage(
-                    self.fd, self.path
-                ):  # two that detach at once block each other
+                # Two that detach at once block each other.
+                if not _unlink_if_garbage(self.fd, self.path):
                     _await_removal(self.fd)
             # A child that C code has forked may have a copy of the descriptor, which would keep the
             # lock.
@@ -338,9 +320,7 @@ def _open(path: Path) -> int:
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[int]:
-    """Open a store's file to read its header without attaching; StoreGoneError: it does
-    not exist.
-    """
+    """Open a store's file to read its header without attaching; StoreGoneError: there is none."""
     fd = _open(path)
     try:
         yield fd
@@ -349,9 +329,7 @@ def opened_file(path: Path) -> Iterator[int]:
 
 
 def _refuse_no_descriptor(path: Path, error: OSError) -> None:
-    """Raise StoreError if an error is that this process, or the machine, has too many
-    files open.
-    """
+    """Raise StoreError if an error says that too many files are open, here or on the machine."""
     if error.errno in _NO_DESCRIPTOR:
         rule = "must be opened"
         remedy = "raise the limit of open files (ulimit -n), or close some"
@@ -373,9 +351,7 @@ def _await_removal(fd: int) -> None:
 
 
 def is_held(fd: int, first: int, count: int) -> bool:
-    """Return whether another process holds a lock on bytes of an open file; a count of 0: to its
-    end.
-    """
+    """Return whether another process locks bytes of an open file; a count of 0: up to its end."""
     return _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, first, count) != fcntl.F_UNLCK
 
 
@@ -385,8 +361,10 @@ def is_kept(fd: int) -> bool:
 
 
 def opened(prefix: str | None) -> Iterator[tuple[Path, int]]:
-    """Iterate over this user's store files of a prefix (None: any), living or not, each open in its
-    turn. ConfigError: it could lead out of /dev/shm; StoreError: too many files are open.
+    """Iterate over this user's store files of a prefix, living or not, each open in its turn.
+
+    A `prefix` of None is any. ConfigError: it could lead out of /dev/shm; StoreError: too many
+    files are open.
     """
     pattern = "*" if prefix is None else f"{glob.escape(file_path(prefix).name)}-*"
     try:
@@ -420,8 +398,7 @@ def living(prefix: str) -> list[Path]:
 
 
 def remove_garbage(prefix: str, kept: bool = False) -> list[Path]:
-    """Remove the stores of runs that have ended, and return them; never one that a process is
-    attached to.
+    """Remove the stores of ended runs, never one with an attached process; return their paths.
 
     Those that are kept go if `kept`.
     """

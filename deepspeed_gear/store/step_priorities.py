@@ -1,4 +1,4 @@
-"""Step priorities of a store: the priorities of its rows, which move with their trajectories."""
+"""Repair of step priorities, which move with their rows, after the death of a process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from deepspeed_gear.store.table import Table
 
 
 def repair_step_priorities(table: Table, stream: str) -> None:
-    """Repair priorities and slots of rows from the slot table; without effect where items have
-    none.
+    """Repair priorities and slots of rows from the slot table, where items are steps.
 
     Writers move and clear them natively (store/step_priorities.cpp). A death in between leaves
     priorities in rows that hold no trajectory, or slots of rows that have moved. Requires the lock.

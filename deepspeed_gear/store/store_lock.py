@@ -18,9 +18,8 @@ from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
-TURN_S = (
-    0.1  # longest wait in native code for a lock: between two, Python runs the handlers of signals
-)
+# Longest wait in native code for a lock: between two, Python runs the handlers of signals
+TURN_S = 0.1
 
 
 class LockResult:
@@ -107,10 +106,8 @@ class StoreLock:
         remedy = "check what that process does"
         with suppress(OSError):  # it has ended, or is in another pid namespace
             status = Path("/proc", str(holder), "stat").read_text()
-            if status.rpartition(")")[2].split()[0] in (
-                "T",
-                "t",
-            ):  # by a signal, a terminal or a debugger
+            # Stopped by a signal or a terminal (T), or by a debugger (t).
+            if status.rpartition(")")[2].split()[0] in ("T", "t"):
                 given = f"{given}, which is stopped"
                 remedy = f"continue it (kill -CONT {holder}) or end it"
         return StoreError(

@@ -1,6 +1,7 @@
-"""One node's part of a table: columns in shared or mapped memory, and the slot table of its
-trajectories. A slot is reserved -> committed -> retired -> free; its state word is the commit
-point, written last. All free slots and rows derive from the slot table.
+"""Table: one node's part of it in a store; create, attach, read and write rows, commit, evict.
+
+Columns lie in shared or mapped memory. A slot is reserved -> committed -> retired -> free; its
+state word is the commit point, written last. All free slots and rows derive from the slot table.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from deepspeed_gear.store.memory_layout import (
     write_header,
 )
 from deepspeed_gear.store.native_rows import as_tensor
+from deepspeed_gear.store.native_store import native_store, row_arrays
 from deepspeed_gear.store.prompt_ledger import LeaseRecord, PromptLedger
 from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt, SlotRetention
@@ -49,9 +51,10 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layou
 
 
 class Table:
-    """A table in this process: one process of a node `create`s it, others `attach`. Methods that
-    change or read slots require `lock` where stated; rows of a reserved slot are its owner's, of a
-    committed one constant.
+    """A table in this process: one process of a node `create`s it, others `attach`.
+
+    Methods that change or read slots require `lock` where stated; rows of a reserved slot are its
+    owner's, of a committed one constant.
     """
 
     def __init__(
@@ -99,9 +102,8 @@ class Table:
         #: copied too.
         self.gathers_own_rows = spec.in_memory or not spec.has_arrivals
         self.compressed = spec.compressed
-        self.columns |= cast(
-            "Mapping[str, np.ndarray]", self.compressed
-        )  # they are indexed as arrays
+        # Compressed columns are indexed as arrays.
+        self.columns |= cast("Mapping[str, np.ndarray]", self.compressed)
         #: From a part of this process to its next one, whose rows are read ahead; 0: none are.
         self.parts_ahead = 0
         #: Called with the lock held after the death of its owner: they rebuild derived state.
@@ -110,21 +112,9 @@ class Table:
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._recover())
         if spec.dataset is None:
-            # All that is stored by row: columns, and priorities and draw counts of the streams.
-            arrays = [self.columns[column.name] for column in spec.schema if column.rows != "1"]
-            meaning = layout.meaning
-            if spec.return_to_go and spec.schema.role("reward") is not None:
-                arrays.append(self.columns[RETURN_TO_GO])
-            for name, view in views.items():
-                stream, _, part = name.rpartition("/")
-                if part == "row_slots":
-                    arrays += [view, views[f"{stream}/priorities"]]
-                elif (
-                    part == "draws"
-                    and meaning[stream.removeprefix("stream/")].get("unit") == "step"
-                ):
-                    arrays.append(view)
-            self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
+            arrays = row_arrays(spec, layout, views, self.columns)
+            native = native_store(ops.native, spec, memory, views, self.columns, arrays)
+            self.extents = RowAllocator(native, spec, memory, views)
         #: `SharedPrompt` of each slot that is not free; None: the table has no prompts. [slots, 2],
         #: int64.
         self.shared_prompts: np.ndarray | None = views.get("shared_prompts")
@@ -165,9 +155,10 @@ class Table:
         timeout_s: float,
         huge_pages: bool = True,
     ) -> Table:
-        """Create the node's store of a table, not yet linked, and load its data set. `extra` are
-        regions of streams; `meaning` must be equal in all processes. StoreFullError: there is too
-        little memory.
+        """Create the node's store of a table, not yet linked, and load its data set.
+
+        `extra` are regions of streams; `meaning` must be equal in all processes. StoreFullError:
+        there is too little memory.
         """
         layout = table_layout(spec, extra, meaning)
         memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
@@ -195,8 +186,11 @@ class Table:
         ops: Ops,
         timeout_s: float,
     ) -> Table:
-        """Attach to a store of another process of the node. StoreError: no store of this user or
-        this run; ConfigError: its layout differs.
+        """Attach to a store that another process of the node has created.
+
+        Raises:
+            StoreError: There is no store of this user or this run.
+            ConfigError: Its layout differs.
         """
         memory = SharedMemory.attach(name, peer)
         with undo_on_error(memory.close):
@@ -260,9 +254,7 @@ class Table:
 
     @property
     def is_selecting(self) -> bool:
-        """Whether a selection over several nodes is under way; one of a job that was
-        killed is not.
-        """
+        """Whether a selection over several nodes is under way, of a job whose ranks live."""
         return bool(self.control[Control.SELECTING]) and self.has_living_rank
 
     @property
@@ -274,8 +266,7 @@ class Table:
         return as_tensor(self.columns[name], self.spec.schema[name].stored_dtype)
 
     def gather_source(self, name: str) -> torch.Tensor:
-        """Return a column's (or RETURN_TO_GO's) rows to gather from, [rows, *shape]; never write to
-        them.
+        """Return rows to gather from, of a column or RETURN_TO_GO; never write to them. [n, ...].
 
         In memory the store's rows, then the arrivals; of a mapped data set its rows or, where the
         table has arrivals, these only; of a compressed column none. KeyError: there is none, or it
@@ -305,9 +296,7 @@ class Table:
         return rate.counted(self.control) if self.groups is None else self.groups.counted()
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id, -1 where none is stored. Requires the lock; one pass over the
-        slots.
-        """
+        """Return each id's slot, -1: not stored. Requires the lock; one pass over the slots."""
         if self.spec.dataset is not None:
             at = np.asarray(ids, np.int64) - self.spec.first_id
             held = (at >= 0) & (at < len(self.slots))
@@ -320,9 +309,7 @@ class Table:
         return committed_at(self.slots, ids)
 
     def shared_prompt(self, slot: int) -> tuple[int, int]:
-        """Return how many first steps of a trajectory another one holds for it, and the slot of
-        that one.
-        """
+        """Return how many first steps another trajectory holds, and the slot of that one."""
         if self.shared_prompts is None:
             return 0, slot
         steps, holder = self.shared_prompts[slot].tolist()
@@ -334,9 +321,10 @@ class Table:
         more = 0 if self.shared_prompts is None else self.shared_prompts[slots, SharedPrompt.STEPS]
         return np.asarray(own + more)
 
-    def share_prompts(self, slots: np.ndarray, steps: np.ndarray) -> None:
-        """Set how many first steps others hold of trajectories whose columns are there, [n] each,
-        int64.
+    def restore_shared_prompts(self, slots: np.ndarray, steps: np.ndarray) -> None:
+        """Set how many first steps others hold of trajectories that a checkpoint has restored.
+
+        Their columns are there already, by which the groups are known. [n] each, int64.
         """
         if self.shared_prompts is not None and self.groups is not None:
             ids = self.slots[slots, Slot.ID]
@@ -344,18 +332,14 @@ class Table:
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
     def share_prompt(self, slots: np.ndarray, steps: np.ndarray) -> None:
-        """Let the first of a group's reserved slots hold the first steps of the others, so many of
-        each. [n] each, int64.
-        """
+        """Let the first of a group's reserved slots hold `steps` of each. [n] each, int64."""
         assert self.shared_prompts is not None
         self.shared_prompts[slots, SharedPrompt.STEPS] = steps
         self.shared_prompts[slots, SharedPrompt.SLOT] = slots[0]
         self.shared_prompts[slots[0]] = 0
 
     def own_rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return views of the rows that a trajectory itself holds, each column with its number of
-        rows.
-        """
+        """Return views of the rows that a trajectory itself holds, by column."""
         first = int(self.slots[slot, Slot.FIRST_ROW])
         end = first + int(self.slots[slot, Slot.NUM_STEPS])
         at: dict[str, Any] = {"1": slot, "T": slice(first, end), "T+1": slice(first, end + 1)}
@@ -365,9 +349,7 @@ class Table:
         }
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return a trajectory's rows, as views, or as copies where another one holds the first
-        ones.
-        """
+        """Return a trajectory's rows: views, or copies where another one holds the first ones."""
         own = self.own_rows(slot)
         (steps, holder) = self.shared_prompt(slot)
         if steps:
@@ -401,8 +383,9 @@ class Table:
         end: int | None = None,
         before: int = 0,
     ) -> None:
-        """Write rows, unread by others, of a reserved slot (this process's: no lock needed) or an
-        open one.
+        """Write rows that no process reads yet, of this process's reserved slot or of an open one.
+
+        Of a reserved slot no lock is needed.
 
         `columns` hold all rows, in arrays or lists; late ones may be left out. Written are the
         steps from `known` to `end` (None: the slot's); `before` of those in `columns` come before
@@ -427,9 +410,7 @@ class Table:
             self._derive_returns(np.array([[at, steps]], np.int64))
 
     def _fill(self, dataset: Dataset) -> None:
-        """Fill slots and columns from a data set's part in one pass; DataError if a file has
-        changed.
-        """
+        """Fill slots and columns from a data set in one pass; DataError: a file has changed."""
         spec = self.spec
         slots = self.slots
         held = self.spec.held
@@ -451,20 +432,24 @@ class Table:
         self._derive_returns(np.stack([first_rows, lengths], axis=1))
 
     def _derive_returns(self, extents: np.ndarray) -> None:
-        """Compute returns-to-go of extents. [n, 2]: first row, steps. Cost: one pass over their
-        rewards.
-        """
+        """Compute returns-to-go of extents: first row, steps. [n, 2]. Cost: a pass over rewards."""
         reward = self.spec.schema.role("reward")
         if self.spec.return_to_go and reward is not None:
             returns = torch.from_numpy(self.columns[RETURN_TO_GO])
             self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
-    def commit(self, slot: int, born: int = 0) -> int:
-        """Publish a reserved slot, `born` for the next batch; return its id. Requires the lock."""
+    def commit(self, slot: int, born: int = 0, present: int = 0) -> int:
+        """Publish a reserved slot; return its id. Requires the lock.
+
+        Args:
+            slot: The slot.
+            born: Number of the global batch that is selected next.
+            present: Bits of the late columns that the trajectory has.
+        """
         record = self.slots[slot]
         assert record[Slot.STATE] == SlotState.RESERVED, record
         return self.extents.commit(
-            slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born
+            slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born, present
         )
 
     def commit_group(self, lease: LeaseRecord, slots: np.ndarray, present: np.ndarray) -> list[int]:
@@ -492,18 +477,15 @@ class Table:
         """Return the bits of the late columns that a trajectory has. Requires the lock."""
         return int(self.views["retention"][slot, SlotRetention.PRESENT])
 
-    def note_late(self, slot: int, present: int) -> None:
-        """Set the bits of the late columns that came with a trajectory that was just committed."""
-        self.views["retention"][slot, SlotRetention.PRESENT] = present
-
     def raise_policy_version(self, version: int) -> None:
         """Set the version of the learner's policy, which never decreases. Requires the lock."""
         known = int(self.control[Control.POLICY_VERSION])
         self.control[Control.POLICY_VERSION] = max(known, version)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict distinct committed trajectories, and with them their groups; return all slots, [n]
-        -> [m]. `removed` as in `TableGroups.evict`. Requires the lock.
+        """Evict distinct committed trajectories, and with them their groups; return all slots.
+
+        [n] -> [m]. `removed` as in `TableGroups.evict`. Requires the lock.
         """
         if self.groups is not None:
             if not removed:
@@ -515,18 +497,16 @@ class Table:
 
     @property
     def lineage(self) -> str:
-        """A name for as long as no id is given to another trajectory: until a
-        checkpoint is loaded.
-        """
+        """A name that lasts as long as no id is given again, which a load of a checkpoint ends."""
         return f"{self._token}.{self.control[Control.LOADS]}"
 
     def restored(self, next_id: int) -> None:
-        """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the
-        lock.
+        """Rebuild derived state after a load has replaced slots and rows. Requires the lock.
+
+        `next_id`: number of the next trajectory.
         """
-        self.control[[Control.LOADS, Control.CHANGED]] += (
-            1  # before an id is given again: see `lineage`
-        )
+        # Before an id is given again: see `lineage`
+        self.control[[Control.LOADS, Control.CHANGED]] += 1
         self.control[Control.NEXT_ID] = next_id
         if self.spec.dataset is None:
             self.extents.rebuild()
@@ -555,8 +535,10 @@ class Table:
 
 
 def holders_of(numbers: np.ndarray, steps: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return which trajectory holds the prompt of each one: the first of its group, by number, that
-    shares no steps; of groups without shared steps any. [n] each -> indices [n], int64.
+    """Return which trajectory holds the prompt of each one. [n] each -> indices [n], int64.
+
+    It is the first of its group, by number, that shares no steps; of groups without shared steps
+    any.
     """
     whole = np.flatnonzero(steps == 0)
     whole = whole[np.lexsort((ids[whole], numbers[whole]))]
@@ -565,9 +547,7 @@ def holders_of(numbers: np.ndarray, steps: np.ndarray, ids: np.ndarray) -> np.nd
 
 
 def _part_of(spec: TableSpec, column: Column) -> np.ndarray:
-    """Return a store's slice of the mapped file of a data set's column; it begins at the store's
-    row 0.
-    """
+    """Return a store's slice of the mapped file of a column, from the store's row 0 on."""
     assert spec.dataset is not None
     whole = spec.dataset.columns[column.name]
     if column.rows == "1":

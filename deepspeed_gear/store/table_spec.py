@@ -1,4 +1,4 @@
-"""Specification of a table: schema, sizes and retention, from which its memory is laid out."""
+"""Specification of a table: schema, sizes, shard, retention; the regions of its memory."""
 
 from __future__ import annotations
 
@@ -54,15 +54,13 @@ class TableSpec:
     # rows per step column of this store: of all its trajectories together, and the spare ones
     num_rows: int
     dataset: Dataset | None  # its contents, if it is a data set
-    in_memory: (
-        bool  # whether the columns lie in shared memory rather than in the data set's mapped files
-    )
+    # Whether the columns lie in shared memory rather than in the data set's mapped files
+    in_memory: bool
     return_to_go: bool  # whether to keep the derived column of returns-to-go
     num_peers: int  # processes of the node that attach
     shard: Shard | None = None  # the part of the table that this store holds; None for everything
-    arrival_rows: int = (
-        0  # extra rows of every step column, for rows of trajectories that other nodes hold
-    )
+    # Extra rows of every step column, for rows of trajectories that other nodes hold
+    arrival_rows: int = 0
     arrival_slots: int = 0  # extra rows of every column of one row per trajectory, likewise
     num_writers: int = 0  # processes besides these that may attach to write
     retention: Retention = field(default_factory=Retention)  # also the rate limiter
@@ -70,17 +68,14 @@ class TableSpec:
     # stays there.
     spare_rows: int = 0  # 0: none is moved
     group: GroupSpec | None = None  # its groups; None: it has none
-    prompts: PromptSpec | None = (
-        None  # what rollout workers lease; None: processes add any trajectories
-    )
+    # What rollout workers lease; None: processes add any trajectories
+    prompts: PromptSpec | None = None
     shares_prompts: bool = False  # whether the prompt of a group is stored once
-    whole_fields: tuple[
-        str, ...
-    ] = ()  # fields right in whole episodes only: returns-to-go and time steps
+    # Fields right in whole episodes only: returns-to-go and time steps
+    whole_fields: tuple[str, ...] = ()
     normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
-    media: MediaSpec | None = (
-        None  # items that rows name: media, ragged values; None: there are none
-    )
+    # Items that rows name: media, ragged values; None: there are none
+    media: MediaSpec | None = None
 
     @property
     def own_shard(self) -> Shard:
@@ -94,16 +89,12 @@ class TableSpec:
 
     @property
     def least_free_rows(self) -> int:
-        """Rows that must be free, besides those to reserve, for compaction to be cheaper than
-        eviction.
-        """
+        """Rows that must stay free for compaction to cost less than eviction."""
         return self.capacity_rows // LEAST_FREE if self.spare_rows else UNLIMITED
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes, JSON-able, from which a process without a config builds it
-        (`of_capacity`).
-        """
+        """Return the sizes, JSON-able, from which `of_capacity` makes it without a config."""
         values = asdict(self)
         for name in ("name", "schema", "dataset", "in_memory"):
             del values[name]
@@ -211,9 +202,7 @@ class TableSpec:
 
 
 def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int | None) -> int:
-    """Return spare rows: the longest trajectory's (if known), at most 1/MOST_SPARE; 0 without
-    eviction.
-    """
+    """Return spare rows: of the longest trajectory, at most 1/MOST_SPARE; 0 without eviction."""
     if retention.eviction == "none":
         return 0
     most = -(-capacity_rows // MOST_SPARE)

@@ -1,4 +1,5 @@
-"""The options of a config that a writer depends on: how an actor's config is compared with a run's.
+"""Options that a writer depends on: whether an actor's config matches that of a run.
+
 They are the seed and all of the table's. An actor has no config models (DeepSpeed's), so the store
 holds them with defaults, which fill in what an actor leaves out.
 """
@@ -23,9 +24,7 @@ def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a writer's options, JSON-able, in one form for equal configs; `table` with its full
-    schema.
-    """
+    """Return a writer's options, JSON-able, in one form for equal configs."""
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))
     if isinstance(prompts := kept.get("prompts"), Mapping):
@@ -42,8 +41,15 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
 def filled(
     section: Mapping[str, Any], name: str, defaults: Mapping[str, Any], schema: Schema
 ) -> dict[str, Any]:
-    """Return the options of a `gear` section for a table's writer, filled from the store's
-    `defaults` ("seed", "table", each of `OBJECTS`) and `schema`; SchemaError if its own is wrong.
+    """Return the options of a `gear` section for a table's writer, filled from a store's defaults.
+
+    Args:
+        section: The `gear` section.
+        name: Name of the table.
+        defaults: Of the store: "seed", "table", and each of `OBJECTS`.
+        schema: Of the store.
+    Raises:
+        SchemaError: The section's own schema is wrong.
     """
     given = dict(section.get("tables", {}).get(name, {}))
     for option in OBJECTS:

@@ -1,4 +1,4 @@
-"""Members of a lease's group as a program gives them: one trajectory, or several, for each."""
+"""Members of a lease's group: lists of their trajectories, and the check of the group's size."""
 
 from __future__ import annotations
 

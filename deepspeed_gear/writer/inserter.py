@@ -1,10 +1,11 @@
-"""Inserter: checks, reserves, copies and commits the trajectories of one process."""
+"""Inserter: checks trajectories, and reserves, copies and commits them and groups of leases."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from deepspeed_gear.data.stored_values import check_finite
 from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import NO_LATEST, Evictor
 from deepspeed_gear.store.native_store import trajectory_reader
 from deepspeed_gear.store.prompt_ledger import LeaseRecord
@@ -26,10 +28,24 @@ from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import Context
 from deepspeed_gear.writer.group_members import check_group_size, listed_trajectories
-from deepspeed_gear.writer.prompt_sharing import PromptSharing
+from deepspeed_gear.writer.prompt_sharing import warn_of_repeated_prompts
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class CheckedTrajectory:
+    """A trajectory that fits the schema, in the stored form; its values may not be finite."""
+
+    columns: dict[str, np.ndarray]  # all of the schema, in its order; late ones may be zeros
+    num_steps: int
+    present: int  # bits of the late columns that it has
+
+    def lacks(self, schema: Schema) -> set[str]:
+        """Return the late columns that it has not."""
+        late = [column.name for column in schema.late_columns]
+        return {name for name in late if not self.present & schema.late_bits([name])}
 
 
 class Inserter:
@@ -85,8 +101,8 @@ class Inserter:
         self._address = self._store.address
         self._reader = trajectory_reader(self._native, spec, self._store, max_length)
         self._reader_address = self._reader.address
+        self._has_warned = False  # of repeated prompts
         # Whole trajectories are stored by the native store where it stores them as Python does.
-        self._sharing = PromptSharing(spec)
         # Before rows are reserved, a rate limiter brings groups up to date.
         is_plain = committed is None and not spec.return_to_go and spec.media is None
         limits_groups = table.groups is not None and spec.retention.rate_limiter is not None
@@ -126,32 +142,23 @@ class Inserter:
             if added is not None:
                 return added
         items = dict[int, MediaItem]()
-        columns, num_steps, present = self.checked(trajectory, items)
+        checked = self.checked(trajectory, items)
         if adds_natively:
-            added = self._add_natively(self._given(columns, present))
+            lacks = checked.lacks(self.table.spec.schema)
+            given = {name: rows for name, rows in checked.columns.items() if name not in lacks}
+            added = self._add_natively(given)
             if added is not None:
                 return added
-        return self._add_plainly(columns, num_steps, present, items)
-
-    def _given(self, columns: Sequence[np.ndarray], present: int) -> dict[str, np.ndarray]:
-        """Return columns by name, without the late ones that a trajectory has not."""
-        named = dict(zip(self._names, columns, strict=True))
-        for column in self.table.spec.schema.late_columns:
-            if not present & self.table.spec.schema.late_bits([column.name]):
-                del named[column.name]
-        return named
+        return self._add_plainly(checked, items)
 
     def checked(
         self, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
-    ) -> tuple[list[np.ndarray], int, int]:
+    ) -> CheckedTrajectory:
         """Check a trajectory and convert its columns to the stored form.
 
         Args:
             trajectory: As `Replay.add`.
             items: Media items by content id, to which those of the trajectory are added.
-        Returns:
-            Columns in the schema's order, number of steps, and bits of the late columns that the
-            trajectory has.
         Raises:
             DataError: As `add`, except for values that are not finite.
         """
@@ -162,8 +169,10 @@ class Inserter:
         arrays, num_steps = check_trajectory(self._name, spec.schema, trajectory)
         self.check_length(num_steps)
         self.check(arrays)
-        columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
-        return columns, num_steps, spec.schema.late_bits(trajectory) if self._late else 0
+        # Contiguous and aligned: rows of a message are not. Scalars stay without an axis.
+        columns = {name: np.require(arrays[name], None, ["C", "A"]) for name in self._names}
+        present = spec.schema.late_bits(trajectory) if self._late else 0
+        return CheckedTrajectory(columns, num_steps, present)
 
     def add_group(self, lease: LeaseRecord, members: Sequence[Any]) -> list[int]:
         """Add all trajectories of a lease's group at once, and end the lease; return their ids.
@@ -183,16 +192,19 @@ class Inserter:
         trajectories = self._with_place(lease, trajectories)
         made = np.full((2, len(trajectories)), -1, np.int64)
         slots, present = made
-        apart = self._sharing.no_differences()
+        # Steps of equal prompts that are stored again, and how many trajectories differ by column.
+        apart = np.zeros(1 + len(self._names), np.int64)
         # All rows are written before one call commits the group: a process that dies in between
         # leaves reserved slots only, which other processes free.
         with undo_on_error(partial(self.free, slots)):
             if not self._write_natively(lease, trajectories, made, apart):
-                apart = self._write_group(lease, trajectories, slots, present)
-            num_rows = int(self.table.slots[slots, Slot.NUM_ROWS].sum()) if apart[0] else 0
+                self._write_group(lease, trajectories, made, apart)
+            num_rows = self.table.slots[slots, Slot.NUM_ROWS]
             with self.table.lock:
                 ids = self.table.commit_group(lease, slots, present)
-        self._sharing.warn(apart, len(trajectories), num_rows)
+        if apart[0] and not self._has_warned:
+            self._has_warned = True
+            warn_of_repeated_prompts(self.table.spec, apart, num_rows)
         return ids
 
     def _with_place(
@@ -228,7 +240,8 @@ class Inserter:
             lease: The lease.
             trajectories: Those of the group, as `add`; the group's column may be left out.
             made: Takes their slots, and the bits of their late columns. [2, n], int64.
-            apart: As `PromptSharing.shared_steps`.
+            apart: Takes the steps of equal prompts that are stored again, and how many
+                trajectories differ there by column. [1 + columns], int64.
         """
         if not (self._adds_natively and self._reads_natively):
             return False
@@ -242,50 +255,45 @@ class Inserter:
         self,
         lease: LeaseRecord,
         trajectories: Sequence[Mapping[str, Any]],
-        slots: np.ndarray,
-        present: np.ndarray,
-    ) -> np.ndarray:
-        """Write the group of a lease in Python, to `slots`, with the bits of its late columns.
-
-        Returns what `PromptSharing.shared_steps` has counted.
-        """
+        made: np.ndarray,
+        apart: np.ndarray,
+    ) -> None:
+        """Write the group of a lease in Python; arguments as `_write_natively`."""
         table = self.table
+        slots, present = made
         items = dict[int, MediaItem]()
         checked = self._checked_group(lease, trajectories, items)
-        rows = [columns for columns, _, _ in checked]
-        apart = self._sharing.no_differences()
-        shared = self._sharing.shared_steps(rows, apart)
-        for index, (columns, num_steps, late) in enumerate(checked):
-            before = int(shared[index])
-            slots[index] = self.reserve(num_steps - before, leased=True)
-            present[index] = late
-            named = dict(zip(self._names, columns, strict=True))
-            table.write(int(slots[index]), named, before=before)
-        table.share_prompt(slots, shared)
-        self.add_media(rows, items)
-        return apart
+        columns = [one.columns for one in checked]
+        apart[:] = 0  # the native call may have counted before it gave up
+        shared: list[int] = self._native.group_shared_steps(self._reader_address, columns, apart)
+        for index, one in enumerate(checked):
+            slots[index] = self.reserve(one.num_steps - shared[index], leased=True)
+            present[index] = one.present
+            table.write(int(slots[index]), one.columns, before=shared[index])
+        table.share_prompt(slots, np.array(shared))
+        self.add_media(columns, items)
 
     def _checked_group(
         self,
         lease: LeaseRecord,
         trajectories: Sequence[Mapping[str, Any]],
         items: dict[int, MediaItem],
-    ) -> list[tuple[list[np.ndarray], int, int]]:
+    ) -> list[CheckedTrajectory]:
         """Check the group of a lease; as `checked` for each of its trajectories."""
         group = self.table.spec.group
         assert group is not None
         name = self._group_name(lease)
-        column = self._names.index(group.column)
         number = {group.column: np.int64(lease.number)}
         checked = []
         for one in trajectories:
             given = arguments.mapping(f"{self._name}: trajectory", one, "column -> rows")
             checked.append(self.checked({**number, **given}, items))
-        for columns, _, _ in checked:
-            self.check_finite(columns)
-            if columns[column].item() != lease.number:
+        for member in checked:
+            self.check_finite(member.columns)
+            given_number = member.columns[group.column].item()
+            if given_number != lease.number:
                 rule = f"must have the prompt's number in {group.column}"
-                raise DataError(name, rule, columns[column].item(), "leave the column out")
+                raise DataError(name, rule, given_number, "leave the column out")
         return checked
 
     def _group_name(self, lease: LeaseRecord) -> str:
@@ -332,25 +340,24 @@ class Inserter:
             self.free([slot])
         elif slot >= 0:  # already written: only the commit is missing
             with undo_on_error(partial(self.free, [slot])), self.table.lock:
-                added = self._commit(slot)
-                self.table.note_late(slot, present)
-                return added
+                return self._commit(slot, present)
         if number in (Refusal.LOCK_TIMEOUT, Refusal.LOCK_BROKEN, Refusal.MUST_RECOVER):
             with self.table.lock:  # waits, raises with the holder's id, or recovers
                 pass
         return None
 
-    def check_finite(self, columns: list[np.ndarray]) -> None:
+    def check_finite(self, columns: Mapping[str, np.ndarray]) -> None:
         """Raise a DataError if a value that must be finite is not; columns in the stored form."""
-        if not self._store.are_finite(columns):
-            arrays = dict(zip(self._names, columns, strict=True))
-            check_finite(self._name, self.table.spec.schema, arrays)
+        if not self._store.are_finite(list(columns.values())):
+            check_finite(self._name, self.table.spec.schema, columns)
 
-    def add_media(self, groups: Sequence[list[np.ndarray]], items: Mapping[int, MediaItem]) -> None:
+    def add_media(
+        self, trajectories: Sequence[Mapping[str, np.ndarray]], items: Mapping[int, MediaItem]
+    ) -> None:
         """Add the media items that reserved rows name; waits for free pages.
 
         Args:
-            groups: Columns in the stored form of each trajectory, already written.
+            trajectories: Columns in the stored form of each trajectory, already written.
             items: Media items by content id.
         Raises:
             StoreFullError, NotReadyError: As `MediaPages.add`.
@@ -358,29 +365,19 @@ class Inserter:
         media = self.table.media
         if media is None:
             return
-        of_items = [self._names.index(name) for name in media.spec.names]
-        every = [columns[at].reshape(-1) for columns in groups for at in of_items]
+        every = [columns[name].reshape(-1) for columns in trajectories for name in media.spec.names]
         named = np.concatenate(every)
-        named = named[named != 0]
-        self.evictor.add_items(items, named)
+        self.evictor.add_items(items, named[named != 0])
 
-    def _add_plainly(
-        self,
-        columns: list[np.ndarray],
-        num_steps: int,
-        present: int = 0,
-        items: Mapping[int, MediaItem] | None = None,
-    ) -> int:
+    def _add_plainly(self, checked: CheckedTrajectory, items: Mapping[int, MediaItem]) -> int:
         """Add a checked trajectory in Python: reserve, write, commit. Return its id."""
-        self.check_finite(columns)
-        slot = self.reserve(num_steps)
+        self.check_finite(checked.columns)
+        slot = self.reserve(checked.num_steps)
         with undo_on_error(partial(self.free, [slot])):
-            self.table.write(slot, dict(zip(self._names, columns, strict=True)))
-            self.add_media([columns], items or {})
+            self.table.write(slot, checked.columns)
+            self.add_media([checked.columns], items)
             with self.table.lock:
-                number = self._commit(slot)
-                self.table.note_late(slot, present)
-                return number
+                return self._commit(slot, checked.present)
 
     def free(self, slots: Sequence[int] | np.ndarray) -> None:
         """Free the slots that this process has reserved and not committed; ignore others.
@@ -437,13 +434,13 @@ class Inserter:
         self.table.extents.open(slot, num_steps)
         return self._commit(slot)
 
-    def _commit(self, slot: int) -> int:
+    def _commit(self, slot: int, present: int = 0) -> int:
+        """Commit a reserved slot with the late columns of `present`. The caller holds the lock."""
         if self.table.groups is not None:
             with undo_on_error(partial(self.table.extents.free, slot)):
                 self.table.groups.check_room(slot)
-        number = self.table.commit(
-            slot, 0 if self._position is None else int(self._position[Head.NUMBER])
-        )
+        born = 0 if self._position is None else int(self._position[Head.NUMBER])
+        number = self.table.commit(slot, born, present)
         if self._committed is not None:
             with undo_on_error(partial(self.table.extents.retire, slot)):
                 self._committed(slot)

@@ -1,4 +1,4 @@
-"""Open rows: the open trajectories of N environments, before the store has them."""
+"""Open rows: arrays for the open trajectories of N environments, before they are stored."""
 
 from __future__ import annotations
 

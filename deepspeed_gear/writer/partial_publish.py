@@ -1,4 +1,4 @@
-"""Open trajectories, and how their first steps are published: sampled before the episode ends."""
+"""Open trajectories: append, set, discard; publish their first steps before the episode ends."""
 
 from __future__ import annotations
 

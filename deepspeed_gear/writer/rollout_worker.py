@@ -1,4 +1,4 @@
-"""RolloutWorker: leases prompts of a table's ledger, and commits the groups generated from them."""
+"""RolloutWorker: leases of prompts, commits of the groups generated from them, heartbeats."""
 
 from __future__ import annotations
 

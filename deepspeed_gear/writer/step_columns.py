@@ -1,4 +1,4 @@
-"""Step columns: the columns that a vector writer's calls take, and their stored form."""
+"""Step columns: which columns reset, step and final of a vector writer take; their checks."""
 
 from __future__ import annotations
 

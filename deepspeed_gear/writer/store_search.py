@@ -259,9 +259,7 @@ class NamedStore:
     places: range  # indices for processes that only write
 
     def differences(self, section: Mapping[str, Any]) -> list[str]:
-        """Return the options in which an actor's `gear` section differs from the run's; empty if it
-        fits.
-        """
+        """Return the options of an actor's section that differ from the run's; empty: it fits."""
         mine = filled(section, self.table, self.writing["defaults"], self.schema)
         return [] if digest(mine) == self.run.digest else differences(mine, self.writing["options"])
 
@@ -291,9 +289,7 @@ def named_stores(prefix: str | None) -> tuple[list[NamedStore], list[str]]:
 
 
 def named_store(file: str) -> NamedStore:
-    """Return the store of a file; raise a StoreError if it admits no writers, or its
-    run has ended.
-    """
+    """Return the store of a file; StoreError: it admits no writers, or its run has ended."""
     path = file_path(file)
     with opened_file(path) as fd:
         store = _store(fd, file)
@@ -347,8 +343,10 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
 
 
 def new_run_name(option: str | None) -> str:
-    """Return the name of a run that begins, "" without one; ConfigError: config and environment
-    differ.
+    """Return the name of a run that begins, "" without one.
+
+    Raises:
+        ConfigError: The config and the environment name different runs.
     """
     names = run_names(option)
     if len(names) > 1:

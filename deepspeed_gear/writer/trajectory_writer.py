@@ -1,4 +1,4 @@
-"""TrajectoryWriter: finds the store of a running job and adds trajectories to a table."""
+"""TrajectoryWriter: attaches to the store of a running job, and adds trajectories to a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VectorWriter: steps of many environments at once; each episode becomes a trajectory."""
+"""VectorWriter: steps of many environments; ends, resets and cuts of their episodes."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ def test_steps_are_published_or_not(call: str) -> None:
         table.write(slot, trajectory(1, 6), 0, 4)
         extents.open(slot, 2)
         if call == "commit":
-            return partial(extents.commit, slot, 2, 7, 0)
-        extents.commit(slot, 2, 7, 0)
+            return partial(extents.commit, slot, 2, 7, 0, 0)
+        extents.commit(slot, 2, 7, 0, 0)
         if call == "grow":
             return partial(extents.grow, slot, 4)
         return partial(extents.handle.end, slot, True, True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from batch_records import SAMPLES, Arrays, assert_same, in_order, record, stacked
 from gear_support import SCHEMA, config_of, lengths_of, shared_files, trajectory, write_dataset
 from process_support import call_on_ranks
-from replay_support import read_late, streams_of
+from replay_support import Elsewhere, read_late, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -279,13 +279,6 @@ def running(case: dict[str, Any]) -> Arrays:
             check_whole(replay.tables["main"], list(streams_of(replay).values()))
         dist.barrier()
     return found
-
-
-class Elsewhere(torch.Tensor):
-    """A tensor that says that it is on a device."""
-
-    is_cpu = False
-    is_cuda = True
 
 
 class Later:

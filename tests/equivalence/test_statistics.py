@@ -90,6 +90,16 @@ def test_native_statistics_are_those_of_numpy(
                 np.testing.assert_array_equal(interpolated(bins.found, LEVELS), wanted)
 
 
+def quantiles_of_all(values: np.ndarray, column: Column, keep: np.ndarray | None) -> QuantileBins:
+    """Return the quantiles of the rows that are kept, from all of their values."""
+    kept = np.arange(len(values)) if keep is None else np.flatnonzero(keep)
+    runs = np.stack([kept, np.ones_like(kept)], axis=1)
+    wanted = QuantileBins(values, column, runs, LEVELS)
+    for task in wanted.tasks:
+        task()
+    return wanted
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 20)])
 @pytest.mark.parametrize("count_bytes", [1, 40_000, 1 << 27], ids=["bit", "short", "long"])
@@ -105,11 +115,7 @@ def test_quantiles_by_digits_are_those_of_all_values(
         if column.is_floating and shape:
             values.reshape(count, -1)[:, -1] = rows_of(column, 1, random).reshape(-1)[-1]
         for keep in (None, random.random(count) < 0.7):
-            kept = np.arange(count) if keep is None else np.flatnonzero(keep)
-            runs = np.stack([kept, np.ones_like(kept)], axis=1)
-            wanted = QuantileBins(values, column, runs, LEVELS)
-            for task in wanted.tasks:
-                task()
+            wanted = quantiles_of_all(values, column, keep)
 
             def parts(
                 values: np.ndarray = values, keep: np.ndarray | None = keep
@@ -153,11 +159,8 @@ def test_quantiles_by_brackets_are_those_of_all_values(
         monkeypatch.setattr(quantile_brackets, "_KEY_BYTES", key_bytes)
         values = rows_of(column, count, random)
         for keep in (None, random.random(count) < 0.7):
-            kept = np.arange(count) if keep is None else np.flatnonzero(keep)
-            runs = np.stack([kept, np.ones_like(kept)], axis=1)
-            wanted = QuantileBins(values, column, runs, LEVELS)
-            for task in wanted.tasks:
-                task()
+            wanted = quantiles_of_all(values, column, keep)
+            num_kept = count if keep is None else int(keep.sum())
 
             def shares(
                 share: int,
@@ -178,7 +181,7 @@ def test_quantiles_by_brackets_are_those_of_all_values(
                         quantile_brackets, "existing_native", lambda _, native=native: native
                     )
                     brackets = QuantileBrackets(
-                        shares, sample, wanted.found[0], len(kept), column, LEVELS, num_threads
+                        shares, sample, wanted.found[0], num_kept, column, LEVELS, num_threads
                     )
                     for tasks in brackets.rounds():
                         for task in tasks:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from gear_support import ROOT, prefix, shared_files, wait_until
 from process_support import Ranks, environment, run_ranks
-from remote_support import serving, write_token
+from remote_support import serving, write_run
 from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import (
@@ -339,9 +339,7 @@ def test_workers_here_and_on_other_machines_need_the_config_only(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The program runs with each of the two lines that grpo_async.py prints."""
-    config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps({"gear": section(tmp_path)}))
-    token = write_token(tmp_path / "token")
+    config, token = write_run(tmp_path, section(tmp_path))
     command = [sys.executable, "rollout_worker.py", str(config)]
     text = importlib.import_module("grpo_async").how_to_add(command)
     here, there, gateway = (line.partition(": ")[2].split() for line in text.splitlines())

@@ -225,7 +225,7 @@ def laid_out(gaps: list[int], lengths: list[int], can_move: list[bool]) -> Store
             slot = extents.reserve(lengths[i], lengths[i] - 1)
             first = extents.slots[slot, Slot.FIRST_ROW]
             scene.table.columns["code"][first : first + lengths[i]] = slot
-            extents.commit(slot, lengths[i] - 1, lengths[i], 0)
+            extents.commit(slot, lengths[i] - 1, lengths[i], 0, 0)
             extents.retention[slot, SlotRetention.OPEN] = not can_move[i]
         for slot in between:
             extents.free(slot)

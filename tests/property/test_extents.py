@@ -12,6 +12,7 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.memory_layout import HEADER_BYTES
+from deepspeed_gear.store.native_store import native_store
 from deepspeed_gear.store.records import Control, Peer, Refusal, SlotLink, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.table_spec import Shard, TableSpec
@@ -46,7 +47,8 @@ def allocator(views: dict[str, np.ndarray], num_rows: int) -> RowAllocator:
     spec = TableSpec(
         "main", schema, len(views["slots"]), num_rows, None, True, False, 1, Shard(*IDS)
     )
-    return RowAllocator(NATIVE, spec, memory, views, columns, list(columns.values()))
+    store = native_store(NATIVE, spec, memory, views, columns, list(columns.values()))
+    return RowAllocator(store, spec, memory, views)
 
 
 def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
@@ -151,7 +153,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         if grows:
             self.extents.retention[slot, SlotRetention.OPEN] = 1
             self.open.add(slot)
-        number = self.extents.commit(slot, steps, rows, born)
+        number = self.extents.commit(slot, steps, rows, born, 0)
         assert number == self.inserted * IDS[1] + IDS[0]
         self.held[slot] = SlotState.COMMITTED, rows, steps
         self.old.append(slot)

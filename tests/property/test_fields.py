@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear import Batch, Column, DatasetWriter, DeviceReplay, Replay, Schema
-from deepspeed_gear.config.field_checks import DERIVED, ESTIMATED
 from deepspeed_gear.config.field_names import N_STEP_NAMES
+from deepspeed_gear.config.field_resolution import DERIVED, ESTIMATED
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, FLOATING
 

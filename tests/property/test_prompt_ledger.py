@@ -385,6 +385,6 @@ def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> N
         if (batches <= np.sort(last)).all():
             last[0] = version + max_lag
             is_in_time = bool((batches <= np.sort(last)).all())
-            assert ledger._is_in_time(int(entries[0, Entry.NUMBER]), version) == is_in_time
+            assert ledger.is_in_time(int(entries[0, Entry.NUMBER]), version) == is_in_time
             answers[is_in_time] += 1
     assert min(answers[True], answers[False]) > 100

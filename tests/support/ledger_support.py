@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from gear_support import prefix
 from group_support import section
+from rollout_support import micros
 
 from deepspeed_gear import Column, DatasetWriter, Lease, Replay, Schema
 
@@ -76,6 +77,14 @@ def responses(lease: Lease, weight: float = 1.0) -> list[dict[str, Any]]:
     return [
         {"tokens": tokens, "sample": np.int32(m), "weight": np.float32(weight)} for m in range(SIZE)
     ]
+
+
+def train_prompts(replay: Replay) -> list[int]:
+    """Train a rollout batch; return the numbers of its prompts."""
+    rollout = replay.rollout()
+    numbers: list[int] = rollout.values("prompt")[::SIZE].tolist()
+    micros(rollout)
+    return numbers
 
 
 OPEN = ("waiting", "incomplete", "leased", "returned")

@@ -88,11 +88,16 @@ def tiny(family: str, attention: str = "eager", **more: Any) -> Any:
         raise ValueError(attention)
     if is_flash:
         model.config._attn_implementation = attention
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(4)  # so that what a token attends to shows in its logits
+    amplify(model)
     return model
+
+
+@torch.no_grad()
+def amplify(model: torch.nn.Module) -> None:
+    """Enlarge random weights, so that what a token attends to shows in its logits."""
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.mul_(4)
 
 
 def pack(

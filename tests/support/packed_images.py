@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from packed_families import amplify
 from rollout_support import section
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -75,10 +76,7 @@ def tiny(family: str, attention: str = "sdpa", **text: Any) -> Any:
     if is_flash:  # which cannot be loaded here; the layers of images keep the other
         model.config._attn_implementation = attention
         model.config.text_config._attn_implementation = attention
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(4)
+    amplify(model)
     return model
 
 

@@ -2,6 +2,7 @@
 connections.
 """
 
+import json
 import selectors
 import socket
 import subprocess
@@ -115,6 +116,13 @@ def write_token(path: Path) -> Path:
     path.touch(mode=0o600)
     path.write_text(TOKEN + "\n")
     return path
+
+
+def write_run(folder: Path, gear: dict[str, Any]) -> tuple[Path, Path]:
+    """Write the ds_config.json of a run and its token; return both files."""
+    config = folder / "ds_config.json"
+    config.write_text(json.dumps({"gear": gear}))
+    return config, write_token(folder / "token")
 
 
 class Proxy:

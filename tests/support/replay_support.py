@@ -45,6 +45,13 @@ def streams_of(replay: Replay, table: str | None = None) -> dict[str, BatchStrea
     return parts_of(replay).streams[table or replay.config.sampled_tables[0]]
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    is_cpu = False
+    is_cuda = True
+
+
 def read_late(replay: Replay, blocks: Any) -> None:
     """Fetch priorities from a device by `blocks`, in place of pinned memory."""
     parts_of(replay).late_updates._blocks = blocks

@@ -28,7 +28,7 @@ from deepspeed_gear.batching.gather import (
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.config.field_checks import ESTIMATED
+from deepspeed_gear.config.field_resolution import ESTIMATED
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.schema import Column

@@ -1,7 +1,8 @@
-"""Arrays of several agents, as PettingZoo's environments give them: one array for all agents.
+"""Several agents in a source: one array for all, and the rewards and ends of their episodes.
 
-A key such as `rewards/agent_0` names the kind of an array and an agent. Arrays of one kind become
-one array [T, agents, ...] if those of all agents have one shape and one dtype.
+The names are those of PettingZoo's environments. A key such as `rewards/agent_0` names the kind of
+an array and an agent. Arrays of one kind become one array [T, agents, ...] if those of all agents
+have one shape and one dtype.
 """
 
 from __future__ import annotations
@@ -235,6 +236,9 @@ def last_ends(
     for rows in whole:
         is_other |= (rows != 0).any(axis=1)
     is_start = np.isin(np.arange(num_rows), starts)
+    # `cause` is the place in `kinds` of each agent's first end, whose order is that of FLAG_KINDS:
+    # terminated comes first, so the largest one is "terminated" only if all agents' are. With
+    # kinds terminated and truncated, causes [0, 1] make the row truncated.
     for row in np.flatnonzero(is_end | is_other | is_start).tolist():
         if is_start[row]:
             cause[:] = -1

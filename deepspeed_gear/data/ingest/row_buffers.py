@@ -1,4 +1,4 @@
-"""Memory for the rows that a reader passes on, used again once no array refers to it."""
+"""Reuse of memory for the rows that readers pass on, once no array refers to it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST_BYTES = 64 * 1024  # smaller arrays come from the allocator, which keeps their pages
+LEAST_BYTES = 64 * 1024  # smaller arrays come from the allocator, which keeps their pages
 _STEP_BYTES = 256 * 1024  # of the sizes of buffers
-_MOST_FREE_BYTES = 64 * 1024 * 1024
+MOST_FREE_BYTES = 64 * 1024 * 1024
 
 
 class RowBuffers:
@@ -49,7 +49,7 @@ class RowBuffers:
 
     def lends(self, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
         """Return whether the memory of such an array is used again: of 64 KiB or more."""
-        return math.prod(shape) * dtype.itemsize >= _LEAST_BYTES and not dtype.hasobject
+        return math.prod(shape) * dtype.itemsize >= LEAST_BYTES and not dtype.hasobject
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return an array without a certain content, in C order."""
@@ -71,7 +71,7 @@ class RowBuffers:
         """Keep a buffer that no array refers to."""
         with self._lock:
             self._free.append(buffer)
-            while sum(map(len, self._free)) > _MOST_FREE_BYTES:
+            while sum(map(len, self._free)) > MOST_FREE_BYTES:
                 self._free.pop(0)
 
 

@@ -1,7 +1,8 @@
-"""Images in the rows of prompt sets, as verl, TRL and Hugging Face datasets write them.
+"""Images in the rows of prompt sets: found, read from their files, and packed into one value.
 
-A value is `{"bytes": ..., "path": ...}` or a list of such objects or of byte strings. In columns
-that the option `images` names, it may also be a path, a list of paths, or one byte string.
+verl, TRL and Hugging Face datasets write them so. A value is `{"bytes": ..., "path": ...}` or a
+list of such objects or of byte strings. In columns that the option `images` names, it may also be a
+path, a list of paths, or one byte string.
 """
 
 from __future__ import annotations

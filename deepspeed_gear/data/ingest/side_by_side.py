@@ -1,4 +1,4 @@
-"""Sources of an ingest that threads read ahead, side by side."""
+"""Reading ahead: threads that read several sources of an ingest side by side."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.output_columns import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.readers import READERS
 from deepspeed_gear.data.ingest.row_values import plain_bytes
 from deepspeed_gear.data.trajectory_block import TrajectoryBlock
 
 _MOST_THREADS = 8
-_HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
+HELD_BYTES = 1 << 30  # of rows that all open sources have in memory, beside those of the first one
 # Of episodes that are read and not written yet, of all sources together: as many as are still in a
 # cache when they are written, or many where the writer has waited for sources.
-_CACHED_BYTES = 16 << 20
+CACHED_BYTES = 16 << 20
 _AHEAD_BYTES = 256 << 20
-_MOST_WAITS = 8
+MOST_WAITS = 8
 
 
 class ReadBlock(NamedTuple):
@@ -53,7 +53,7 @@ def without_surplus(readers: Iterable[Reader]) -> Iterator[Reader]:
     held = 0
     for number, reader in enumerate(readers):
         held += reader.held_bytes
-        if number and held > _HELD_BYTES:
+        if number and held > HELD_BYTES:
             held -= reader.held_bytes
             reader.release()
         yield reader
@@ -165,7 +165,7 @@ class SideBySide:
         self._num_threads = cores if num_threads is None else num_threads
         self._at_once = max(1, min(self._num_threads, len(outputs)))
         self._threads: dict[int, SourceThread] = {}  # by index of the source
-        self._ahead_bytes = _CACHED_BYTES
+        self._ahead_bytes = CACHED_BYTES
         self._num_waits = 0  # for sources that are read
 
     def blocks(self, index: int) -> Iterator[ReadBlock]:
@@ -179,7 +179,7 @@ class SideBySide:
         thread = self._threads[index]
         for block in thread:
             yield block
-            if self._num_waits + thread.num_waits > _MOST_WAITS:
+            if self._num_waits + thread.num_waits > MOST_WAITS:
                 self._read_further()
         self._num_waits += thread.num_waits
         thread.close()

@@ -16,7 +16,7 @@ from deepspeed_gear.errors import DataError
 
 Int64 = NDArray[np.int64]
 RowsByName = dict[str, NDArray[Any]]
-_BLOCK_BYTES = 2 * 1024 * 1024
+BLOCK_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class EpisodeBounds:
 
     def blocks(self, row_bytes: int) -> Iterator[EpisodeBounds]:
         """Yield consecutive episodes with at most 2 MiB of rows together, but at least one."""
-        most_rows = max(1, _BLOCK_BYTES // row_bytes)
+        most_rows = max(1, BLOCK_BYTES // row_bytes)
         first = 0
         while first < len(self):
             until = int(self.low[first]) + most_rows

@@ -1,8 +1,8 @@
-"""Rows of language models, one conversation or response each, as TRL, verl and NeMo-RL write them.
+"""Conversations and responses in rows as token ids, loss masks, log-probabilities and rewards.
 
-A row becomes the columns `tokens`, `loss_mask` and `logp`, with a row per token, and the values
-`reward` and `prompt_id` of the trajectory, from which docs/how-to/language-models.md trains. Other
-columns keep their names.
+TRL, verl and NeMo-RL write such rows. A row becomes the columns `tokens`, `loss_mask` and `logp`,
+with a row per token, and the values `reward` and `prompt_id` of the trajectory, from which
+docs/how-to/language-models.md trains. Other columns keep their names.
 """
 
 from __future__ import annotations

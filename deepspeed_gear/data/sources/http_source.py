@@ -162,7 +162,7 @@ class HttpFile:
         headers = {**self._headers, "Range": f"bytes={start}-{stop - 1}"}
         if _origin(address) != _origin(self._address):
             headers.pop("Authorization", None)
-        opener = urllib.request.build_opener(_Redirects(self._shown))
+        opener = urllib.request.build_opener(SafeRedirects(self._shown))
         try:
             request = urllib.request.Request(address, headers=headers)
             return opener.open(request, timeout=_TIMEOUT_S)
@@ -229,7 +229,7 @@ class HttpFile:
             raise DataError(self._shown, "must not change", None, _CHANGED)
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
+class SafeRedirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects, but not from https to http, and without credentials for other hosts."""
 
     def __init__(self, shown: str) -> None:

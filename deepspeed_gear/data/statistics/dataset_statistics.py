@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.file_threads import Task, Workers
-from deepspeed_gear.data.splits import TRAIN, split_of
+from deepspeed_gear.data.splits import are_for_training
 from deepspeed_gear.data.statistics.column_scan import ColumnScan, block_rows, is_image
 from deepspeed_gear.data.statistics.quantile_bins import QuantileBins
 from deepspeed_gear.data.statistics.quantile_brackets import QuantileBrackets
@@ -368,7 +368,7 @@ def compute_statistics(
         scans: Scans of all rows of the columns, where there are any.
     Cost: as `column_statistics` for each column; without a pass where it was scanned.
     """
-    keep = split_of(np.arange(len(lengths), dtype=np.int64), split) == TRAIN
+    keep = are_for_training(0, len(lengths), split)
     if not keep.any():
         raise DataError(
             "split",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.statistics.column_scan import CODES
-from deepspeed_gear.data.statistics.quantiles import Int64, no_values, ranks_around
+from deepspeed_gear.data.statistics.quantiles import Int64, divided, no_values, ranks_around
 from deepspeed_gear.data.statistics.running_moments import Float64
 from deepspeed_gear.data.stored_values import as_float64
 from deepspeed_gear.ops.backends import existing_native
@@ -52,15 +50,14 @@ class QuantileBins:
         #: What the tasks find, as in `no_values`.
         self.found = no_values(levels, num_elements)
         self.found[0] = 0
-        num_groups = max(-(-num_elements // _GROUP_ELEMENTS), min(num_threads, num_elements))
-        self._bounds = [num_elements * i // num_groups for i in range(num_groups + 1)]
+        self._num_tasks = max(-(-num_elements // _GROUP_ELEMENTS), min(num_threads, num_elements))
         self._native = existing_native(rows.nbytes)
 
     @property
     def tasks(self) -> list[Callable[[], None]]:
         """Tasks that find the values; they may run at the same time."""
         find = self._find_plainly if self._native is None else self._find
-        return [functools.partial(find, *bound) for bound in pairwise(self._bounds)]
+        return divided(find, self._column.num_elements, self._num_tasks)
 
     def _find(self, first: int, end: int) -> None:
         assert self._native is not None

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.statistics.column_scan import CODES
-from deepspeed_gear.data.statistics.quantiles import Bool, UInt64, no_values, ranks_around
+from deepspeed_gear.data.statistics.quantiles import (
+    Bool,
+    Int64,
+    UInt64,
+    divided,
+    no_values,
+    ranks_around,
+)
 from deepspeed_gear.data.statistics.row_sample import RowSample
 from deepspeed_gear.data.statistics.running_moments import Float64
 from deepspeed_gear.data.statistics.value_keys import keys_of, values_of
@@ -86,28 +94,34 @@ class QuantileBrackets:
 
     def rounds(self) -> Iterator[list[Callable[[], None]]]:
         """Yield tasks that may run at the same time; all of them before the next ones are made."""
+        if self._sample.is_complete:
+            yield [self._find_in_sample]
+            return
         yield [self._make_brackets]
         if not self.is_found:
             return
-        if not self._sample.is_complete:
-            shares = range(len(self._counts))
-            yield [functools.partial(self._count, number) for number in shares]
+        shares = range(len(self._counts))
+        yield [functools.partial(self._count, number) for number in shares]
         num_elements = self._column.num_elements
-        num_tasks = min(num_elements, 4 * self._num_threads)
-        bounds = [num_elements * i // num_tasks for i in range(num_tasks + 1)]
-        yield [functools.partial(self._select, *bound) for bound in pairwise(bounds)]
+        yield divided(self._select, num_elements, min(num_elements, 4 * self._num_threads))
         self._counts.clear()
+
+    def _sampled_keys(self) -> NDArray[np.unsignedinteger]:
+        """Return the keys of the sample in ascending order; those that are not finite come last."""
+        sampled = np.ascontiguousarray(self._keys(self._sample.kept_rows()).T)
+        sampled.sort(axis=1)
+        return sampled
+
+    def _find_in_sample(self) -> None:
+        """Find the values of all elements in a sample that has all rows."""
+        known = self.found[0] > 0
+        keys = np.take_along_axis(self._sampled_keys()[known], self._ranks.T[known], axis=1)
+        self.found[1:, known] = values_of(keys.T.astype(np.uint64), self._column)
 
     def _make_brackets(self) -> None:
         num_elements = self._column.num_elements
-        rows = self._sample.kept_rows()
-        sampled = np.ascontiguousarray(self._keys(rows).T)
-        sampled.sort(axis=1)  # those of values that are not finite come last
-        flat = rows.reshape(len(rows), num_elements)
-        num_sampled = len(rows) - not_finite_of(flat, self._column).sum(axis=0)
-        if self._sample.is_complete:
-            self._counts = [_Counts(sampled, num_sampled)]
-            return
+        sampled = self._sampled_keys()
+        num_sampled = (sampled <= self._last_key).sum(axis=1)
         if num_sampled.min() < _LEAST_SAMPLED:
             self.is_found = False
             return
@@ -126,10 +140,13 @@ class QuantileBrackets:
             return
         most = max(map(len, self._brackets))
         for _ in range(num_shares):
-            keys = np.empty((num_elements, capacity), self._key_dtype)
-            counts = _Counts(keys, np.zeros(num_elements, np.int64))
-            counts.brackets = np.zeros((num_elements, most, 2), np.int64)
-            self._counts.append(counts)
+            self._counts.append(
+                _Counts(
+                    np.empty((num_elements, capacity), self._key_dtype),
+                    np.zeros(num_elements, np.int64),
+                    np.zeros((num_elements, most, 2), np.int64),
+                )
+            )
 
     @property
     def _last_key(self) -> int:
@@ -190,20 +207,15 @@ class QuantileBrackets:
 
     def _select(self, first: int, end: int) -> None:
         """Find the values of elements [first, end)."""
-        for element in range(first, end):
-            if self.found[0, element] == 0:
-                continue
+        for element in range(first, end):  # all have finite values in the sample
             keys = self._keys_of_ranks(element, self._ranks[:, element])
             if keys is None:
                 self.is_found = False
                 return
             self.found[1:, element] = values_of(keys, self._column)
 
-    def _keys_of_ranks(self, element: int, ranks: NDArray[np.int64]) -> UInt64 | None:
+    def _keys_of_ranks(self, element: int, ranks: Int64) -> UInt64 | None:
         """Return the keys of ranks of an element; None if one is not known."""
-        known = [counts.keys[element, : counts.num_keys[element]] for counts in self._counts]
-        if self._sample.is_complete:
-            return known[0][ranks].astype(np.uint64)
         capacity = self._counts[0].keys.shape[1]
         if any(counts.num_keys[element] > capacity for counts in self._counts):
             return None
@@ -217,16 +229,20 @@ class QuantileBrackets:
         are_collected = brackets[:, 0] < brackets[:, 1]
         is_collected = are_collected[place]
         if is_collected.any():
-            # Collected keys in ascending order are those of one bracket after the other.
+            # Collected keys in ascending order are those of one bracket after the other: with 4
+            # keys in [1, 3], 9 in [4, 4], which are only counted, and 2 in [5, 8], they begin at
+            # the places [0, 4, 4].
             own = np.where(are_collected, inside, 0)
             first = np.cumsum(own) - own
             at = (first[place] + ranks - below[place])[is_collected]
-            collected = np.concatenate(known)
+            collected = np.concatenate(
+                [counts.keys[element, : counts.num_keys[element]] for counts in self._counts]
+            )
             keys[is_collected] = self._of_ranks(collected, brackets[are_collected], at)
         return keys
 
     def _of_ranks(
-        self, keys: NDArray[np.unsignedinteger], brackets: UInt64, ranks: NDArray[np.int64]
+        self, keys: NDArray[np.unsignedinteger], brackets: UInt64, ranks: Int64
     ) -> UInt64:
         """Return the keys of some ranks among collected keys."""
         known, places = np.unique(ranks, return_inverse=True)
@@ -247,21 +263,13 @@ class QuantileBrackets:
         return found[places]
 
 
+@dataclass(eq=False)
 class _Counts:
     """What a share of the rows shows."""
 
-    def __init__(self, keys: NDArray[np.unsignedinteger], num_keys: NDArray[np.int64]) -> None:
-        self.keys = keys  # that are collected, [elements, capacity]
-        self.num_keys = num_keys  # of each element; more than the capacity if they did not fit
-        #: Finite keys below each bracket, and those in it. [elements, brackets, 2]
-        self.brackets: NDArray[np.int64] = np.zeros((len(keys), 0, 2), np.int64)
-
-
-def not_finite_of(rows: NDArray[np.generic], column: Column) -> Bool:
-    """Return which values are not finite: none of a column that is not floating."""
-    if column.is_floating:
-        return not_finite(rows, column)
-    return np.zeros(rows.shape, np.bool_)
+    keys: NDArray[np.unsignedinteger]  # that are collected, [elements, capacity]
+    num_keys: Int64  # of each element; more than the capacity if they did not fit
+    brackets: Int64  # finite keys below each bracket, and those in it. [elements, brackets, 2]
 
 
 def _brackets(

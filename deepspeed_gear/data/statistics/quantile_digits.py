@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.statistics.column_scan import CODES
-from deepspeed_gear.data.statistics.quantiles import Bool, UInt64, no_values, ranks_around
+from deepspeed_gear.data.statistics.quantiles import Bool, UInt64, divided, no_values, ranks_around
 from deepspeed_gear.data.statistics.running_moments import Float64
 from deepspeed_gear.data.statistics.value_keys import keys_of, values_of
 from deepspeed_gear.data.stored_values import as_float64
@@ -66,16 +64,15 @@ class QuantileDigits:
         self._column = column
         self._levels = levels
         self._native = existing_native(num_bytes)
-        num_tasks = max(-(-num_elements // _MOST_ELEMENTS), min(num_threads, num_elements))
-        self._count_bytes = _COUNT_BYTES // min(num_threads, num_tasks)
+        self._num_tasks = max(-(-num_elements // _MOST_ELEMENTS), min(num_threads, num_elements))
+        self._count_bytes = _COUNT_BYTES // min(num_threads, self._num_tasks)
         #: What the tasks find, as in `no_values`.
         self.found = no_values(levels, num_elements)
-        self._bounds = [num_elements * i // num_tasks for i in range(num_tasks + 1)]
 
     @property
     def tasks(self) -> list[Callable[[], None]]:
         """Tasks that find the values; they may run at the same time."""
-        return [functools.partial(self._find, *bound) for bound in pairwise(self._bounds)]
+        return divided(self._find, self._column.num_elements, self._num_tasks)
 
     def _find(self, first: int, end: int) -> None:
         """Find the values around quantiles of elements [first, end)."""

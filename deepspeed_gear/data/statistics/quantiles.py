@@ -10,6 +10,10 @@ Three searches find these values, with equal results. Which one is used is decid
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,3 +65,11 @@ def interpolated(found: Float64, levels: Float64) -> Float64:
         spread = high - low
         values = np.where(share < 0.5, low + spread * share, high - spread * (1 - share))
     return np.asarray(values)
+
+
+def divided(
+    find: Callable[[int, int], None], num_elements: int, num_tasks: int
+) -> list[Callable[[], None]]:
+    """Return tasks that call `find(first, end)` for equal parts of a column's elements."""
+    bounds = [num_elements * i // num_tasks for i in range(num_tasks + 1)]
+    return [partial(find, *bound) for bound in pairwise(bounds)]

@@ -25,10 +25,9 @@ def copy_items(
     columns: RolloutColumns,
     target: Table,
     add: Callable[[dict[str, Any]], int],
-    report: Callable[[list[int], np.ndarray], int] | None,
-    chosen: object = None,
-    priorities: object = None,
-) -> int:
+    chosen: object,
+    priorities: object,
+) -> tuple[list[int], np.ndarray | None]:
     """Add items of a rollout batch to a table; see `Replay.copy_items`. Collective over nodes.
 
     Nothing is added unless every item fits.
@@ -37,11 +36,11 @@ def copy_items(
         columns: Columns of the rollout batch.
         target: The table.
         add: Adds a trajectory to it; returns the id.
-        report: Reports priorities by id; None: the table has none.
         chosen: As `Replay.copy_items`.
         priorities: As `Replay.copy_items`.
     Returns:
-        Number of trajectories that this rank has added.
+        Ids of the trajectories that this rank has added; and the priority of each, if there are
+        `priorities`. [added], float.
     Cost: an addition for each trajectory.
     """
     trajectories = columns.trajectories
@@ -72,9 +71,7 @@ def copy_items(
             absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
             late = table.schema.late_bits
             ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
-    if report is not None and given is not None and ids:
-        report(ids, given[items])
-    return len(ids)
+    return ids, None if given is None else given[items]
 
 
 def _items_to_copy(columns: RolloutColumns, target: Table, chosen: object) -> np.ndarray:

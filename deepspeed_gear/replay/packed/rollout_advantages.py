@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from deepspeed_gear.batching.group_advantages import ESTIMATORS, group_advantages
-from deepspeed_gear.config.option_errors import translate
+from deepspeed_gear.config.option_errors import config_error
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
@@ -141,7 +141,7 @@ def _estimator(kind: str, options: dict[str, Any]) -> AdvantageConfig:
     try:
         return AdvantageConfig(**{"kind": kind, "gamma": 1.0, **options})
     except ValidationError as error:
-        wrong = translate(AdvantageConfig, error)
+        wrong = config_error(AdvantageConfig, error)
         at = wrong.name.replace("gear", "rollout.advantages", 1)
         raise ConfigError(at, wrong.rule, wrong.value, wrong.remedy) from None
 

@@ -14,10 +14,12 @@ from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import LossConfig, PackConfig, RolloutConfig
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.sequence_sum import SequenceSum
+from deepspeed_gear.distributed.sequence_sum import SequenceSum, sequence_sum
 from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay.log_warnings import EqualRewardsWarning, LossWarning
 from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.schema import Schema
 
 # Gathered with the fields of a pack, and returned as `targets` and `loss_mask` of a micro batch.
@@ -47,6 +49,32 @@ class PackSettings:
     table_losses: tuple[tuple[float, LossConfig], ...] = ()
     ranks: SequenceSum | None = None  # sum over the ranks of one sequence; None: there is one
 
+    @classmethod
+    def of(cls, plan: Resolved, device: torch.device) -> PackSettings:
+        """Return the settings that follow from a replay's plan, which has packs. Collective."""
+        config = plan.config
+        assert config.pack is not None
+        assert config.rollout_size is not None
+        tables = config.sampled_tables
+        groups = [config.resolved_tables[name].group for name in tables]
+        return cls(
+            pack=config.pack,
+            loss=config.loss,
+            size=config.rollout_size,
+            random_keys=(config.seed, random_key_of(tables[0], "minibatches")),
+            place=plan.topology.place,
+            device=device,
+            schema=plan.schemas[tables[0]],
+            fields=tuple(plan.needs.fields),
+            opaque=tuple(field for field in plan.needs.opaque if not field.is_ragged),
+            ragged=tuple(field for field in plan.needs.opaque if field.is_ragged),
+            member=next((group.member for group in groups if group is not None), None),
+            table_losses=tuple(config.loss.of_tables(tables)),
+            ranks=sequence_sum(
+                plan.topology, device, config.timeout_s, plan.group, plan.control_plane
+            ),
+        )
+
     @cached_property
     def field_by_role(self) -> dict[str | None, str]:
         """The first field of a column of each role: `field_by_role.get("token")`."""
@@ -64,9 +92,8 @@ class PackSettings:
         for one in self.fields:
             column = one.column
             if column is not None and column.role == "token" and one.dtype == column.dtype:
-                one = replace(
-                    one, dtype="int64"
-                )  # the config names no type; all embeddings take it
+                # The config names no type: all embeddings take int64.
+                one = replace(one, dtype="int64")
             gathered.append(one)
         token = self.schema.role("token")
         if token is not None:

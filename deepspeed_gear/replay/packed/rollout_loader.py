@@ -20,7 +20,6 @@ from deepspeed_gear.batching.pack_rows import PackGatherer, TableTrajectories, i
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_loader import give_up
@@ -31,7 +30,6 @@ from deepspeed_gear.replay.packed.rollout_columns import RolloutColumns
 from deepspeed_gear.replay.packed.rollout_context import MASK, PackSettings, RolloutContext
 from deepspeed_gear.replay.packed.table_rows import TableRows
 from deepspeed_gear.replay.replay_parts import ReplayParts
-from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table import Table
@@ -100,35 +98,13 @@ class RolloutLoader:
         divisor: GradientDivisor,
     ) -> None:
         plan = parts.plan
-        config = plan.config
-        assert config.pack is not None
-        assert config.rollout_size is not None
         self.topology = plan.topology
         self._spread = parts.links.trajectories
-        self._size = config.rollout_size
-        self._is_rollout = config.batch is None
-        self._tables = config.sampled_tables
+        self._is_rollout = plan.config.batch is None
+        self._tables = plan.config.sampled_tables
         self._streams = parts.train
-        first = self._tables[0]
-        groups = [config.resolved_tables[name].group for name in self._tables]
-        member = next((group.member for group in groups if group is not None), None)
-        settings = PackSettings(
-            pack=config.pack,
-            loss=config.loss,
-            size=self._size,
-            random_keys=(config.seed, random_key_of(first, "minibatches")),
-            place=plan.topology.place,
-            device=device,
-            schema=plan.schemas[first],
-            fields=tuple(plan.needs.fields),
-            opaque=tuple(field for field in plan.needs.opaque if not field.is_ragged),
-            ragged=tuple(field for field in plan.needs.opaque if field.is_ragged),
-            member=member,
-            table_losses=tuple(config.loss.of_tables(self._tables)),
-            ranks=sequence_sum(
-                plan.topology, device, config.timeout_s, plan.group, plan.control_plane
-            ),
-        )
+        settings = PackSettings.of(plan, device)
+        self._size = settings.size
         warning = None
         rewards_warning = None
         if plan.control_plane.rank == 0:

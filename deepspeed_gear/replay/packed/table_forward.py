@@ -26,7 +26,7 @@ from deepspeed_gear.replay.packed.rollout_context import MASK, PackSettings, Rol
 from deepspeed_gear.replay.packed.rollout_loader import RolloutLoader
 from deepspeed_gear.replay.packed.table_rows import TableRows
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.late_columns import absent, fill_each, fill_ragged
+from deepspeed_gear.store.late_columns import absent, fill_each
 from deepspeed_gear.store.table import Table
 
 
@@ -134,7 +134,7 @@ class LateColumns(ForwardPass):
         bounds = [*first.tolist(), len(owner)]
         parts = [stored.part(*pair) for pair in pairwise(bounds)]
         resolutions = self._stored[micro.sources.at]
-        fill_ragged(self._table, column, resolutions, parts, self._table.lineage)
+        fill_each(self._table, column, resolutions, parts, self._table.lineage)
 
 
 def _of_all_slices(given: Ragged, shape: PackShape, ranks: SequenceSum) -> Ragged:

@@ -224,15 +224,15 @@ def sampler_for(config: Any) -> Sampler:
     """Return a table's sampler; raise ConfigError where a class from outside cannot be used."""
     if not isinstance(config, models.ExternalSampler):
         return SAMPLERS[type(config)](config)
-    found = imported(config.kind, "gear.sampler.kind")
-    if not (isinstance(found, type) and issubclass(found, Sampler)):
+    sampler_type = imported(config.kind, "gear.sampler.kind")
+    if not (isinstance(sampler_type, type) and issubclass(sampler_type, Sampler)):
         raise ConfigError(
             "gear.sampler.kind",
             "must name a subclass of Sampler",
             config.kind,
             "derive the class from deepspeed_gear.sampling.samplers.base.Sampler",
         )
-    return found(config.made_options)
+    return sampler_type(config.made_options)
 
 
 def schedule(value: Any, name: str) -> Callable[[int], float]:

@@ -1,5 +1,7 @@
-// Where an op runs: on the host or, in a source that defines GEAR_ON_DEVICE, on its tensors'
-// device. An op that runs on both is written once: it calls `on::Kernel` by a Device.
+// Where an op runs: on the host, or on the device of its tensors and the current stream.
+//
+// The latter in a source that defines GEAR_ON_DEVICE. An op that runs on both is written once: it
+// calls `on::Kernel` by a Device.
 #pragma once
 #include <ATen/core/Tensor.h>
 

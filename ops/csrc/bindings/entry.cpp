@@ -1,5 +1,7 @@
-// The entry point of the shared library. Its name differs from build to build: so it is the only
-// source whose object the next build of the same sources cannot take over.
+// The entry point of the shared library, PyInit_*.
+//
+// Its name differs from build to build: so it is the only source whose object the next build of the
+// same sources cannot take over.
 #include <Python.h>
 
 namespace gear::python {

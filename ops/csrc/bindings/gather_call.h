@@ -1,5 +1,6 @@
-// `gather_` into tensors that stay the same: reading its lists from Python and checking them takes
-// as long as gathering a small batch.
+// `gather_` with arguments that are read and checked once, for tensors that stay the same.
+//
+// Reading its lists from Python and checking them takes as long as gathering a small batch.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -1,5 +1,6 @@
-// The ops: their schemas, their functions on the host in torch's dispatcher, and the same as plain
-// functions of Python. The definition of every op, with shapes and dtypes, is in
+// Registration of the ops: schemas, host functions in torch's dispatcher, functions of Python.
+//
+// The definition of every op, with shapes and dtypes, is in
 // deepspeed_gear/ops/reference.
 #include <torch/library.h>
 

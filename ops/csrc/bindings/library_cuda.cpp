@@ -1,4 +1,6 @@
-// The ops on a GPU, for the schemas that library.cpp registers. This needs a CUDA build of torch to
+// Registration of the ops on a GPU, for the schemas that library.cpp registers.
+//
+// This needs a CUDA build of torch to
 // be linked (a CPU build compiles it, but has no streams to give), and no header of c10/cuda, which
 // lacks files in wheels: the current stream comes through torch's C shim. It is not part of a
 // schema, so that torch.compile does not fix it.

@@ -1,4 +1,4 @@
-// The ops on what nodes send each other: draws, reports of priorities, and rows.
+// The ops on messages between nodes: draws, reports of priorities, and rows.
 #pragma once
 #include <algorithm>
 #include <limits>

@@ -1,5 +1,6 @@
-// The module itself: the mutex and the notifications of the stores, by address, and direct calls;
-// classes, and functions that are called seldom, are defined in store.h, and the ops as plain
+// The Python module: the table of its functions that are direct calls, and its classes.
+//
+// Classes, and functions that are called seldom, are defined in store.h, and the ops as plain
 // functions in library.cpp.
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -40,6 +41,8 @@ PyMethodDef kMethods[] = {
         "group_write",
         "group_write(reader, trajectories, number, slots, apart, timeout_s) -> 0, refusal or "
         "None"),
+    Function<gear::python::GroupSharedSteps>(
+        "group_shared_steps", "group_shared_steps(reader, trajectories, apart) -> steps of each"),
     Function<gear::python::CommitGroup>(
         "group_commit", "group_commit(store, slots, present, version, born) -> ids"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),

@@ -1,5 +1,6 @@
-// Every op, once: its name in torch.ops.gear, its function in C++, and its arguments as torch's
-// schema. The schemas, both devices' implementations and the plain functions of Python follow from
+// The table of all ops: name in torch.ops.gear, function in C++, and torch's schema of each.
+//
+// The schemas, both devices' implementations and the plain functions of Python follow from
 // it. deepspeed_gear/ops/reference defines an op under the same name, its functions are in *_ops.h;
 // `Ops` in deepspeed_gear/ops/backends.py has a field for each.
 #pragma once

@@ -1,5 +1,6 @@
-// The ops of a table in the memory of one device, on the host and on devices. They are defined in
-// deepspeed_gear/ops/reference/ring_table.py.
+// The ops of a table in the memory of one device, a ring: on the host and on devices.
+//
+// They are defined in deepspeed_gear/ops/reference/ring_table.py.
 #pragma once
 #include <vector>
 

@@ -1,6 +1,8 @@
-// Rows of a column as a program gives them, in the stored form: rows of that form are read in
-// place, Python and NumPy numbers of other types, and lists of numbers, are converted. What is left
-// to Python: conversions of large arrays, and all that it refuses (data/stored_values.py, `cast`).
+// Conversion of a program's rows to the stored form of a column: numbers, lists, arrays, tensors.
+//
+// Rows of the stored form are read in place; Python and NumPy numbers of other types, and lists of
+// numbers, are converted. What is left to Python: conversions of large arrays, and all that it
+// refuses (data/stored_values.py, `cast`).
 #pragma once
 #include <Python.h>
 

@@ -1,5 +1,6 @@
-// Statistics of columns, by the addresses of NumPy's arrays, which the caller keeps; and the check
-// of values before they are written to a data set.
+// Statistics of columns, and the check of values before they are written to a data set.
+//
+// Arrays of NumPy are given by their addresses; the caller keeps them.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,6 @@
-// The store and its writers' row targets as classes of Python, over addresses in shared memory that
-// their user keeps mapped.
+// The store as a class of Python, buffers and forms of rows, row targets, and late rows.
+//
+// They hold addresses in shared memory that their user keeps mapped.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -425,8 +426,11 @@ inline void Bind(py::module_& module) {
            })
       .def("reserve", [](Store& store, int64_t rows,
                          int64_t steps) { return cpu::Reserve(store, rows, steps); })
-      .def("commit", [](Store& store, int64_t slot, int64_t steps, int64_t rows,
-                        int64_t born) { return cpu::Commit(store, slot, steps, rows, born); })
+      .def("commit",
+           [](Store& store, int64_t slot, int64_t steps, int64_t rows, int64_t born,
+              int64_t present) {
+             return cpu::Commit(store, slot, steps, rows, born, nullptr, {present, 0});
+           })
       .def("reserve_with_removal", &Store::ReserveRows)
       .def("may_insert", [](Store& store, int64_t steps) { return cpu::MayInsert(store, steps); })
       .def("free_retired", [](Store& store) { return cpu::FreeRetired(store).count; })

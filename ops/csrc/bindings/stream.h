@@ -1,5 +1,6 @@
-// A batch stream as a class of Python, over addresses in shared memory that its user keeps mapped,
-// and its selections as a direct call.
+// A batch stream as a class of Python, and its selections and reported priorities as direct calls.
+//
+// It holds addresses in shared memory that its user keeps mapped.
 #pragma once
 #include <ATen/EmptyTensor.h>
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// What an op gets of its tensors: their data, checked, so that kernels stay inside them.
+// Checks of an op's tensors: dtype, shape, device and bounds, so that kernels stay inside them.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>

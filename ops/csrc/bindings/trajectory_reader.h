@@ -1,6 +1,7 @@
-// Whole trajectories as a program gives them, in dicts of columns, and the groups of leases: read
-// in the stored form, and stored by one call. Where one is left to Python nothing has changed, and
-// Python stores or refuses it alike (writer/inserter.py).
+// Reader of whole trajectories and groups of leases from dicts of columns; adds each by one call.
+//
+// It also finds the steps of a prompt that a group shares. Where a trajectory is left to Python
+// nothing has changed, and Python stores or refuses it alike (writer/inserter.py).
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -205,6 +206,19 @@ inline PyObject* WriteGroup(const TrajectoryReader& reader, PyObject* members, i
   }
   for (Py_ssize_t i = 0; i < count; ++i) made[count + i] = all[static_cast<size_t>(i)].present;
   return direct::ToPython(refusal);
+}
+
+// The steps that the trajectories of a group share with the first one, of columns in the stored
+// form. `apart`: as SharedSteps, which adds to it.
+inline PyObject* GroupSharedSteps(const TrajectoryReader& reader, PyObject* members,
+                                  const Buffer& apart) {
+  int64_t* differences = WordsOf(apart, static_cast<Py_ssize_t>(1 + reader.given.size()));
+  std::vector<ReadTrajectory> all;
+  ForEach(members, [&](PyObject* member) {
+    if (!reader.Read(member, nullptr, &all.emplace_back()))
+      direct::RaiseType("columns in the stored form", member);
+  });
+  return py::cast(reader.SharedSteps(all, differences)).release().ptr();
 }
 
 // Commits the slots of a group, with the bits of their late columns; wants the lock. Their ids.

@@ -1,6 +1,7 @@
-// The steps of many environments at once, from Python's buffers: one call takes a step, stores the
-// trajectories that end and publishes the others. A step that is not plain is left to Python
-// (writer/vector_writer.py), which does the same.
+// Steps of many environments from Python's buffers: their reading and checks, final observations.
+//
+// One call takes a step, stores the trajectories that end and publishes the others. A step that is
+// not plain is left to Python (writer/vector_writer.py), which does the same.
 #pragma once
 #include <pybind11/pybind11.h>
 

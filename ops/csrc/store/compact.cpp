@@ -1,3 +1,4 @@
+// Moves extents in steps that survive a death, and searches for the cheapest run of rows.
 #include "store/compact.h"
 
 #include <algorithm>

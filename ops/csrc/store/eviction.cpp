@@ -1,3 +1,4 @@
+// Chooses victims by policy, tests which slots are pinned, and frees retired ones.
 #include "store/eviction.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Finds NaN and infinities by their exponents, in loops that the compiler vectorises.
 #include "store/finite_checks.h"
 
 #include <algorithm>

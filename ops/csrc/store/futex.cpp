@@ -1,3 +1,4 @@
+// Notifies and waits by the futex system call on a counter in shared memory.
 #include "store/futex.h"
 
 #include <linux/futex.h>

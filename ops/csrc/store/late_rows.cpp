@@ -1,3 +1,4 @@
+// Writes late columns of stored trajectories, shifted by an offset, then marks them present.
 #include "store/late_rows.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// Handles SIGBUS: prints the mapped file that was truncated, then ends the process as before.
 #include "store/map_guard.h"
 
 #include <errno.h>

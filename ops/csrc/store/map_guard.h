@@ -1,5 +1,4 @@
-// Prints the file of a memory map when an access beyond the file's end, or an error of its disk,
-// ends the process with SIGBUS.
+// Handler of SIGBUS: prints which mapped file was truncated, or on which one the disk failed.
 #pragma once
 #include <cstddef>
 

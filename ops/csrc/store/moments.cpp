@@ -1,3 +1,4 @@
+// Counts moments of new rows, merges them, and switches between their two copies at a commit.
 #include "store/moments.h"
 
 #include <algorithm>

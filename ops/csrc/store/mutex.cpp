@@ -1,3 +1,4 @@
+// Locks a robust mutex: spins for some microseconds, then sleeps until a timeout.
 #include "store/mutex.h"
 
 #include <errno.h>

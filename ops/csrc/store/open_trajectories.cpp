@@ -1,3 +1,4 @@
+// Publishes steps of open trajectories, grows them, and ends them.
 #include "store/open_trajectories.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// Tests whether writers may add, by samples per insert or by the quota of this node.
 #include "store/rate_limiter.h"
 
 #include <algorithm>

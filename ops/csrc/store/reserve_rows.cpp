@@ -1,3 +1,4 @@
+// Decides between free rows, retired slots, moves and evictions until rows fit.
 #include "store/reserve_rows.h"
 
 #include <chrono>

@@ -1,5 +1,7 @@
-// The lock of a store, and the word of its holder, for a scope. As StoreLock of
-// deepspeed_gear/store/store_lock.py, except that it repairs nothing: that is left to Python.
+// The lock of a store, taken for a scope, with the word of its holder; or the refusal.
+//
+// As StoreLock of deepspeed_gear/store/store_lock.py, except that it repairs nothing after a death:
+// it refuses with kMustRecover, and the next lock in Python does.
 #pragma once
 #include <cstdint>
 

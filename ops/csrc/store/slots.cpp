@@ -1,3 +1,4 @@
+// Changes the state of slots, their lists and counters, and logs the changes.
 #include "store/slots.h"
 
 #include <algorithm>

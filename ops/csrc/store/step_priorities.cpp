@@ -1,3 +1,4 @@
+// Clears and moves the priorities of rows with their trajectories, and updates the trees.
 #include "store/step_priorities.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Takes a step of all environments, stores the episodes that end, publishes the others.
 #include "store/vector_steps.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// The steps of many environments at once: their open trajectories in private memory, and their
-// first steps or whole episodes in a store.
+// Steps of many environments at once: autoreset, ends and cuts of episodes, and their publication.
 //
+// Their open trajectories are in private memory, their first steps or whole episodes in a store.
 // Thread and process safety: one thread at a time; the store's lock is taken where needed. The same
 // in plain Python, which also takes what is left to it: deepspeed_gear/writer/vector_writer.py.
 #pragma once

@@ -1,3 +1,4 @@
+// Adds a trajectory with one reservation and commit; writes and commits groups of leases.
 #include "store/whole_trajectories.h"
 
 #include <cstring>

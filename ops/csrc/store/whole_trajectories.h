@@ -1,5 +1,4 @@
-// Whole trajectories: one that is added at once, and the group of a lease, which is whole or
-// absent.
+// Whole trajectories: adds one at once, and the group of a lease, which is whole or absent.
 #pragma once
 #include <cstdint>
 

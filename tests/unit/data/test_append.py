@@ -20,6 +20,7 @@ from deepspeed_gear.data import partial_folder
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_parts import write_parts
 from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.partial_folder import PartialFolder
 from deepspeed_gear.errors import DataError
 
 Maker = Callable[..., Any]
@@ -42,12 +43,17 @@ def publish_grown(dest: Path) -> None:
     """Append a trajectory; only what follows when all files are complete is traced."""
     trace = sys.gettrace()
     sys.settrace(None)
+    publish = PartialFolder.publish
+
+    def traced_publish(folder: PartialFolder) -> None:
+        sys.settrace(trace)
+        publish(folder)
+
     writer = DatasetWriter(dest, SCHEMA, append=True)
     writer.add(trajectory(7, 3))
-    writer._complete()
-    sys.settrace(trace)
-    writer._partial.publish()
-    writer.discard()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartialFolder, "publish", traced_publish)
+        writer.close()
 
 
 def grow(dest: Path) -> Dataset:

@@ -18,7 +18,7 @@ from deepspeed_gear.cli import init as init_command
 from deepspeed_gear.cli import inspect as inspect_command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.ingest import ingest, open_source, row_buffers
+from deepspeed_gear.data.ingest import READERS, ingest, open_source, readers, row_buffers
 from deepspeed_gear.data.ingest.decoding.hdf5_arrays import RowReader, read_rows
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError
@@ -26,6 +26,14 @@ from deepspeed_gear.schema import Column
 
 Maker = Callable[..., Any]
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
+
+
+def test_the_folder_of_readers_has_all_readers_and_nothing_else() -> None:
+    folder = Path(readers.__file__).parent
+    modules = {f"{readers.__name__}.{path.stem}" for path in folder.glob("*.py")}
+    assert modules - {f"{readers.__name__}.__init__"} == {
+        reader.__module__ for reader in READERS.values()
+    }
 
 
 def test_columns_and_flags_of_a_d4rl_file(tmp_path: Path, d4rl: Maker) -> None:
@@ -55,7 +63,7 @@ def test_next_observations_that_are_not_shifted_are_kept(
     tmp_path: Path, d4rl: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the last bit of a row differs, in any of several blocks."""
-    monkeypatch.setattr("deepspeed_gear.data.ingest.decoding.hdf5_arrays._BLOCK_BYTES", 24)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.decoding.hdf5_arrays.BLOCK_BYTES", 24)
     lengths = (3, 1, 4, 2, 7, 3, 1)
     arrays = d4rl(tmp_path / "a.hdf5", lengths, ("timeouts",) * 7)
     inside = sorted(set(range(sum(lengths))) - set(np.cumsum(lengths) - 1))
@@ -236,7 +244,7 @@ def test_threads_are_a_positive_integer(tmp_path: Path, d4rl: Maker, threads: An
 def test_row_reader_serves_any_rising_ranges(
     tmp_path: Path, least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed_gear.data.ingest.decoding.hdf5_arrays._BLOCK_BYTES", 40)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.decoding.hdf5_arrays.BLOCK_BYTES", 40)
     values = np.arange(33 * 2, dtype=np.int32).reshape(33, 2)
     reads: list[tuple[int, int]] = []
 
@@ -245,7 +253,7 @@ def test_row_reader_serves_any_rising_ranges(
         return read_rows(where, dataset, low, high, *into)
 
     monkeypatch.setattr("deepspeed_gear.data.ingest.decoding.hdf5_arrays.read_rows", counted)
-    monkeypatch.setattr(row_buffers, "_LEAST_BYTES", least_bytes)
+    monkeypatch.setattr(row_buffers, "LEAST_BYTES", least_bytes)
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         file.create_dataset("x", data=values, chunks=(4, 1), compression="gzip")
         file["y"] = values

@@ -3,7 +3,6 @@ made.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from ingest_refusals import refused
 
-from deepspeed_gear.data.ingest import READERS, ingest
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.data.ingest import READERS
 
 Maker = Callable[..., Any]
 NAN = np.zeros((8, 3), np.float32)
@@ -98,15 +97,6 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         f": column infos.a_b must come from one key only; {LEAVE_OUT}",
     ),
 ]
-
-
-def refused(source: Path, dest: Path, **options: Any) -> str:
-    """Return the error of an ingest, which must leave nothing behind."""
-    before = sorted(os.listdir(dest.parent))
-    with pytest.raises(DataError) as caught:
-        ingest([source], dest, **options)
-    assert sorted(os.listdir(dest.parent)) == before
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(("changes", "text"), BROKEN_D4RL, ids=range(len(BROKEN_D4RL)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ingest_refusals import refused
 
 from deepspeed_gear.data.ingest import ingest, open_source
 from deepspeed_gear.data.ingest.decoding.tfrecord import crc32c, parse_example, records
@@ -213,10 +214,7 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
 def test_broken_sets_are_refused(tmp_path: Path, change: Callable[[Path], None], text: str) -> None:
     source = write(tmp_path / "set", [episode([1.0, 2.0, 0.0]), episode([4.0, 0.0])])
     change(source)
-    with pytest.raises(DataError) as caught:
-        ingest([source], tmp_path / "out")
-    assert text in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert text in refused(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -230,10 +228,7 @@ def test_broken_sets_are_refused(tmp_path: Path, change: Callable[[Path], None],
 )
 def test_broken_episodes_are_refused(tmp_path: Path, changes: Any, text: str) -> None:
     source = write(tmp_path / "set", [{**episode([1.0, 2.0, 0.0]), **changes}])
-    with pytest.raises(DataError) as caught:
-        ingest([source], tmp_path / "out")
-    assert text in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert text in refused(source, tmp_path / "out")
 
 
 def test_a_packed_tensor_takes_no_more_memory_than_it_declares(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ingest_refusals import refused
 
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.data.dataset import Dataset
@@ -135,6 +136,14 @@ def test_flags_names_and_columns_of_a_store(tmp_path: Path) -> None:
     np.testing.assert_array_equal(renamed.trajectory(1)["observation"], [[6, 7], [8, 9]])
 
 
+def test_observations_after_steps_have_the_role_of_observations(tmp_path: Path) -> None:
+    rows = np.arange(10, dtype="<f4").reshape(5, 2)
+    more = {"next_obs": rows, "final_observation": rows}
+    dataset = ingest([write(tmp_path / "set.zarr", **more)], tmp_path / "out")
+    roles = {column.name: column.role for column in dataset.schema}
+    assert roles["next_observation"] == roles["final_observation"] == "observation"
+
+
 def _described(**values: Any) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         file = folder / "data" / "obs" / ".zarray"
@@ -191,10 +200,7 @@ def test_broken_stores_are_refused(
 ) -> None:
     source = write(tmp_path / "set.zarr")
     change(source)
-    with pytest.raises(DataError) as caught:
-        ingest([source], tmp_path / "out")
-    assert text in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert text in refused(source, tmp_path / "out")
 
 
 def test_a_source_has_one_store(tmp_path: Path) -> None:
@@ -227,7 +233,7 @@ def test_blocks_of_episodes_are_those_of_single_ones(
         write_array(source / "data" / name, values)
     made = {}
     for block_bytes in (1, 200, 1 << 20):
-        monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(step_blocks, "BLOCK_BYTES", block_bytes)
         dataset = ingest([source], tmp_path / str(block_bytes))
         made[dataset.fingerprint] = dataset.columns["prompt_id"].tolist()
         with pytest.raises(DataError) as caught:

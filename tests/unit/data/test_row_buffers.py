@@ -57,7 +57,7 @@ def test_small_arrays_and_objects_are_of_their_own(shape: tuple[int, ...]) -> No
 
 
 def test_free_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_buffers, "_MOST_FREE_BYTES", 3 * MIB)
+    monkeypatch.setattr(row_buffers, "MOST_FREE_BYTES", 3 * MIB)
     buffers = RowBuffers()
     held = [buffers.empty((MIB,), np.dtype("uint8")) for _ in range(5)]
     places = [address(array) for array in held]

@@ -15,7 +15,7 @@ from gear_support import wait_until
 from deepspeed_gear import Column, Dataset
 from deepspeed_gear.cli.main import main as command
 from deepspeed_gear.data.ingest import ingest, open_source, side_by_side, step_blocks
-from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.output_columns import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import DataError
 
@@ -128,8 +128,8 @@ SOURCES: dict[str, Callable[[Path], list[Path]]] = {
 def test_the_data_set_does_not_depend_on_threads(
     tmp_path: Path, kind: str, ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "_CACHED_BYTES", ahead_bytes)
-    monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", ahead_bytes)
+    monkeypatch.setattr(side_by_side, "CACHED_BYTES", ahead_bytes)
+    monkeypatch.setattr(step_blocks, "BLOCK_BYTES", ahead_bytes)
     paths = SOURCES[kind](tmp_path)
     options: dict[str, Any] = {"group_scope": "file"} if kind == "rollouts" else {}
 
@@ -138,7 +138,7 @@ def test_the_data_set_does_not_depend_on_threads(
         return digests(ingest(opened, tmp_path / name, threads=threads, **options))
 
     wanted = made("all-1", paths, 1)
-    monkeypatch.setattr(side_by_side, "_HELD_BYTES", ahead_bytes)
+    monkeypatch.setattr(side_by_side, "HELD_BYTES", ahead_bytes)
     assert made("all-2", paths, 2) == wanted
     assert made("all-5", paths, 5) == wanted
     assert made("one-1", paths[3:4], 1) == made("one-2", paths[3:4], 2)
@@ -149,7 +149,7 @@ def test_npz_files_beyond_a_bound_are_not_all_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of files that a command opens."""
-    monkeypatch.setattr(side_by_side, "_HELD_BYTES", 9000)
+    monkeypatch.setattr(side_by_side, "HELD_BYTES", 9000)
     paths = npz(tmp_path)
     held = [reader.held_bytes for reader in map(open_source, paths)]
     kept = [reader.held_bytes for reader in side_by_side.without_surplus(map(open_source, paths))]
@@ -199,8 +199,8 @@ def test_an_interrupt_of_the_writer_ends_all_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also threads that wait for room."""
-    monkeypatch.setattr(side_by_side, "_CACHED_BYTES", 1)
-    monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(side_by_side, "CACHED_BYTES", 1)
+    monkeypatch.setattr(step_blocks, "BLOCK_BYTES", 1)
     paths = hdf5(tmp_path)
 
     def interrupted(*arguments: Any, **options: Any) -> None:
@@ -218,9 +218,9 @@ def test_sources_that_are_waited_for_are_read_further_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block ahead at first, then all of each."""
-    monkeypatch.setattr(side_by_side, "_CACHED_BYTES", 1)
-    monkeypatch.setattr(side_by_side, "_MOST_WAITS", 0)
-    monkeypatch.setattr(step_blocks, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(side_by_side, "CACHED_BYTES", 1)
+    monkeypatch.setattr(side_by_side, "MOST_WAITS", 0)
+    monkeypatch.setattr(step_blocks, "BLOCK_BYTES", 1)
     paths = hdf5(tmp_path)[:4]
     with ExitStack() as stack:
         readers = [stack.enter_context(open_source(path)) for path in paths]

@@ -31,6 +31,7 @@ from remote_support import (
     served,
     stored,
     trajectory,
+    write_run,
     write_token,
 )
 from warm_python import PIPE, WarmProcess
@@ -332,12 +333,9 @@ writer.close()
 
 def test_processes_that_are_killed(tmp_path: Path) -> None:
     """An actor: whole trajectories, in order. The gateway: a named error in time. SIGTERM: told."""
-    config = tmp_path / "ds_config.json"
-    token = write_token(tmp_path / "token")
-    config.write_text(
-        json.dumps({"gear": section(capacity_trajectories=6000, capacity_steps=1_500_000)})
-    )
-    with Replay(json.loads(config.read_text())["gear"], schemas={"main": SCHEMA}) as replay:
+    gear = section(capacity_trajectories=6000, capacity_steps=1_500_000)
+    config, token = write_run(tmp_path, gear)
+    with Replay(gear, schemas={"main": SCHEMA}) as replay:
         gateway, url = serve(config, token)
         actor = WarmProcess(["-c", WRITES, url, str(token), "100000"], environment(), PIPE)
         STARTED.append(actor)

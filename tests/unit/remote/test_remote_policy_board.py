@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,17 @@ import pyarrow as pa
 import pytest
 import torch
 from gear_support import wait_until
-from remote_support import SCHEMA, TOKEN, WRONG, Proxy, section, serve, served, serving, write_token
+from remote_support import (
+    SCHEMA,
+    TOKEN,
+    WRONG,
+    Proxy,
+    section,
+    serve,
+    served,
+    serving,
+    write_run,
+)
 from torch import nn
 
 from deepspeed_gear import PolicyBoard, RemotePolicyBoard, Replay
@@ -468,9 +477,7 @@ def served_by_others() -> Iterator[PolicyBoard]:
 
 def test_gear_serve_serves_the_board_of_its_run(tmp_path: Path) -> None:
     """Through the command; it is killed in between."""
-    config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps({"gear": section()}))
-    token = write_token(tmp_path / "token")
+    config, token = write_run(tmp_path, section())
     with served_by_others() as board:
         process, url = serve(config, token)
         module = policy(0.0)

@@ -36,7 +36,7 @@ from remote_support import (
     served,
     serving,
     trajectory,
-    write_token,
+    write_run,
 )
 from warm_python import PIPE, WarmProcess
 
@@ -428,9 +428,7 @@ time.sleep(600)
 
 def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path) -> None:
     """Leases of the killed come back; a worker of a killed gateway goes on with the next one."""
-    config = tmp_path / "ds_config.json"
-    token = write_token(tmp_path / "token")
-    config.write_text(json.dumps({"gear": ledger_section(data, {"max_lag": 0})}))
+    config, token = write_run(tmp_path, ledger_section(data, {"max_lag": 0}))
     with Replay(str(config)) as replay:
         gateway, url = serve(config, token)
         killed = WarmProcess(["-c", LEASES, url, str(token)], environment(), PIPE)
@@ -466,11 +464,9 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
     """A commit is taken until its prompt is leased again, and once, also where its
     answer was lost.
     """
-    config = tmp_path / "ds_config.json"
-    token = write_token(tmp_path / "token")
     section = ledger_section(data, {"max_lag": 1})
     section["shared_memory"]["keep"] = True
-    config.write_text(json.dumps({"gear": section}))
+    config, token = write_run(tmp_path, section)
     port = str(free_port())
     running = list[WarmProcess]()
 
@@ -580,9 +576,7 @@ def test_media_come_once_with_a_group(data: Path) -> None:
 
 
 def test_gear_serve_takes_the_file_with_the_recipe_of_the_ranks(data: Path, tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
-    token = write_token(tmp_path / "token")
-    path.write_text(json.dumps({"gear": recipe_section(data)}))
+    path, token = write_run(tmp_path, recipe_section(data))
     with Replay(path) as replay:
         gateway, url = serve(path, token, "--wait", "5")
         with attach(url) as worker:

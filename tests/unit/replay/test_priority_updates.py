@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gear_support import config_of, lengths_of, prefix, wait_until
-from replay_support import filled, parts_of, read_late, streams_of
+from replay_support import Elsewhere, filled, parts_of, read_late, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
@@ -350,13 +350,6 @@ def test_by_id_only_what_the_sampler_admits(replays: Any, unit: str) -> None:
 
 
 SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
-
-
-class Elsewhere(torch.Tensor):
-    """A tensor that says that it is on a device."""
-
-    is_cpu = False
-    is_cuda = True
 
 
 class Device:

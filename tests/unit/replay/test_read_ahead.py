@@ -164,11 +164,11 @@ def missing_pages(array: np.ndarray) -> int:
 
 def drop_pages(dataset: Dataset) -> None:
     """Remove the pages of a data set's files from memory: maps first, which keep them."""
-    for array in dataset.files._maps.values():
-        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
-    for fd in dataset.files._opened.values():
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    dataset.files.advise(mmap.MADV_DONTNEED)
+    for path in dataset.path.rglob("*.npy"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.mark.parametrize("read_ahead", [False, True])

@@ -38,6 +38,7 @@ from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store import groups
 from deepspeed_gear.store.group_spec import COUNTED
+from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter
 
 MEMBERS = {**GROUP, "member": "sample", "max_trajectories": 8}
@@ -263,8 +264,17 @@ def test_conditions_of_the_sampler_hold_as_the_column_stores_values(
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock of groups, in seconds: it stands still between the lines of a test."""
     made = SimpleNamespace(now=100.0)
-    # The native store reads the clock of the machine.
+    commit = Table.commit
+
+    def commit_now(table: Table, slot: int, born: int = 0) -> int:
+        """Commit by this clock: the native store reads that of the machine."""
+        number = commit(table, slot, born)
+        if table.groups is not None:
+            table.groups.note_time(slot)
+        return number
+
     monkeypatch.setattr(Inserter, "_add_natively", lambda *_: None)
+    monkeypatch.setattr(Table, "commit", commit_now)
     monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic_ns=lambda: int(made.now * 1e9)))
     return made
 

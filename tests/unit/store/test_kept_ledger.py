@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from gear_support import prefix, run_command, shared_files
-from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+from ledger_support import (
+    SIZE,
+    check_books,
+    ledger_section,
+    responses,
+    train_prompts,
+    write_prompts,
+)
 from media_tables import image, with_media
 from rollout_support import micros
 
@@ -56,14 +63,6 @@ def commit(leases: Any) -> list[int]:
     return [lease.number for lease in leases if lease.commit(responses(lease))]
 
 
-def train(replay: Replay) -> list[int]:
-    """Train a rollout batch; return its numbers."""
-    rollout = replay.rollout()
-    numbers: list[int] = rollout.values("prompt")[::SIZE].tolist()
-    micros(rollout)
-    return numbers
-
-
 def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> None:
     config = kept(data)
     with Replay(config) as replay, RolloutWorker.attach(config) as worker:
@@ -76,7 +75,7 @@ def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> No
         with table.lock, expected:
             table.ledger.fail(other, "failed", True)
         commit(leases[:4])  # leases of 4 and 5 are open
-        assert train(replay) == [0, 1, 2]
+        assert train_prompts(replay) == [0, 1, 2]
         replay.save(tmp_path / "saved")
         last = worker.lease(3)
         commit(last[:2])
@@ -91,7 +90,7 @@ def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> No
         books = check_books(replay)
         assert (books["issued"], books["waiting"], books["trained"]) == (9, 3, 3)
         assert sorted(commit(leases)) == [4, 5, 8]
-        assert [train(replay), train(replay)] == [[3, 4, 5], [6, 7, 8]]
+        assert [train_prompts(replay), train_prompts(replay)] == [[3, 4, 5], [6, 7, 8]]
         assert check_books(replay)["largest_lag"] == 1
     with Replay(config) as replay:  # without a checkpoint: 0 to 2 were drawn before it
         table = replay.tables["main"]
@@ -100,10 +99,10 @@ def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> No
             with pytest.raises(StoreError, match="must be stored"):
                 replay.read([number])  # of the job before, whose ids may be given again
         assert commit(worker.lease(9)) == [0, 1, 2]
-        assert train(replay) == [0, 1, 2]
+        assert train_prompts(replay) == [0, 1, 2]
         assert check_books(replay)["largest_lag"] == 0
         assert worker.lease(timeout_s=0) == []
-        assert [train(replay), check_books(replay)["waiting"]] == [[3, 4, 5], 3]
+        assert [train_prompts(replay), check_books(replay)["waiting"]] == [[3, 4, 5], 3]
 
 
 def test_commits_of_leases_from_before(data: Path, tmp_path: Path) -> None:
@@ -129,11 +128,11 @@ def test_commits_of_leases_from_before(data: Path, tmp_path: Path) -> None:
         replay.load(tmp_path / "saved")
         books = check_books(replay)
         assert (books["issued"], books["waiting"], books["leased"]) == (3, 3, 0)
-        assert train(replay) == [0, 1, 2]
+        assert train_prompts(replay) == [0, 1, 2]
         late, failed, other = worker.lease(3)
         commit([other])
     with Replay(config) as replay:
-        assert train(replay) == [0, 1, 2]
+        assert train_prompts(replay) == [0, 1, 2]
         again = worker.lease(9)
         assert [lease.number for lease in again] == [3, 4]
         for change in (partial(commit, [late]), partial(failed.fail, "late")):
@@ -157,9 +156,9 @@ def test_groups_that_would_be_too_old_are_generated_again(data: Path) -> None:
     with Replay(config) as replay:
         worker = replay.rollout_worker()
         commit(worker.lease(9))
-        assert train(replay) == [0, 1, 2]
+        assert train_prompts(replay) == [0, 1, 2]
         assert commit(worker.lease(9)) == [3, 4, 5]  # its version is 0
-        assert train(replay) == [3, 4, 5]
+        assert train_prompts(replay) == [3, 4, 5]
 
 
 def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(
@@ -170,7 +169,7 @@ def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(
         worker = replay.rollout_worker()
         for batch in range(5):
             assert commit(worker.lease(9)) == [3 * batch + place for place in range(3)]
-            train(replay)
+            train_prompts(replay)
             if batch == 2:
                 replay.save(tmp_path / "saved")
                 assert len(list((tmp_path / "saved").rglob("slots.npy"))) == 1
@@ -180,7 +179,7 @@ def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(
             if load:
                 replay.load(tmp_path / "saved")
                 assert worker.lease(timeout_s=0) == []
-                assert [train(replay), train(replay)] == [[9, 10, 11], [12, 13, 14]]
+                assert [train_prompts(replay), train_prompts(replay)] == [[9, 10, 11], [12, 13, 14]]
             else:
                 assert commit(worker.lease(9)) == [0, 1, 2]
             assert check_books(replay)["dropped"] == {}
@@ -197,7 +196,7 @@ def test_groups_of_the_job_before_stay_while_rows_are_free_far_away(data: Path) 
         failed.fail("too long", retry=False)
         commit([*others, *worker.lease(9)])
         for _ in range(2):
-            train(replay)
+            train_prompts(replay)
             commit(worker.lease(9))
         assert check_books(replay)["issued"] == 13
     with Replay(config) as replay:
@@ -210,7 +209,7 @@ def test_groups_of_the_job_before_stay_while_rows_are_free_far_away(data: Path) 
         tokens = np.zeros(4, np.int32)
         leases[0].commit([{**one, "tokens": tokens} for one in responses(leases[0])])
         assert table.extents.retired().tolist() == retired
-        assert train(replay) == [0, 1, 2]
+        assert train_prompts(replay) == [0, 1, 2]
         again = worker.lease(9)  # 6 was generated for an earlier batch and is too old; 7 and 8 stay
         assert [lease.number for lease in again] == [6]
 

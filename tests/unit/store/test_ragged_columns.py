@@ -35,7 +35,7 @@ from deepspeed_gear import (
 )
 from deepspeed_gear.cli import export
 from deepspeed_gear.store.eviction import Evictor
-from deepspeed_gear.store.late_columns import fill_ragged
+from deepspeed_gear.store.late_columns import fill_each
 from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.records import MediaPage, PageState, SlotRetention
 from deepspeed_gear.timeouts import Context
@@ -298,7 +298,7 @@ def test_a_death_between_the_pages_and_the_row_leaves_a_column_to_fill() -> None
         check(replay, [number], given)
 
 
-@pytest.mark.parametrize("code", [fill_ragged.__code__, MediaPages.add.__code__])
+@pytest.mark.parametrize("code", [fill_each.__code__, MediaPages.add.__code__])
 def test_a_worker_that_dies_at_any_line_leaves_whole_values_or_none(code: Any) -> None:
     config = ragged_section(late=True, table={"writers": 2, "remove": "fifo"})
     with Replay(config) as replay:

@@ -5,8 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
-from rollout_support import micros
+from ledger_support import (
+    check_books,
+    ledger_section,
+    responses,
+    train_prompts,
+    write_prompts,
+)
 
 from deepspeed_gear import Lease, Replay
 from deepspeed_gear.store import prompt_ledger
@@ -24,14 +29,6 @@ def run_of(folder: Path, **prompts: Any) -> Replay:
 def commit(*leases: Lease) -> None:
     for lease in leases:
         lease.commit(responses(lease))
-
-
-def train(replay: Replay) -> list[int]:
-    """Train a rollout batch; return the numbers of its prompts."""
-    rollout = replay.rollout()
-    numbers: list[int] = rollout.values("prompt")[::SIZE].tolist()
-    micros(rollout)
-    return numbers
 
 
 def test_prompts_in_flight_at_a_save_are_trained(tmp_path: Path) -> None:
@@ -59,7 +56,11 @@ def test_complete_groups_are_in_the_checkpoint(tmp_path: Path) -> None:
         replay.save(tmp_path / "saved")
     with run_of(tmp_path, max_lag=2) as replay:
         replay.load(tmp_path / "saved")
-        assert [train(replay) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert [train_prompts(replay) for _ in range(3)] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [8, 9, 10, 11],
+        ]
 
 
 def test_groups_beyond_a_batch_wait_for_theirs(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_groups_beyond_a_batch_wait_for_theirs(tmp_path: Path) -> None:
         commit(*reversed(worker.lease(99)))
         for batch in range(6):  # with three batches ahead at every time
             assert check_books(replay)["waiting"] == 12
-            assert train(replay) == [4 * batch + place for place in range(4)]
+            assert train_prompts(replay) == [4 * batch + place for place in range(4)]
             replay.can_sample()  # by then the batch is trained
             commit(*worker.lease(99))
         books = check_books(replay)
@@ -87,7 +88,7 @@ def test_a_dropped_group_does_not_hold_the_position(tmp_path: Path) -> None:
         before = list[int]()
         for _ in range(4):
             commit(*worker.lease(GROUPS))
-            before += train(replay)
+            before += train_prompts(replay)
         assert slow.number not in before
         assert check_books(replay)["dropped"] == {"too old": 1}
         replay.save(tmp_path / "saved")
@@ -103,7 +104,7 @@ def test_the_lag_is_bounded_after_a_resume(tmp_path: Path) -> None:
     with run_of(tmp_path, max_lag=2) as replay, replay.rollout_worker() as worker:
         for _ in range(5):
             commit(*worker.lease(GROUPS))
-            train(replay)
+            train_prompts(replay)
         admitted = len(leases := worker.lease(999, timeout_s=0))
         commit(*leases[:5])
         replay.save(tmp_path / "saved")
@@ -137,5 +138,5 @@ def test_a_stuck_rollout_holds_nothing_for_good(
             ]  # and is stuck again
             now += 11.0
         commit(*worker.lease(9, timeout_s=0))
-        assert train(replay) == [1, 2, 3, 4]
+        assert train_prompts(replay) == [1, 2, 3, 4]
         assert check_books(replay)["dropped"] == {"lease expired": 1}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_support import write_prompts
 from media_tables import MEDIA, image
-from replay_support import add_in_python
 
 from deepspeed_gear import ConfigError, Replay, RolloutWorker
 from deepspeed_gear.store.records import SharedPrompt
@@ -84,18 +84,16 @@ def group(differing: list[list[str]], length: int = PROMPT) -> list[dict[str, An
     return members
 
 
+#: Members that one native call reads and writes, and those that are written in Python.
+FORMS: tuple[Callable[[dict[str, Any]], Any], ...] = (dict, MappingProxyType)
+
+
 @contextmanager
 def both(config: dict[str, Any]) -> Iterator[list[Replay]]:
-    """A replay whose groups the native call writes, and one whose groups Python writes."""
+    """Two replays: one for members of each of `FORMS`."""
     with ExitStack() as stack:
-        made = []
-        for number in range(2):
-            named = {**config, "shared_memory": {"prefix": prefix()}}
-            replay = stack.enter_context(Replay(named))
-            if number == 1:
-                add_in_python(replay)
-            made.append(replay)
-        yield made
+        named = [{**config, "shared_memory": {"prefix": prefix()}} for _ in FORMS]
+        yield [stack.enter_context(Replay(one)) for one in named]
 
 
 def stored(replay: Replay) -> dict[str, bytes]:
@@ -141,10 +139,10 @@ def test_native_and_python_share_and_warn_alike(
     caplog.clear()
     with both(section(data, shared)) as replays, caplog.at_level(logging.WARNING, "deepspeed_gear"):
         texts = []
-        for replay in replays:
+        for replay, form in zip(replays, FORMS, strict=True):
             with replay.rollout_worker() as worker:
                 for lease, members in zip(worker.lease(len(made)), made, strict=True):
-                    lease.commit(members)
+                    lease.commit([form(member) for member in members])
             texts.append(notices(caplog))
         assert stored(replays[0]) == stored(replays[1])
         assert texts[0] == texts[1]
@@ -186,9 +184,9 @@ def test_values_of_a_declared_column_are_those_of_the_first_trajectory(tmp_path:
     members = group([["logp"]] * SIZE)
     given = [np.copy(one["logp"]) for one in members]
     with both(section(data, ["logp"])) as replays:
-        for replay in replays:
+        for replay, form in zip(replays, FORMS, strict=True):
             with replay.rollout_worker() as worker:
-                worker.lease()[0].commit(members)
+                worker.lease()[0].commit([form(member) for member in members])
             for member, one in enumerate(replay.read(range(SIZE))):
                 expected = np.concatenate([given[0][: PROMPT - 1], given[member][PROMPT - 1 :]])
                 assert one["logp"].tolist() == expected.tolist()

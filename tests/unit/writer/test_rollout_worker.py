@@ -40,7 +40,7 @@ from deepspeed_gear import (
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.table_contents import of_living
 from deepspeed_gear.data.ingest import ingested
-from deepspeed_gear.plan.table_resolution import prompt_spec_of
+from deepspeed_gear.plan.prompt_resolution import prompt_spec_of
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.prompt_ledger import PromptLedger
 from deepspeed_gear.store.prompt_spec import Entry, EntryState, Left, PromptCount

@@ -1,4 +1,4 @@
-"""An unpickler for arrays, which builds only NumPy arrays, scalars and builtins.
+"""Unpickler that runs no code: it builds only NumPy arrays, scalars and builtins.
 
 It is a stack machine of its own for the opcodes that such pickles contain; any other opcode is
 refused. Nothing in a pickle is ever called: a global is a name on the stack, and REDUCE builds the
@@ -308,9 +308,7 @@ class _ArrayMachine:
             raise pickle.UnpicklingError(
                 f"an array of shape {_shown(shape)} with {len(content)} bytes"
             )
-        # Rows without values take no bytes, so a shape such as [10**9, 0] could state any number.
-        rows = 0 if content else math.prod(max(1, size) for size in shape)
-        self._spend(len(content) + rows * _OBJECT_BYTES)
+        self._spend_array(len(content), shape)
         array = np.empty(len(content) // max(1, dtype.itemsize), dtype)
         array.view(np.uint8)[:] = np.frombuffer(content, np.uint8)
         # Bytes other than 0 and 1 would be bools, and code points beyond Unicode texts, whose use
@@ -327,13 +325,17 @@ class _ArrayMachine:
     def _objects(self, content: Any, shape: Any, order: Any) -> np.ndarray:
         if type(content) is not list or not _is_shape(shape) or math.prod(shape) != len(content):
             raise pickle.UnpicklingError(f"an array of shape {_shown(shape)} of objects")
-        rows = 0 if content else math.prod(max(1, size) for size in shape)
-        self._spend(8 * len(content) + rows * _OBJECT_BYTES)
+        self._spend_array(8 * len(content), shape)
         array = np.empty(len(content), object)
         for place, value in enumerate(content):
             array[place] = value
         shaped: np.ndarray = array.reshape(shape, order=order)
         return shaped
+
+    def _spend_array(self, num_bytes: int, shape: tuple[int, ...]) -> None:
+        # Rows without values take no bytes, so a shape such as [10**9, 0] could state any number.
+        rows = 0 if num_bytes else math.prod(max(1, size) for size in shape)
+        self._spend(num_bytes + rows * _OBJECT_BYTES)
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
         if type(text) is not str or encoding not in ("latin1", "latin-1"):

@@ -16,7 +16,7 @@ from deepspeed_gear.data.ingest.source_checks import DAMAGED
 from deepspeed_gear.data.sources.opened_files import hdf5_file, is_hdf5
 from deepspeed_gear.errors import DataError
 
-_BLOCK_BYTES = 8 * 1024 * 1024
+BLOCK_BYTES = 8 * 1024 * 1024
 
 
 def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
@@ -83,7 +83,7 @@ def read_rows(
 def block_rows(array: Any) -> int:
     """Return how many rows of an array make 8 MiB, at least one."""
     row_bytes: int = array.dtype.itemsize * math.prod(array.shape[1:])
-    return max(1, _BLOCK_BYTES // max(1, row_bytes))
+    return max(1, BLOCK_BYTES // max(1, row_bytes))
 
 
 class RowReader:

@@ -1,7 +1,4 @@
-"""Arrays in npz files from elsewhere.
-
-None takes more memory than its entry in the archive declares.
-"""
+"""Arrays in npz and npy files, none of which takes more memory than its entry declares."""
 
 from __future__ import annotations
 

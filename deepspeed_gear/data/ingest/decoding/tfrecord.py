@@ -1,4 +1,4 @@
-"""Files of TFRecords, and the protocol buffer `tf.train.Example` in each record.
+"""TFRecord files: records with their checksums (CRC-32C), and the `tf.train.Example` in each.
 
 A record is the length (8 bytes), the checksum of the length (4), the content and its checksum (4),
 all little endian. An Example maps names to a list of byte strings, float32 or int64.
@@ -30,6 +30,7 @@ _VARINT = 0
 _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
+_MOST_VARINT = 2**64 - 1
 _FEATURE_LISTS = 2  # field of a SequenceExample; an Example has none of this number
 
 
@@ -181,9 +182,14 @@ def _values(feature: memoryview) -> Any:
         if kind == 2:
             return np.frombuffer(b"".join(parts), "<f4")
         if kind == 3:
-            # Values that are not packed have a varint each, as an int.
-            packed = [p if isinstance(p, memoryview) else _encoded(p) for p in parts]
-            return _varints(b"".join(packed))
+            # Values that are not packed have a varint each, as an int of which 64 bits count.
+            numbers = [
+                _varints(part)
+                if isinstance(part, memoryview)
+                else np.array([part & _MOST_VARINT], np.uint64).view(np.int64)
+                for part in parts
+            ]
+            return np.concatenate([np.empty(0, np.int64), *numbers])
         raise ValueError(f"a feature of kind {kind}")
     return None
 
@@ -224,16 +230,7 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
             raise ValueError("a varint of more than 10 bytes")
 
 
-def _encoded(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _varints(content: bytes) -> NDArray[np.int64]:
+def _varints(content: memoryview) -> NDArray[np.int64]:
     """Decode packed varints; a number ends with a byte below 128, and the lowest bits come first.
 
     With the bytes 150 1 3 the numbers are 22 + (1 << 7) = 150 and 3: `ends` is [1, 2] and the

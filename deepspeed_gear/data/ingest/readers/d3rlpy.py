@@ -1,4 +1,4 @@
-"""d3rlpy's HDF5 files: arrays for each episode (version 2), or over all episodes (version 1)."""
+"""Reader of d3rlpy's HDF5 files: arrays of each episode (version 2) or over all (version 1)."""
 
 from __future__ import annotations
 

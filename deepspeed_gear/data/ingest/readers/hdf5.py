@@ -1,4 +1,4 @@
-"""Readers of steps in HDF5: D4RL, with arrays over all episodes, and robomimic, with groups."""
+"""Readers of D4RL (HDF5 arrays over all episodes) and robomimic (an HDF5 group for each)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Minari: one group (HDF5) or folder (Arrow, Parquet) per episode, with N + 1 observations."""
+"""Reader of Minari: an HDF5 group, or a folder of Arrow or Parquet, for each episode."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deepspeed_gear.data.ingest.source_columns import (
     make_column,
     stored_dtype,
 )
-from deepspeed_gear.data.ingest.table_rows import read_table, readable
+from deepspeed_gear.data.ingest.table_blocks import read_table, readable
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 

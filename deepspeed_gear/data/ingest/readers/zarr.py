@@ -1,4 +1,4 @@
-"""Zarr stores of demonstrations: Diffusion Policy's replay buffers, UMI."""
+"""Reader of zarr stores of demonstrations: Diffusion Policy's replay buffers, UMI."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ class ZarrReader(Reader):
             if name in FLAG_KINDS:
                 continue
             head = name.split(".")[0]
-            role = head.removeprefix("next_") if KINDS.get(head) == head else "other"
+            # "next_observation" and "final_observation" have the role of observations.
+            role = head.rpartition("_")[2] if KINDS.get(head) == head else "other"
             shape = array.shape[1:]
             is_image = len(shape) == 3 and shape[-1] in (1, 3, 4)
             if role == "other" and (array.dtype.kind == "f" or is_image):

@@ -1,4 +1,4 @@
-"""Ingest options that change a reader's columns: names, dtypes, roles and missing rewards."""
+"""Columns as ingest writes them: the options of names, dtypes, roles and rewards; the returns."""
 
 from __future__ import annotations
 

@@ -1,22 +1,27 @@
-"""The fields of a batch with all defaults filled in, checked against the table's schema."""
+"""Fields of a batch with defaults, dtypes and columns resolved against the tables' schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from deepspeed_gear.config.column_checks import (
+    check_listed,
+    check_sampler_columns,
+    check_table_columns,
+    known_columns,
+    need_roles,
+)
 from deepspeed_gear.config.cross_checks import GOAL_EXAMPLE
-from deepspeed_gear.config.device_checks import ON_HOST
 from deepspeed_gear.config.field_names import N_STEP_NAMES, SAMPLE_NAMES, check_field_names
 from deepspeed_gear.config.option_rules import Part
 from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
 from deepspeed_gear.config.resolved_field import OF_EPISODES, ResolvedField
-from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names, near_name
-from deepspeed_gear.schema import DTYPES, SOURCE, TOKEN_DTYPES, Column, Schema
+from deepspeed_gear.schema import DTYPES, SOURCE, Column, Schema
 
 ESTIMATED = ("advantage", "value_target")
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
@@ -24,7 +29,6 @@ DERIVED |= dict.fromkeys(ESTIMATED, "float32")
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
 MASK = "mask."  # prefix of a field's name: the mask of its real steps
 LEARNS = "learns."  # prefix of a field's name: the mask of its steps after the burn-in
-_ONE_NUMBER = "must name a column with one number per trajectory"
 _GATHERED = (torch.int32, torch.int64)  # integer types that the gather op converts others to
 
 
@@ -50,7 +54,7 @@ def check_against(
                 None,
                 "give it here or to Replay(schemas=...)",
             )
-        _check_columns(config, name, schemas[name])
+        check_table_columns(config, name, schemas[name])
     first, *others = config.sampled_tables
     if statistics is None:
         every = [column for name in config.sampled_tables for column in schemas[name]]
@@ -58,9 +62,9 @@ def check_against(
     fields = {
         name: _fields(config, name, schemas[name], statistics) for name in config.sampled_tables
     }
-    for other in others if config.pack is not None else ():
-        _check_packed(config, first, other, schemas)
     if config.pack is not None:
+        for other in others:
+            _check_packed(first, other, schemas)
         _check_members(config)
     joined = _joined(config, fields)
     _check_pipeline(config, [field.name for field in joined if not field.is_opaque])
@@ -106,72 +110,6 @@ def _joined(
     return [known[name][1] for name in names]
 
 
-def _scalars(schema: Schema) -> list[Column]:
-    return [c for c in schema.trajectory_columns if not (c.shape or c.is_ragged)]
-
-
-def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
-    for role in roles:
-        if schema.role(role) is None:
-            raise ConfigError(
-                at, f"must have a {role} column in the sampled table", None, _known(schema)
-            )
-
-
-def _check_listed(at: str, rule: str, name: str, columns: Iterable[Column]) -> None:
-    known = [column.name for column in columns]
-    if name not in known:
-        raise ConfigError(at, rule, name, f"there are: {', '.join(known) or 'none'}")
-
-
-def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
-    """Reject options of a table that name a column which is missing or does not suit them."""
-    at = dotted("gear", "tables", name)
-    table = config.resolved_tables[name]
-    opaque = [column for column in schema if not column.is_tensor]
-    if opaque and table.placement == "device":
-        kind = "with max_values" if opaque[0].is_ragged else f"of dtype {opaque[0].dtype}"
-        raise ConfigError(
-            at,
-            f"must not have a column {kind} on devices",
-            opaque[0].name,
-            ON_HOST,
-        )
-    numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
-    if (group := table.group) is not None:
-        integers = [c for c in numbers if not c.is_floating and not c.late]
-        rule = "must name a column with one integer per trajectory, which is not late"
-        _check_listed(f"{at}.group.column", rule, group.column, integers)
-        if group.member is not None:
-            _check_listed(f"{at}.group.member", rule, group.member, integers)
-        for name in group.needs:
-            _check_listed(f"{at}.group.needs", "must name late columns", name, schema.late_columns)
-        for name in group.where:
-            _check_listed(f"{at}.group.where.{name}", _ONE_NUMBER, name, _scalars(schema))
-    if table.prompts is not None and table.prompts.column is not None:
-        taken = () if group is None else (group.column, group.member)
-        free = [c for c in numbers if c.dtype == "int64" and not c.late and c.name not in taken]
-        rule = "must name a column of one int64 per trajectory, which is not late and not a group's"
-        _check_listed(f"{at}.prompts.column", rule, table.prompts.column, free)
-    if table.prompts is not None:
-        rule = "must name columns of steps that have no role token, loss_mask or media"
-        free = [
-            c for c in schema if c.rows != "1" and c.role not in ("token", "loss_mask", "media")
-        ]
-        for name in table.prompts.shared_columns:
-            _check_listed(f"{at}.prompts.shared_columns", rule, name, free)
-    if table.keep_best is not None:
-        _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
-    if table.version is not None:
-        versions = [c for c in schema.step_columns if not c.shape and c.dtype in TOKEN_DTYPES]
-        _check_listed(
-            f"{at}.version.column",
-            "must name a column with one integer per step",
-            table.version.column,
-            versions,
-        )
-
-
 def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
     if config.pipeline is None:
         return
@@ -188,11 +126,8 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
                 )
 
 
-def _check_packed(
-    config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]
-) -> None:
+def _check_packed(first: str, other: str, schemas: Mapping[str, Schema]) -> None:
     """Reject tables of one packed batch with different tokens or loss masks."""
-    remedy = "give the tables equal columns, or sample one of them"
     for role in ("token", "loss_mask"):
         columns = [schemas[table].role(role) for table in (first, other)]
         known = [
@@ -203,7 +138,7 @@ def _check_packed(
                 dotted("gear", "tables", other),
                 f"must have the column of the role {role} of table {first}, {known[0]}",
                 known[1],
-                remedy,
+                "give the tables equal columns, or sample one of them",
             )
 
 
@@ -226,14 +161,9 @@ def _fields(
     config: GearOptions, table: str, schema: Schema, statistics: Collection[str]
 ) -> list[ResolvedField]:
     """Check a config against one table; return the fields of its samples."""
-    sampler = config.sampler_of(table)
-    for column, where in sampler.where.items():
-        check_where(dotted("gear", "sampler", "where", column), column, where, schema)
-    for option, column in sampler.columns.items():
-        numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
-        _check_listed(f"gear.sampler.{option}", _ONE_NUMBER, column, numbers)
+    check_sampler_columns(config, table, schema)
     if config.n_step is not None:
-        _need_roles("gear.n_step", ("reward", "terminated"), schema)
+        need_roles("gear.n_step", ("reward", "terminated"), schema)
     for option in ("n_step", "advantage"):
         wrong = [f"{c.name} of dtype {c.dtype}" for c in schema.end_columns if c.dtype != "bool"]
         if wrong and getattr(config, option) is not None:
@@ -260,7 +190,7 @@ def _fields(
 def _check_resolved(config: GearOptions, schema: Schema, resolved: Sequence[ResolvedField]) -> None:
     """Reject fields that contradict one another, packed batches, or what is derived from them."""
     if config.pack is not None and config.pack.prefix == "share":
-        _need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
+        need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
         for field in resolved:
             if field.derived == "timestep" or int(field.offset) < 0:
                 raise ConfigError(
@@ -315,33 +245,6 @@ def _check_resolved(config: GearOptions, schema: Schema, resolved: Sequence[Reso
             reward_field(resolved)
 
 
-def _known(schema: Schema) -> str:
-    return f"the table has {', '.join(schema.names)}"
-
-
-def check_where(at: str, name: str, where: WhereConfig, schema: Schema) -> None:
-    """Raise a ConfigError unless the condition `at` suits the column that it names."""
-    _check_listed(at, _ONE_NUMBER, name, _scalars(schema))
-    column = schema[name]
-    if column.dtype == "bool" and where.in_ is None:
-        raise ConfigError(at, "must use in, as the column is bool", None, 'write {"in": [true]}')
-    for value in where.in_ or ():
-        if isinstance(value, bool) and column.dtype != "bool":
-            raise ConfigError(
-                f"{at}.in",
-                f"must hold numbers, as the column is {column.dtype}",
-                value,
-                "write 0 or 1",
-            )
-        if not column.is_floating and value != int(value):
-            raise ConfigError(
-                f"{at}.in",
-                f"must hold integers, as the column is {column.dtype}",
-                value,
-                "no row equals it",
-            )
-
-
 def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | None, str | None]:
     """Return the column that a field reads, or the quantity that it is derived as."""
     at = dotted("gear", "fields", name)
@@ -351,7 +254,7 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
     if derived in OF_EPISODES and (stored := schema.role(derived)) is not None:
         return stored, None
     if derived == "return_to_go" and schema.role("reward") is None:
-        raise ConfigError(at, "must have a reward column to sum", None, _known(schema))
+        raise ConfigError(at, "must have a reward column to sum", None, known_columns(schema))
     if derived is not None:
         return None, derived
     requested = field.column if field.column is not None else name
@@ -359,7 +262,7 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
         option = f"{at}.column" if field.column is not None else at
         near = near_name(requested, schema.names)
         raise ConfigError(
-            option, "must be a column of the table", requested, near or _known(schema)
+            option, "must be a column of the table", requested, near or known_columns(schema)
         )
     return schema[requested], None
 
@@ -460,7 +363,7 @@ def _inputs(
         name = getattr(options, option)
         columns = [c for c in schema if c.rows in rows and not c.shape and c.is_floating]
         if name is not None:
-            _check_listed(
+            check_listed(
                 f"gear.advantage.{option}",
                 f"must name a column with one float per step ({' or '.join(rows)} rows)",
                 name,
@@ -468,7 +371,7 @@ def _inputs(
             )
         return None if name is None else schema[name]
 
-    _need_roles("gear.advantage", ("reward", "terminated"), schema)
+    need_roles("gear.advantage", ("reward", "terminated"), schema)
     value = named("value", ("T", "T+1"))
     following = named("next_value")
     assert value is not None
@@ -578,10 +481,15 @@ def _check_number(part: Part, option: str, value: int | float, dtype: str) -> No
 
 def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Column:
     """Return the column of achieved goals, a row of which replaces the goal of a sample."""
-    part.require(name in schema, "hindsight", "must be a column of the table", _known(schema))
+    part.require(
+        name in schema, "hindsight", "must be a column of the table", known_columns(schema)
+    )
     achieved = schema[name]
     part.require(
-        achieved.rows != "1", "hindsight", "must be a column with a row per step", _known(schema)
+        achieved.rows != "1",
+        "hindsight",
+        "must be a column with a row per step",
+        known_columns(schema),
     )
     if column is None:
         raise ConfigError(part.at, "must be a stored column to be a goal", None, GOAL_EXAMPLE)

@@ -25,15 +25,23 @@ ENDS_TERMINATE = (
     "end flags are taken as terminated, as they do not distinguish a terminal state from a time "
     "limit: --episode-length N takes an end after N steps as truncated"
 )
-LAST_STEPS = (TRANSITION, OBSERVATION, REWARD, ACTION)
+#: Values of the option, with the note for the user on last rows.
+NOTES = {
+    TRANSITION: "each row is a step, also the last one of an episode",
+    OBSERVATION: "the last row of each episode is the observation after its last step",
+    REWARD: "the last row of each episode is the observation after its last step, and each row has "
+    "the reward of the step before it",
+    ACTION: "the last row of each episode is the observation after its last step, and each row has "
+    "the action and the reward of the step before it",
+}
 _MOVED = {REWARD: ("reward", "discount"), ACTION: ("action", "reward", "discount")}
 
 
 def check_last_step(given: str) -> str:
     """Return the value of `last_step`; ConfigError if there is no such value."""
-    if given not in LAST_STEPS:
-        remedy = near_name(given, LAST_STEPS) or '"gear ingest --help" has their meaning'
-        raise ConfigError("last_step", f"must be one of {', '.join(LAST_STEPS)}", given, remedy)
+    if given not in NOTES:
+        remedy = near_name(given, NOTES) or '"gear ingest --help" has their meaning'
+        raise ConfigError("last_step", f"must be one of {', '.join(NOTES)}", given, remedy)
     return given
 
 
@@ -69,19 +77,6 @@ def last_step(path: Path, at_first: bool, at_last: bool) -> str:
         "--last-step action: a row has the action and the reward of the step before it (DrQ-v2); "
         "--last-step observation: the reward there has no meaning",
     )
-
-
-def note(kind: str) -> str:
-    """Return the note on last rows for the user."""
-    notes = {
-        TRANSITION: "each row is a step, also the last one of an episode",
-        OBSERVATION: "the last row of each episode is the observation after its last step",
-        REWARD: "the last row of each episode is the observation after its last step, and each row "
-        "has the reward of the step before it",
-        ACTION: "the last row of each episode is the observation after its last step, and each row "
-        "has the action and the reward of the step before it",
-    }
-    return notes[kind]
 
 
 def num_rows(where: str, row: Mapping[str, Any]) -> int:

@@ -19,8 +19,8 @@ import numpy as np
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.dataset_files import check_no_pointer
-from deepspeed_gear.data.ingest.arrow_sizes import ROW_BYTES, ArrowSizes
-from deepspeed_gear.data.ingest.parquet_pages import column_pages, value_width
+from deepspeed_gear.data.ingest.decoding.arrow_sizes import ROW_BYTES, ArrowSizes
+from deepspeed_gear.data.ingest.decoding.parquet_pages import column_pages, value_width
 from deepspeed_gear.data.ingest.source_checks import (
     DAMAGED,
     FLOOR_BYTES,
@@ -35,8 +35,8 @@ from deepspeed_gear.errors import DataError
 
 Block = dict[str, Any]
 _FIRST_ROWS = 16  # of the first block, which is read to recognise a table
-_BLOCK_ROWS = 1024
-_BLOCK_BYTES = 16 << 20
+BLOCK_ROWS = 1024
+BLOCK_BYTES = 16 << 20
 _MOST_COLUMNS = 4096
 _JSON_VALUE = 64  # bytes of a JSON value in memory, about
 _JSON_OBJECT = 192  # bytes of a JSON object in memory, about
@@ -124,7 +124,7 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
         }
     elif hasattr(source, "with_format") and hasattr(source, "features"):
         pyarrow_for(where)
-        for table in source.with_format("arrow").iter(batch_size=_BLOCK_ROWS):
+        for table in source.with_format("arrow").iter(batch_size=BLOCK_ROWS):
             for batch in table.combine_chunks().to_batches():
                 yield arrow_block(batch, is_nested, where)
     else:
@@ -144,7 +144,7 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
     numbered = enumerate(rows)
     size = _FIRST_ROWS
     while block := list(islice(numbered, size)):
-        size = _BLOCK_ROWS
+        size = BLOCK_ROWS
         flat = []
         for number, row in block:
             at = f"{where}: row {number}"
@@ -179,7 +179,7 @@ def _csv_blocks(path: Path, expansion: Expansion) -> Iterator[Block]:
     csv = optional(str(path), "must be read with pyarrow", "pyarrow", "pyarrow.csv")
     file_bytes = path.stat().st_size
     num_bytes = 0
-    options = csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+    options = csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     with readable(path), _opened(path) as file:
         reader = csv.open_csv(file, read_options=options)
         names = reader.schema.names
@@ -325,7 +325,7 @@ def _parquet_batches(
     chosen = choose(names) if choose else names
     most = expansion.most_bytes(file_bytes)
     stated = 0
-    rows = _BLOCK_ROWS
+    rows = BLOCK_ROWS
     in_lists: list[str] = []
     content = file_content(arrow, path)
     for number in range(metadata.num_columns):
@@ -347,7 +347,7 @@ def _parquet_batches(
         rows = min(rows, max(1, most // max(1, longest)))
         if not width and decoded > most and column.max_repetition_level:
             in_lists.append(column.path)
-    wide = _BLOCK_BYTES // max(1, stated // max(1, metadata.num_rows))
+    wide = BLOCK_BYTES // max(1, stated // max(1, metadata.num_rows))
     if in_lists:
         file = arrow.parquet.ParquetFile(arrow_file(arrow, path), read_dictionary=in_lists)
     batches = file.iter_batches(min(max(2, wide), rows), columns=chosen if choose else None)
@@ -379,9 +379,8 @@ def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
     arrow = pyarrow_for("batch")
     block = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        name = f"{where}: column {field.name}"
         with DataError.on(
-            name,
+            f"{where}: column {field.name}",
             "must hold values that Python can represent",
             *_UNKNOWN,
             remedy="write the file without it",
