@@ -1,4 +1,4 @@
-"""Whole saves: name those that can be loaded in place of one with missing or damaged files."""
+"""Whole saves of a replay that an error names in place of a damaged one (tags: `whole_tags.py`)."""
 
 from __future__ import annotations
 

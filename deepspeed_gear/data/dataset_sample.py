@@ -15,6 +15,7 @@ from deepspeed_gear.schema import LENGTH_BYTES, Column, Schema
 
 MOST_ROWS = 1 << 16
 MOST_ELEMENTS = 1 << 21
+MOST_RETURN_STEPS = 1 << 22  # rewards that are summed for the returns
 RUN_STEPS = 64  # consecutive steps, which lie side by side on the disk
 _NULL = b"null"  # the JSON text of a value that is missing
 _LEAST_SIDE = 8  # pixels of the smaller side of an image
@@ -128,7 +129,7 @@ class DatasetSample:
         owner = np.searchsorted(self._first_steps, steps, side="right") - 1
         return np.asarray(self._dataset.first_rows[owner] + steps - self._first_steps[owner])
 
-    def returns(self, most_steps: int = 1 << 22) -> NDArray[np.float64] | None:
+    def returns(self, most_steps: int = MOST_RETURN_STEPS) -> NDArray[np.float64] | None:
         """Return the returns of evenly spaced trajectories: stored, or the sums of the rewards.
 
         Args:

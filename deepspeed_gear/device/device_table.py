@@ -23,7 +23,7 @@ from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
 from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.plan.table_sizes import capacity_of, environment_sizes
+from deepspeed_gear.plan.table_sizes import capacity_of, device_sizes, environment_sizes
 from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import NativeDraw
@@ -379,9 +379,7 @@ def make_table(
             )
         rows, slots = (size * envs for size in environment_sizes(name, options, schema))
     else:
-        steps, slots = capacity_of(name, options, schema, 1)
-        if options.capacity_trajectories is None:
-            slots = max(slots, -(-steps // longest))
+        steps, slots = device_sizes(name, options, schema)
         rows = steps + slots * final + longest + final  # rows that a wrap of the ring may skip
     needs_returns = any(field.derived == "return_to_go" for field in plan.fields)
     on_host = f"gear.tables.{name}" if options.rows == "host" else None

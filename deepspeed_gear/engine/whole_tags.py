@@ -1,4 +1,6 @@
-"""Whole tags: the list of a tag's files is written after all of them, and then `latest` names it.
+"""Whole tags of an engine: the list of a tag's files, `latest`, and whole tags that errors name.
+
+The list is written after all files of the tag, and then `latest` names the tag.
 
 DeepSpeed writes `latest` before its last barrier: if a rank died in its own save, `latest` would
 name a checkpoint without that rank's files, and no restart could load it. The list has the size of

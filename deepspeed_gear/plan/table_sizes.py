@@ -77,6 +77,17 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
     return max(rows, least), own_slots + 1
 
 
+def device_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[int, int]:
+    """Return steps and slots of a table on a device, to which whole trajectories are added.
+
+    Without `capacity_trajectories`, it has slots for its steps in trajectories of `max_length`.
+    """
+    steps, slots = capacity_of(name, table, schema, 1)
+    if table.capacity_trajectories is None:
+        slots = max(slots, -(-steps // (table.max_length or steps)))
+    return steps, slots
+
+
 def check_holds_batch(
     config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int
 ) -> None:

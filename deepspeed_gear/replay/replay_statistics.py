@@ -16,6 +16,7 @@ from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.replay_parts import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import (
+    effective_share,
     recent_selections,
     sample_ages,
     stored_samples,
@@ -248,10 +249,9 @@ def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
 
 
 def _effective(batch: Selections) -> float:
-    """Return the effective sample size. Source: Kish, "Survey Sampling", 1965, section 8.2."""
+    """Return the effective sample size of a global batch, as a fraction of its samples."""
     weights = [stream.weights(selection.head, selection.resolutions) for stream, selection in batch]
-    weight = torch.cat(weights).double()
-    return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
+    return effective_share(torch.cat(weights).double().numpy())
 
 
 def _duplicates(batch: Selections) -> float:

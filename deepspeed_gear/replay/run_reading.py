@@ -19,7 +19,7 @@ from deepspeed_gear.distributed.batch_barrier import BarrierWord
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.sampling.batch_sizes import TRAIN
-from deepspeed_gear.sampling.sample_counts import sample_ages, stored_samples
+from deepspeed_gear.sampling.sample_counts import effective_share, sample_ages, stored_samples
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
@@ -381,7 +381,7 @@ def _newest_batch(store: LiveStore, unit: str, version: int | None) -> BatchRead
         of_slots = store.views["retention"][held, SlotRetention.POLICY_VERSION]
         lags = np.maximum(version - of_slots, 0).astype(np.float64)
     return BatchReading(
-        effective=float(weights.sum() ** 2 / (weights**2).sum() / len(weights)),
+        effective=effective_share(weights),
         duplicates=1 - len(distinct(items)) / len(items),
         ages=np.maximum(ages, 0).astype(np.float64),
         lags=lags,

@@ -1,4 +1,4 @@
-"""Exchange plan: samples and rows that each node reads, by pipeline stage and sequence rank."""
+"""Exchange plan: which samples and rows each node needs, by pipeline stage and sequence rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample counts: how often each item was drawn, ages of samples, copies of recent selections."""
+"""Sample counts: draws of each item, ages and effective size of samples, recent selections."""
 
 from __future__ import annotations
 
@@ -136,3 +136,13 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Se
         known = known[known[:, Resolution.ID] >= 0]  # without samples that only other nodes resolve
         selections[head[Head.NUMBER]] = Selection(head, torch.from_numpy(known))
     return selections
+
+
+def effective_share(weights: np.ndarray) -> float:
+    """Return the effective sample size of weighted samples, as a fraction of their number.
+
+    Args:
+        weights: Importance weights up to a common factor. [n], float64, n > 0.
+    Source: Kish, "Survey Sampling", 1965, section 8.2.
+    """
+    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))

@@ -1,4 +1,4 @@
-"""Reference op of epochs over a table in the memory of one device: every item once in each.
+"""Reference op of epochs over a table on a device: every item once, and each replica's part.
 
 The order is the permutation of `permute_`, keyed by the epoch: no array holds it. All state is in
 `RingState`, so that the op can be captured in a graph.

@@ -1,4 +1,4 @@
-// Where a batch lies in the epochs over a table, and which items its samples take.
+// Where a batch lies in the epochs over a table, and which items its samples take, by replica.
 #pragma once
 #include "common/permutation.h"
 #include "ring/epoch.h"

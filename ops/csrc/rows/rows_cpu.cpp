@@ -1,5 +1,5 @@
-// Plans which rows of which trajectories are sent to other nodes, each once, and copies them into
-// messages and out of them.
+// Merges the windows of rows that exchange_plan.py asks for, so that each row is sent once, and
+// copies rows into messages and out of them.
 #include <algorithm>
 #include <array>
 #include <utility>
