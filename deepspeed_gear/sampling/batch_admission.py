@@ -63,10 +63,9 @@ class LimiterWait:
         self.is_ahead = is_ahead
         return is_ahead
 
-    def wait(self) -> float:
-        """Begin or continue a wait; return its duration so far, in seconds."""
+    def wait(self) -> None:
+        """Begin or continue a wait."""
         self._since = self._since or time.monotonic()
-        return self.waited_s
 
     @property
     def waited_s(self) -> float:

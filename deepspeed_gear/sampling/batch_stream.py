@@ -21,7 +21,7 @@ from deepspeed_gear.sampling.batch_sizes import TRAIN
 from deepspeed_gear.sampling.priority_log import Append
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.samplers.base import NativeDraw
-from deepspeed_gear.sampling.selection import Selection, SelectionReaders
+from deepspeed_gear.sampling.selection import PeerProgress, Selection
 from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
@@ -84,7 +84,7 @@ class BatchStream:
         self._num_peers = len(state.consumed)
         self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
-        self.readers = SelectionReaders(self.spec, self.table, state.consumed)
+        self._releases = PeerProgress(self.spec, self.table, state.consumed)
         # Global batch that the program waits for; None: any that it gets.
         self._requested: int | None = None
         self._is_online = self.table.spec.dataset is None
@@ -199,7 +199,7 @@ class BatchStream:
             rule = "must be the next one or in the ring"
             remedy = "ranks of a node must request the same batches in the same order"
             raise StoreError(name, f"{rule} of selections", f"the stream is at {at}", remedy)
-        late = self.readers.lagging(held + 1)  # none for an empty entry, whose number is -1
+        late = self._releases.lagging(held + 1)  # none for an empty entry, whose number is -1
         slow = [] if state.reports is None else state.reports.late(number)
         self.prepare(number)
         waits = late or slow or self.follows
@@ -219,7 +219,7 @@ class BatchStream:
                 self.state.limiter_wait.wait()
             deadline = None
         elif deadline is None:
-            self.readers.wait_awake(held + 1)
+            self._releases.wait_awake(held + 1)
             if self.state.reports is not None:
                 self.state.reports.wait_awake(number)
             # A leader that waits for another node as long names that node first.
@@ -228,12 +228,14 @@ class BatchStream:
         elif time.monotonic() > deadline and {*late, *slow} != {self._peer}:
             if late:
                 rule = f"find room in the ring of {self.spec.depth} selections"
-                raise self.readers.error(number, late, rule, "still needs an older one")
+                raise self._releases.error(number, late, rule, "still needs an older one")
             if slow or not self.follows:
                 missing = "has not requested the batch after them"
-                raise self.readers.error(number, slow, "have the priorities of all ranks", missing)
+                raise self._releases.error(
+                    number, slow, "have the priorities of all ranks", missing
+                )
             rule = "be selected by the leader of this node"
-            raise self.readers.error(number, [0], rule, "has not done it")
+            raise self._releases.error(number, [0], rule, "has not done it")
         time.sleep(_POLL_S)
         return deadline
 
@@ -340,7 +342,7 @@ class BatchStream:
         # Several ranks read the stream: draw for the next selection, if its ring entry is released.
         if turn and shared and follows:
             held = self.state.head_words[(number + 1) % self.spec.depth][Head.NUMBER]
-            if not self.readers.lagging(held + 1):
+            if not self._releases.lagging(held + 1):
                 self.selector.draw_ahead(number + 1)
         origins = None if state.origins is None else state.origins[entry]
         head: list[int] = self.state.head_words[entry][: Head.NUM_SET].tolist()

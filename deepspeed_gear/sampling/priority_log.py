@@ -20,7 +20,7 @@ import torch
 from deepspeed_gear.errors import ShapeError, StoreError
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution
 from deepspeed_gear.sampling.mass_rules import check_finite
-from deepspeed_gear.sampling.selection import SelectionReaders
+from deepspeed_gear.sampling.selection import PeerProgress
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import NOTHING
@@ -72,7 +72,7 @@ class PriorityLog:
         self._peer = table.memory.peer
         self._num_peers = len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
-        self._peers = SelectionReaders(spec, table, self.asked)
+        self._requests = PeerProgress(spec, table, self.asked)
         self._append: Append | None = None  # set by `append_by`
         self._deferred: deque[_Deferred] = deque()
         self._current = NEVER  # batch last requested, while updates are deferred
@@ -155,11 +155,11 @@ class PriorityLog:
 
     def late(self, number: int) -> list[int]:
         """Return the living processes whose updates are not complete for a global batch."""
-        return self._peers.lagging(number - self.rule.lag)
+        return self._requests.lagging(number - self.rule.lag)
 
     def wait_awake(self, number: int) -> None:
         """Spin briefly until the updates for a global batch are complete."""
-        self._peers.wait_awake(number - self.rule.lag)
+        self._requests.wait_awake(number - self.rule.lag)
 
     def add_items(
         self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int

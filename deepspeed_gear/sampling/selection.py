@@ -99,9 +99,9 @@ class NodeDraws:
 _AWAKE_S = 500e-6
 
 
-class SelectionReaders:
-    """How far each process has consumed a stream: selections released, or the batch requested.
-    [peers], int64. Each process writes its own word only.
+class PeerProgress:
+    """How far each process of the node is in a stream: the selections that it has released, or the
+    batch that it has requested. [peers], int64. Each process writes its own word only.
     """
 
     def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray) -> None:

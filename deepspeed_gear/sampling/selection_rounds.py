@@ -247,7 +247,11 @@ class SelectionRounds:
                     self._change_masses(number, edge)
             except Exception as caught:
                 error = caught
-            self._totals_round(error)
+            # The new totals of all nodes, or the failure of one that could not change its masses.
+            statuses = self.channel.all_gather(self._status(error))
+            self._raise_failure(statuses, error)
+            self._statuses = statuses
+            self.totals = statuses[:, StatusMessage.TOTAL].copy()
         self._is_first = False
 
     @property
@@ -382,12 +386,3 @@ class SelectionRounds:
         there = self._nodes.first_failure(statuses[:, StatusMessage.STATUS], own)
         if there is not None:
             raise there if error is None else error
-
-    def _totals_round(self, error: Exception | None) -> None:
-        """Exchange the totals after a change of masses; `error`: why this node could not change its
-        own.
-        """
-        statuses = self.channel.all_gather(self._status(error))
-        self._raise_failure(statuses, error)
-        self._statuses = statuses
-        self.totals = statuses[:, StatusMessage.TOTAL].copy()

@@ -229,9 +229,7 @@ class TableGroups:
             self._is_kept = False
 
     def _form(self, slots: np.ndarray, now: int) -> None:
-        """Form those groups of slots that are complete; none of the slots has a leader.
-        [n], int64.
-        """
+        """Form those groups of slots that are complete; no slot has a leader. [n], int64."""
         if not len(slots):
             return
         ids = self._slots[slots, Slot.ID]
@@ -242,10 +240,12 @@ class TableGroups:
         ids = ids[order]
         numbers = numbers[order]
         members = members[order]
-        # first trajectories
+        # Of the groups [7, 7, 7, 8] with the members [0, 0, 1, 0], the members begin at the slots
+        # [0, 2, 3] and the groups at [0, 3], which are the members `first` = [0, 2].
         of_member = _begins(numbers, members)
         of_group = _begins(numbers)
-        first = np.searchsorted(of_member, of_group)  # first member of each group
+        first = np.searchsorted(of_member, of_group)
+        num_members = _sizes(first, len(of_member))
         has_late = np.ones(len(slots), bool)
         if self._present is not None:
             has_late = self._present[slots] & self._late == self._late
@@ -260,9 +260,9 @@ class TableGroups:
             self._count_words[GroupCount.DUE] = min(self._count_words[GroupCount.DUE], next_due)
             is_complete |= enough & (due <= now)
         elif self.spec.min_size:  # a lease has committed all of its members
-            is_complete = num_ready == _sizes(first, len(of_member))
+            is_complete = num_ready == num_members
 
-        group = np.repeat(np.arange(len(first)), _sizes(first, len(of_member)))  # of each member
+        group = np.repeat(np.arange(len(first)), num_members)  # of each member
         # Within each group those that are ready come first, in the order of their ids.
         order = np.lexsort((ids[of_member], ~is_ready, group))
         rank = np.empty(len(order), np.int64)
@@ -294,8 +294,8 @@ class TableGroups:
         passes = np.ones(len(begins), bool)
         last = slots[np.append(of_member[1:], len(slots)) - 1]  # of each member
         first = np.searchsorted(of_member, begins)
+        sizes = _sizes(first, len(of_member))
         for condition, values, column in self._conditions:
-            sizes = _sizes(first, len(of_member))
             passes &= condition.holds(as_numbers(values[last], column), first, sizes)
         self.counts[GroupCount.OVERSIZED] += np.count_nonzero(~is_small)
         self.counts[GroupCount.REJECTED] += np.count_nonzero(is_small & ~passes)

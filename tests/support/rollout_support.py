@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -69,9 +69,14 @@ STORED = responses(COUNT)
 
 def filled(config: Mapping[str, Any], count: int = COUNT) -> Replay:
     """Return a Replay with responses, whose ids are their indices: the first ones are `STORED`."""
+    return holding(config, responses(count))
+
+
+def holding(config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Replay:
+    """Return a Replay that holds trajectories, whose ids are their indices."""
     replay = Replay(config)
-    for response in responses(count):
-        replay.add(response)
+    for row in rows:
+        replay.add(row)
     return replay
 
 

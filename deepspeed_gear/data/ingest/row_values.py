@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.arrow_sizes import NUMBER_BYTES
+from deepspeed_gear.data.ingest.decoding.arrow_sizes import NUMBER_BYTES
 from deepspeed_gear.errors import DataError
 
 

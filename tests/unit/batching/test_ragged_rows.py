@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_support import check_books, write_prompts
 from ragged_tables import RAGGED, ragged_section, support, supported
-from rollout_support import COLUMNS, micros, ranks_of, seen_by
+from rollout_support import COLUMNS, holding, micros, ranks_of, seen_by
 
 from deepspeed_gear import MicroBatch, Ragged, Replay
 from deepspeed_gear.batching.pack_rows import PADDING
@@ -42,10 +42,8 @@ def check(micro: MicroBatch, stored: dict[int, dict[str, Any]]) -> int:
 
 @pytest.mark.parametrize(("world", "sequence"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 4)])
 def test_every_rank_has_the_values_of_its_places(world: int, sequence: int) -> None:
-    with Replay(ragged_section()) as replay:
-        stored = dict(enumerate(supported(40)))
-        for one in stored.values():
-            replay.add(one)
+    stored = dict(enumerate(supported(40)))
+    with holding(ragged_section(), stored.values()) as replay:
         rollout = replay.rollout()
         trained = rollout.trajectory_id.tolist()
         views = [seen_by(rollout, place) for place in ranks_of(world, sequence)]
@@ -56,12 +54,11 @@ def test_every_rank_has_the_values_of_its_places(world: int, sequence: int) -> N
 
 
 def test_a_trajectory_that_is_cut_has_the_values_of_its_first_steps() -> None:
-    with Replay(
-        ragged_section(pack={"tokens": 32, "too_long": "truncate", "pad": {"multiple": 8}})
+    stored = dict(enumerate(supported(40)))
+    with holding(
+        ragged_section(pack={"tokens": 32, "too_long": "truncate", "pad": {"multiple": 8}}),
+        stored.values(),
     ) as replay:
-        stored = dict(enumerate(supported(40)))
-        for one in stored.values():
-            replay.add(one)
         rollout = replay.rollout()
         assert sum(check(micro, stored) for micro in micros(rollout))
 
@@ -145,10 +142,8 @@ def test_a_pass_reads_the_values_of_stored_trajectories() -> None:
     columns = {**COLUMNS, **RAGGED, "score": {"dtype": "float32", "rows": "1", "late": True}}
     config = ragged_section(fields={"tokens": {}, "ids": {}, "logs": {}, "logp": {}})
     config["tables"]["main"]["schema"] = {"columns": columns}
-    with Replay(config) as replay:
-        stored = dict(enumerate(supported(40)))
-        for one in stored.values():
-            replay.add(one)
+    stored = dict(enumerate(supported(40)))
+    with holding(config, stored.values()) as replay:
         seen = 0
         for micro in replay.forward("score"):
             if not seen:
@@ -162,10 +157,8 @@ def test_a_pass_reads_the_values_of_stored_trajectories() -> None:
 @given(seed=st.integers(0, 2**20), tokens=st.sampled_from([64, 80, 256]), world=st.integers(1, 3))
 def test_any_packs_have_the_same_values(seed: int, tokens: int, world: int) -> None:
     options = {"pack": {"tokens": tokens, "pad": {"multiple": 8}}, "rollout": {"trajectories": 12}}
-    with Replay(ragged_section(**options)) as replay:
-        stored = dict(enumerate(supported(12, seed)))
-        for one in stored.values():
-            replay.add(one)
+    stored = dict(enumerate(supported(12, seed)))
+    with holding(ragged_section(**options), stored.values()) as replay:
         rollout = replay.rollout()
         for place in ranks_of(world):
             for micro in micros(seen_by(rollout, place)):

@@ -35,17 +35,21 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_files, "_LEAST_SEGMENT_BYTES", 0)
 
 
-def make() -> Replay:
+def make(count: int = 0) -> Replay:
+    """Return a replay with so many trajectories of five steps."""
     table = {
         "capacity_steps": CAPACITY,
         "capacity_trajectories": 80,
         "max_length": 9,
         "remove": "fifo",
     }
-    return Replay(
+    replay = Replay(
         {"tables": {"main": table}, "fields": {"code": {}}, "batch_size": 8},
         schemas={"main": SCHEMA},
     )
+    for code in range(count):
+        replay.add(trajectory(code, 5))
+    return replay
 
 
 def trajectory(code: int, steps: int) -> dict[str, Any]:
@@ -91,9 +95,7 @@ def assert_loads(folder: Path, state: Any, expected: dict[int, dict[str, bytes]]
 
 
 def test_what_has_not_changed_is_linked(tmp_path: Path) -> None:
-    with make() as replay:
-        for code in range(20):
-            replay.add(trajectory(code, 5))
+    with make(20) as replay:
         before = replay.save(tmp_path)
         held = stored(replay)
         replay.add(trajectory(20, 5))
@@ -209,9 +211,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 def test_a_damaged_file_is_written_anew(
     damage: str, other_folder: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with make() as replay:
-        for code in range(4):
-            replay.add(trajectory(code, 5))
+    with make(4) as replay:
         before = replay.save(tmp_path)
         path = min((tmp_path / "main").glob("rows-*.observation.npy"))
         DAMAGE[damage](path)
@@ -234,9 +234,7 @@ def test_a_damaged_file_is_written_anew(
 
 def test_the_error_of_a_damaged_save_names_a_whole_one(tmp_path: Path) -> None:
     """The newest save, that before it by its state, or none."""
-    with make() as replay, make() as other:
-        for code in range(4):
-            replay.add(trajectory(code, 5))
+    with make(4) as replay, make() as other:
         before = replay.save(tmp_path)
         last = max((tmp_path / "main").glob("rows-*.code.npy")).name
         replay.fill(3, advantage=np.ones(5, np.float32))
@@ -282,9 +280,7 @@ def test_every_linked_file_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         WrittenFile, "read_again", lambda file, at: read.append(at.name) or read_again(file, at)
     )
-    with make() as replay:
-        for code in range(4):
-            replay.add(trajectory(code, 5))
+    with make(4) as replay:
         replay.save(tmp_path)
         files = set(rows_in(tmp_path / "main"))
         counts = []

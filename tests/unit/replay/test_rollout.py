@@ -689,9 +689,7 @@ def test_other_batches_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"gear\.batch must be given for steps"):
             replay.step()
     config = {key: value for key, value in section().items() if key not in ("pack", "rollout")}
-    with Replay({**config, "batch_size": 4}) as plain:
-        for response in responses(4):
-            plain.add(response)
+    with filled({**config, "batch_size": 4}, count=4) as plain:
         for call in (plain.rollout, lambda: plain.check_packing(None)):
             with pytest.raises(ConfigError, match=r"gear\.pack must be given for packed batches"):
                 call()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_families import tiny
-from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
+from rollout_support import COLUMNS, holding, micros, ranks_of, section, seen_by
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching import micro_batch, packed_models
@@ -109,9 +109,7 @@ def gear(prefix: str, tokens: int = 128, size: int = SIZE, **options: Any) -> di
 
 @contextmanager
 def rolled_out(config: dict[str, Any], stored: list[dict[str, Any]]) -> Iterator[Rollout]:
-    with Replay(config) as replay:
-        for response in stored:
-            replay.add(response)
+    with holding(config, stored) as replay:
         yield replay.rollout()
 
 
@@ -299,9 +297,7 @@ def test_a_branch_shares_the_outputs_before_it() -> None:
 def test_a_step_continues_after_a_load(tmp_path: Path) -> None:
     config = gear("share", rollout={"groups": 6, "minibatches": 3})
     seen = []
-    with Replay(config) as replay:
-        for response in responses(6):
-            replay.add(response)
+    with holding(config, responses(6)) as replay:
         rollout = replay.rollout()
         for micro in rollout.forward("x"):
             micro.fill(x=micro["logp"])

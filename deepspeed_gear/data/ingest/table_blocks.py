@@ -19,8 +19,8 @@ import numpy as np
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.dataset_files import check_no_pointer
-from deepspeed_gear.data.ingest.arrow_sizes import ROW_BYTES, ArrowSizes
-from deepspeed_gear.data.ingest.parquet_pages import column_pages, value_width
+from deepspeed_gear.data.ingest.decoding.arrow_sizes import ROW_BYTES, ArrowSizes
+from deepspeed_gear.data.ingest.decoding.parquet_pages import column_pages, value_width
 from deepspeed_gear.data.ingest.source_checks import (
     DAMAGED,
     FLOOR_BYTES,
@@ -379,9 +379,8 @@ def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
     arrow = pyarrow_for("batch")
     block = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        name = f"{where}: column {field.name}"
         with DataError.on(
-            name,
+            f"{where}: column {field.name}",
             "must hold values that Python can represent",
             *_UNKNOWN,
             remedy="write the file without it",
