@@ -89,8 +89,7 @@ class BoardSearch:
         if len(boards) > 1:
             rule = "must be named where there are several"
             remedy = f"give run or set {RUN_VARIABLE} to a run's name or id"
-            several = "; ".join(map(str, boards))
-            raise StoreError("the policy board's run", rule, several, remedy)
+            raise StoreError("the policy board's run", rule, "; ".join(map(str, boards)), remedy)
         return boards[0].file if boards else None
 
     def _reasons_against(self, board: RunBoard, stores: list[NamedStore]) -> list[str]:

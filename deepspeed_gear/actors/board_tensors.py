@@ -84,11 +84,10 @@ class BoardTensors:
             values: Bytes of a version. [num_bytes], uint8.
         """
         whole = torch.from_numpy(values)
-        views = []
-        for one, begin in zip(self._tensors, self._begins, strict=True):
-            view = whole[begin : begin + one.num_bytes].view(one.dtype)
-            views.append(view.view(one.shape))
-        return views
+        return [
+            whole[begin : begin + one.num_bytes].view(one.dtype).view(one.shape)
+            for one, begin in zip(self._tensors, self._begins, strict=True)
+        ]
 
     def check(self, module: nn.Module) -> list[Tensor]:
         """Return the tensors of a module that are in the board, in the board's order.

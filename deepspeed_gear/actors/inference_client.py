@@ -299,6 +299,5 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
     what = f"an inference loader of {store}"
     if most < 0:
         rule = f"must be open within {wait_s:g} s"
-        remedy = "make an InferenceLoader in a rank"
-        raise StoreError(what, rule, None, remedy)
+        raise StoreError(what, rule, None, "make an InferenceLoader in a rank")
     raise StoreError(what, f"must have {num_envs} free places", most, "raise num_simulators")

@@ -25,11 +25,6 @@ _PAIRS = {  # options that are repeated: form, example, help
     "role": ("COLUMN=ROLE", "score=reward", "role of a column"),
 }
 
-_COLUMNS = (
-    "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; !PATTERN to leave out"
-)
-_EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
-_COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"
 OPTIONS: Options = {
     "SOURCE": (
         "file or folder, or its address: hf://, s3://, gs:// or https://; for shards of WebDataset "
@@ -41,7 +36,11 @@ OPTIONS: Options = {
         "auto (by the content, default), one of docs/how-to/formats.md, or module:Class",
         {"default": "auto"},
     ),
-    "--columns PATTERN[,PATTERN]": (_COLUMNS, {"action": "append"}),
+    "--columns PATTERN[,PATTERN]": (
+        "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; !PATTERN to leave "
+        "out",
+        {"action": "append"},
+    ),
     **{
         f"--{option} {form}": (f"{text}, e.g. {example}", {"action": "append", "default": []})
         for option, (form, example, text) in _PAIRS.items()
@@ -57,7 +56,10 @@ OPTIONS: Options = {
     "--allow-nan": "allow NaN and infinities, and record it",
     "--split-by-flags": "divide episodes after each step with an end flag, which is refused "
     "inside otherwise",
-    "--max-expansion N": (_EXPANSION, {"type": float, "default": 100.0}),
+    "--max-expansion N": (
+        "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)",
+        {"type": float, "default": 100.0},
+    ),
     "--allow-pickle": (
         "read pickles, of which only arrays and builtins are made",
         {"default": None},
@@ -79,7 +81,10 @@ OPTIONS: Options = {
         {"action": "append"},
     ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
-    "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
+    "--compress COLUMN[,COLUMN]": (
+        "columns of images to store as a zstd frame a row (needs the package zstandard)",
+        {"action": "append"},
+    ),
     "--threads N": (
         "threads that read sources, write and compute statistics (default: all cores)",
         {"type": int},

@@ -23,7 +23,7 @@ import numpy as np
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.array_file import ArrayFile
 from deepspeed_gear.data.dataset_files import write_json
-from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
+from deepspeed_gear.data.ingest.output_columns import LENGTH, RETURN
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
 from deepspeed_gear.data.ingest.readers.exported import (
     LENGTHS_KEY,

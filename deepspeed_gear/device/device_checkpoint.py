@@ -53,8 +53,7 @@ def position_of(
         if not table.items.by_epoch:
             continue
         if name in plan.datasets or plan.info.data_world == 1:
-            words = (state[word] for word in _EPOCH_WORDS)
-            train[name] |= zip(_EPOCH_NAMES, words, strict=True)
+            train[name] |= zip(_EPOCH_NAMES, (state[word] for word in _EPOCH_WORDS), strict=True)
         else:
             # Replicas may be in different epochs. Each epoch has a sample at least, so that no
             # replica has used this number yet.

@@ -314,6 +314,7 @@ class DeviceEvaluation:
         self._begun: dict[str, int] = {}
 
     def num_batches(self, split: str) -> int:
+        """Return the number of batches of a pass over a split."""
         return len(self._resolved(split)[0]) // self._splits[split].batch
 
     def batches(self, split: str) -> Iterator[DeviceBatch]:

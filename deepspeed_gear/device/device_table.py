@@ -128,17 +128,19 @@ class DeviceTable:
         self._takes_highest = spec.sampler.each_once
         by_slot = table.items.has_priorities and not table.items.by_row
         self._unit = MassUnit.TRAJECTORY if by_slot else table.items.unit
-        normalize = Normalize.NONE
-        if spec.priorities is not None:
-            normalize = NORMALIZE_CODES[spec.priorities.normalize]
+        drops_tail = spec.sampler.drops_tail
+        if table.items.by_epoch:
+            # Every rank has the whole of a data set, so its replicas share the epochs.
+            how = [int(self.has_data), int(drops_tail)]
+        else:
+            normalize = Normalize.NONE
+            if spec.priorities is not None:
+                normalize = NORMALIZE_CODES[spec.priorities.normalize]
+            how = [int(spec.sampling.native is NativeDraw.STRATIFIED), normalize]
         # The i-th sample since the beginning has the number i * data_world + data_rank.
         numbers = (plan.info.data_world, plan.topology.place.data_rank)
-        is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
-        self._draw = [spec.seed, spec.random_key, *numbers, int(is_stratified), normalize]
-        # Every rank has the whole of a data set, so its replicas share the epochs.
-        shared = int(self.has_data)
-        drops_tail = spec.sampler.drops_tail
-        self._epoch_draw = [spec.seed, spec.random_key, *numbers, shared, int(drops_tail)]
+        #: As the ops of `select_` take it.
+        self._draw = [spec.seed, spec.random_key, *numbers, *how]
         self._replicas_of_epoch = plan.info.data_world if self.has_data else 1
         # Most items of an epoch whose tail is dropped; None: any number gives batches.
         self._most_items: int | None = None
@@ -178,8 +180,7 @@ class DeviceTable:
         how = (table.items.anchors, table.shape, self._draw, self._unit)
         given = (table.state, resolutions, weights, table.slots, table.sums)
         if table.items.by_epoch:
-            epoch_how = (table.items.anchors, table.shape, self._epoch_draw, self._unit)
-            ops.ring_epoch_(table.state, resolutions, epochs, table.slots, table.sums, *epoch_how)
+            ops.ring_epoch_(table.state, resolutions, epochs, table.slots, table.sums, *how)
         elif self._takes_highest:
             ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
         elif most:

@@ -67,6 +67,7 @@ class ItemRule:
 
     @classmethod
     def of(cls, spec: StreamSpec) -> ItemRule:
+        """Return the items of the stream that trains on a table."""
         rule = spec.rule
         priorities = spec.priorities
         unit = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit]

@@ -89,24 +89,24 @@ class Segment:
 
     @classmethod
     def parse(cls, head: Mapping[str, Any], words: np.ndarray, record_bytes: int) -> Segment:
+        """Return the segment of a record: its head, and what follows the head as int64 words.
+
+        The words are the samples, then of each field its sizes, its shapes, and which of its values
+        live, unless all do: of 2 samples and a field of matrices 2, 2 and 4 words.
+        """
         count = head["samples"]
-        samples = words[:count]
-        at = count
+        samples, rest = np.split(words, [count])
         start = 0
         fields = {}
         for name, is_live, kind, dtype, num_dims in head["fields"]:
-            form = Form(kind, dtype, num_dims)
-            sizes = words[at : at + count]
-            at += count
-            shapes = words[at : at + count * num_dims].reshape(count, num_dims)
-            at += count * num_dims
-            live = np.ones(count, bool)
+            sizes, shapes, rest = np.split(rest, [count, count * (1 + num_dims)])
+            live = np.ones(count, np.int64)
             if not is_live:
-                live = words[at : at + count].astype(bool)
-                at += count
+                live, rest = np.split(rest, [count])
             ends = start + np.cumsum(sizes)
             start = aligned(int(ends[-1]))
-            fields[name] = SegmentField(FieldBlock(form, sizes, shapes), ends, live)
+            block = FieldBlock(Form(kind, dtype, num_dims), sizes, shapes.reshape(count, num_dims))
+            fields[name] = SegmentField(block, ends, live.astype(bool))
         return cls(head["segment"], samples, fields, record_bytes=record_bytes)
 
 
@@ -130,6 +130,7 @@ def put_record(number: int, samples: np.ndarray, blocks: Mapping[str, FieldBlock
 
 
 def clear_record(samples: np.ndarray) -> bytes:
+    """Return the record by which all values of samples are removed. [n], int64."""
     return _record({"kind": _CLEAR}, [samples])
 
 

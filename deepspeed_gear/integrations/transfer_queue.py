@@ -241,8 +241,7 @@ class GearStorageManager(StorageManager):
     async def clear_data(self, metadata: BatchMeta) -> None:
         """Remove all fields of samples."""
         if metadata.size:
-            samples = np.array(metadata.global_indexes, np.int64)
-            await self._in_thread(self._clear, samples)
+            await self._in_thread(self._clear, np.array(metadata.global_indexes, np.int64))
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Save all values; folders on the file system of the values get links, without copies."""

@@ -74,8 +74,7 @@ def check_attributes(trainer: object) -> None:
 
 def _refuse(missing: str) -> NoReturn:
     version = importlib.metadata.version("trl")
-    rule = f"must be a version {VERSIONS} with {missing}"
-    raise ConfigError("trl", rule, version, REMEDY)
+    raise ConfigError("trl", f"must be a version {VERSIONS} with {missing}", version, REMEDY)
 
 
 with ConfigError.on("trl", f"must be installed, {VERSIONS}", ImportError, remedy=REMEDY):

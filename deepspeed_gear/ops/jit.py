@@ -55,6 +55,7 @@ def load_once(name: str, load: Callable[[], Loaded]) -> ModuleType | Loaded:
 
 
 def loaded(name: str) -> ModuleType | None:
+    """Return a native op if this process has loaded it."""
     return _loaded.get(name)
 
 
@@ -168,6 +169,7 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
 
 
 def import_built(name: str) -> ModuleType | None:
+    """Import a finished build; None where there is none."""
     library = built_library(name)
     return None if library is None else import_file(name, library)
 

@@ -46,6 +46,7 @@ class NativeOp(ABC):
         self.csrc = toolchain.csrc_root()
 
     def absolute_name(self) -> str:
+        """Return the name of the extension module that is prebuilt with a wheel."""
         return f"deepspeed_gear.ops.{self.NAME}_op"
 
     @abstractmethod

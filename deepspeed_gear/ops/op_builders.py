@@ -102,6 +102,8 @@ class _DeepSpeedOp(NativeOp):
 
 
 class GearBuilder(_DeepSpeedOp, CpuOp, CPUOpBuilder):
+    """Builds the CPU op: the store, selection and gather."""
+
     BUILD_VAR = "DS_BUILD_GEAR"
 
 

@@ -76,6 +76,7 @@ def output(command: list[str]) -> list[str]:
 
 
 def compiler_version() -> str:
+    """Return the first line that the compiler prints about itself; "" where there is none."""
     return next(iter(output([*compiler(), "--version"])), "")
 
 

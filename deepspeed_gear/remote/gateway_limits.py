@@ -97,9 +97,10 @@ class CountedLog:
         self._lock = threading.Lock()
         self._logged_at = -_LOG_S
 
-    def note(self, address: str, count: int = 1) -> None:
+    def note(self, address: str) -> None:
+        """Count an event of an address, and log the events so far if a second has passed."""
         with self._lock:
-            self._counts[address] += count
+            self._counts[address] += 1
         self.flush()
 
     def flush(self, at_once: bool = False) -> None:
@@ -190,6 +191,7 @@ class CallLimits:
         return reason
 
     def end(self, call: Call) -> None:
+        """Free the place of a call."""
         with self._lock:
             self._calls.discard(call)
 

@@ -1,4 +1,4 @@
-"""Memory layout of a store: offsets of its regions. Pure arithmetic, the same in every process."""
+"""Memory layout of a store: its header, format version and run, and the places of its regions."""
 
 from __future__ import annotations
 

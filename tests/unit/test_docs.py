@@ -280,3 +280,5 @@ def test_the_map_of_files_is_current(checkout: Path) -> None:
     for name, text in pages.items():
         committed = (checkout / "docs" / "reference" / name).read_text(encoding="utf-8")
         assert committed == text, f"{name}: run python docs/hooks/file_map.py docs/reference"
+        unnamed = [line for line in text.splitlines() if line.endswith("|  |")]
+        assert unnamed == [], "a file begins with a sentence that names what it decides"

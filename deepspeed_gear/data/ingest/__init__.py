@@ -24,8 +24,8 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.format_detection import NAMING, open_rows, open_source
+from deepspeed_gear.data.ingest.output_columns import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.readers import READERS
 from deepspeed_gear.data.ingest.renumbering import (
@@ -180,7 +180,6 @@ def ingest(
             source[TEXTS] = texts.texts
         bar = stack.enter_context(_progress_bar(readers, schema, progress))
         num_steps = 0
-        divides = bool(options.get("split_by_flags"))
         with DatasetWriter(
             dest,
             schema,
@@ -199,7 +198,7 @@ def ingest(
                 for block, _ in blocks:
                     if SOURCE.name in schema and SOURCE.name not in block.arrays:
                         block = block.with_number(SOURCE, writer.num_sources_before + index)
-                    writer.add_block(block, split_by_flags=divides)
+                    writer.add_block(block, split_by_flags=bool(options.get("split_by_flags")))
                     steps = int(block.lengths.sum())
                     num_steps += steps
                     bar.set_postfix_str(f"{num_steps:,} steps", refresh=False)

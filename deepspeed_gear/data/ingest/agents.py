@@ -236,6 +236,9 @@ def last_ends(
     for rows in whole:
         is_other |= (rows != 0).any(axis=1)
     is_start = np.isin(np.arange(num_rows), starts)
+    # `cause` is the place in `kinds` of each agent's first end, whose order is that of FLAG_KINDS:
+    # terminated comes first, so the largest one is "terminated" only if all agents' are. With
+    # kinds terminated and truncated, causes [0, 1] make the row truncated.
     for row in np.flatnonzero(is_end | is_other | is_start).tolist():
         if is_start[row]:
             cause[:] = -1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.output_columns import OutputColumns
 from deepspeed_gear.data.ingest.token_rows import GROUPS
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.output_columns import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.readers import READERS
 from deepspeed_gear.data.ingest.row_values import plain_bytes

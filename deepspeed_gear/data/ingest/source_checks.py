@@ -185,9 +185,15 @@ def _check_link(path: Path, folder: Path, root: Path) -> None:
 def _check_hdf5(path: Path, expansion: Expansion) -> None:
     names: list[bytes] = []  # of all links
     sizes: dict[int, int] = {}  # of arrays by address, as one array may have several names
-    rule = "must be a readable HDF5 file"
     with (
-        DataError.on(str(path), rule, OSError, RuntimeError, KeyError, remedy=DAMAGED),
+        DataError.on(
+            str(path),
+            "must be a readable HDF5 file",
+            OSError,
+            RuntimeError,
+            KeyError,
+            remedy=DAMAGED,
+        ),
         hdf5_file(path) as file,
     ):
         file.id.links.visit(names.append)

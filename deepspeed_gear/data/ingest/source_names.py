@@ -54,7 +54,7 @@ class SourceNames:
 
     A reader asks for the name of each key before it judges what the key is, so arrays of any names
     can be read. A given name or role counts here if it has a known meaning, and no key of the
-    source has that meaning by itself. All others change columns later (`column_options`).
+    source has that meaning by itself. All others change columns later (`output_columns`).
 
     Attributes:
         columns: Name in the data set of each column that the reader names by its meaning.
@@ -96,6 +96,9 @@ class SourceNames:
             for form in (given, usual):
                 if form == old or form.startswith(f"{old}."):
                     return self._renamed(old, new, form.removeprefix(old))
+        # A role gives the name of its kind: with role {"score": "reward"}, "score" is judged as
+        # "reward". Of observations and actions there may be several, so two columns "a" and "b" of
+        # the role observation are judged as the parts "observation.a" and "observation.b".
         final = self._rename.get(given, given)
         for pattern, role in self._role.items():
             if role in self._roles and fnmatchcase(final, pattern):

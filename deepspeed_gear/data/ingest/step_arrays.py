@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
-import deepspeed_gear.data.ingest.last_steps as last_steps
+import deepspeed_gear.data.ingest.last_rows as last_rows
 from deepspeed_gear.data.array_values import as_array
 from deepspeed_gear.data.ingest.agents import Agents
 from deepspeed_gear.data.ingest.decoding.hdf5_arrays import block_rows
@@ -80,7 +80,7 @@ class Steps:
         """
         where = self.where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
         self._is_whole = is_whole
-        self._has_last_row = reader.last_step != last_steps.TRANSITION
+        self._has_last_row = reader.last_step != last_rows.TRANSITION
         # By kind, or kind and part, such as "observation.position". Those of observations may have
         # a row more than steps.
         self.arrays: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class Steps:
         if self._has_last_row:
             self._move_flags()
         for name, array in self.arrays.items():
-            if last_steps.is_moved(reader.last_step, name):
+            if last_rows.is_moved(reader.last_step, name):
                 rows = np.asarray(array[()])
                 self.arrays[name] = np.concatenate([rows[1:], rows[-1:]])
         self._compare_next()
@@ -387,7 +387,7 @@ class ArrayReader(Reader):
 
     takes: ClassVar[tuple[str, ...]] = ("episode_length", "last_step")
     early_roles = ("observation", "action", "reward", "terminated", "truncated")
-    last_step = last_steps.TRANSITION  # what the last row of an episode holds
+    last_step = last_rows.TRANSITION  # what the last row of an episode holds
     _num_bytes = 0  # of the arrays that were made so far
 
     def judged(self, key: str) -> tuple[str, ...]:
@@ -440,14 +440,14 @@ class ArrayReader(Reader):
         self.names.compare(keys)
         has_row_flags = not {self.names.name(key) for key in keys}.isdisjoint(ROW_FLAGS)
         if (given := self.options.get("last_step")) is not None:
-            self.last_step = last_steps.check_last_step(given)
+            self.last_step = last_rows.check_last_step(given)
         elif has_row_flags:
             rewarded = [steps.end_rewards() for steps in self._steps()]
             at_first = any(first for first, _ in rewarded)
             at_last = any(last for _, last in rewarded)
-            self.last_step = last_steps.last_step(self.path, at_first, at_last)
-        if has_row_flags or self.last_step != last_steps.TRANSITION:
-            self.notes.append(last_steps.NOTES[self.last_step])
+            self.last_step = last_rows.last_step(self.path, at_first, at_last)
+        if has_row_flags or self.last_step != last_rows.TRANSITION:
+            self.notes.append(last_rows.NOTES[self.last_step])
         first: Steps | None = None
         pairs = []
         is_shifted = True
@@ -491,7 +491,7 @@ class ArrayReader(Reader):
                 "--format ogbench) is for trajectories whose last row holds only an observation",
             )
         self._has_own_next = first.has_next and not is_shifted
-        has_last_row = self.last_step != last_steps.TRANSITION
+        has_last_row = self.last_step != last_rows.TRANSITION
         lengths, kept = np.concatenate(pairs, axis=1)
         kept = lengths if self._has_own_next and not has_last_row else kept
         self.num_steps = int(kept.sum())
@@ -520,7 +520,7 @@ class ArrayReader(Reader):
             num_short,
         )
         self.note("{} episodes of one row have no step: left out", num_empty)
-        self.note(last_steps.ENDS_TERMINATE, not has_cause)
+        self.note(last_rows.ENDS_TERMINATE, not has_cause)
 
     def _columns_of(self, steps: Steps) -> Iterator[Column]:
         kinds = ["observation", *_STATES[: int(self._has_own_next)], "action", "reward"]

@@ -10,7 +10,7 @@ import numpy as np
 from deepspeed_gear.data.ingest.agents import NAMES_AGENTS, AgentRows, Agents
 from deepspeed_gear.data.ingest.row_values import null_place, numeric
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, meaning
-from deepspeed_gear.data.ingest.table_rows import Block
+from deepspeed_gear.data.ingest.table_blocks import Block
 from deepspeed_gear.errors import DataError
 
 _FILL = "store 0, or false, while an agent does not act"

@@ -96,6 +96,7 @@ class KeptRows:
     has_final_row: bool  # every extent has one more row than steps
 
     def count(self, column: Column) -> int:
+        """Return the number of a column's kept rows."""
         if column.rows == "1":
             return int(self.keep.sum())
         return int((self.lengths[self.keep] + int(column.rows == "T+1")).sum())
@@ -191,7 +192,7 @@ class ColumnSummary:
             scan.add(block, keep)
         self._scan = scan
 
-    def order(self) -> Iterator[list[Task]]:
+    def find_quantiles(self) -> Iterator[list[Task]]:
         """Yield rounds of tasks, which find the values around quantiles.
 
         The tasks of a round may run at the same time; all of them before the next round is made.
@@ -229,7 +230,7 @@ class ColumnSummary:
 
     @np.errstate(over="ignore", invalid="ignore")
     def result(self) -> ColumnStatistics:
-        """Return the statistics, after `scan` and the tasks of `order`."""
+        """Return the statistics, after `scan` and the tasks of `find_quantiles`."""
         assert self._scan is not None
         column = self._column
         count = self._rows.count(column)
@@ -266,7 +267,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     """
     summary = ColumnSummary(values, column, rows)
     summary.scan()
-    for tasks in summary.order():
+    for tasks in summary.find_quantiles():
         Workers(1).run(tasks)
     return summary.result()
 
@@ -384,7 +385,7 @@ def compute_statistics(
         for c in numeric
     }
     workers.run([summary.scan for summary in summaries.values()])
-    rounds = [summary.order() for summary in summaries.values()]
+    rounds = [summary.find_quantiles() for summary in summaries.values()]
     while tasks := [task for each in rounds for task in next(each, [])]:
         workers.run(tasks)
     return {name: summary.result() for name, summary in summaries.items()}

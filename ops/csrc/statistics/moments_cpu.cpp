@@ -1,3 +1,4 @@
+// Moments of a column over the rows of a block: counts, sums, squares and bounds of each element.
 #include <algorithm>
 #include <cstring>
 #include <vector>

@@ -1,3 +1,4 @@
+// Quantiles of a column in memory, by bins: values are counted coarsely, then those of one bin.
 #include <algorithm>
 #include <array>
 #include <cmath>

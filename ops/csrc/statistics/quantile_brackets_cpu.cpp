@@ -1,3 +1,4 @@
+// Quantiles of a column in one pass: rows inside the brackets that a sample of it gave are counted.
 #include <algorithm>
 #include <array>
 #include <limits>

@@ -1,3 +1,4 @@
+// Quantiles of a column of any size, by digits of its values' keys: one pass counts one digit.
 #include <algorithm>
 
 #include "common/convert.h"

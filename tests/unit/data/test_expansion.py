@@ -25,7 +25,7 @@ from deepspeed_gear.data.ingest import open_source, source_checks
 from deepspeed_gear.data.ingest.decoding.arrow_sizes import ArrowSizes
 from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
 from deepspeed_gear.data.ingest.source_checks import Expansion
-from deepspeed_gear.data.ingest.table_rows import json_bytes
+from deepspeed_gear.data.ingest.table_blocks import json_bytes
 from deepspeed_gear.errors import DataError
 
 pa = pytest.importorskip("pyarrow")

@@ -20,7 +20,7 @@ from deepspeed_gear.cli import export as command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.export import FORMATS, export
 from deepspeed_gear.data.ingest import ingest, open_source
-from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
+from deepspeed_gear.data.ingest.output_columns import LENGTH, RETURN
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import DTYPES, FLOATING
 

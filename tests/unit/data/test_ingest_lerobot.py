@@ -72,7 +72,7 @@ def test_all_layouts_give_the_rows_that_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Episodes of any number per file, in row groups and batches that divide them."""
-    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows.BLOCK_ROWS", 7)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.table_blocks.BLOCK_ROWS", 7)
     given = some_columns()
     made = []
     for name, version, per_file in (

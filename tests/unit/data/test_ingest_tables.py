@@ -646,7 +646,7 @@ def test_files_that_describe_a_source_are_none(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of episodes, in blocks of any size, compressed or not; nulls and names are checked."""
-    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows.BLOCK_BYTES", 256)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.table_blocks.BLOCK_BYTES", 256)
     rows = list(step_rows())
     lines = ["episode_index,observation.x,observation.y,reward,dones,timeouts,task"]
     for row in rows:

@@ -15,7 +15,7 @@ from gear_support import wait_until
 from deepspeed_gear import Column, Dataset
 from deepspeed_gear.cli.main import main as command
 from deepspeed_gear.data.ingest import ingest, open_source, side_by_side, step_blocks
-from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.output_columns import OutputColumns
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.errors import DataError
 

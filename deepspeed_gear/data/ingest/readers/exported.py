@@ -17,7 +17,7 @@ from deepspeed_gear.data.ingest.decoding.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, pyarrow_for
 from deepspeed_gear.data.ingest.source_columns import NEEDED
-from deepspeed_gear.data.ingest.table_rows import arrow_block, json_bytes, record_batches
+from deepspeed_gear.data.ingest.table_blocks import arrow_block, json_bytes, record_batches
 from deepspeed_gear.data.sources.opened_files import arrow_file, is_zip, zip_file
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Schema

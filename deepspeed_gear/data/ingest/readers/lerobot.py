@@ -27,9 +27,10 @@ from deepspeed_gear.data.ingest.decoding.lerobot_metadata import (
     read_info,
     read_lines,
 )
+from deepspeed_gear.data.ingest.decoding.video_frames import video_frames
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.ingest.row_values import null_place
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion
 from deepspeed_gear.data.ingest.source_columns import (
     FLAGS,
     LEAVE_OUT,
@@ -39,7 +40,7 @@ from deepspeed_gear.data.ingest.source_columns import (
     make_column,
 )
 from deepspeed_gear.data.ingest.source_names import KINDS
-from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
+from deepspeed_gear.data.ingest.table_blocks import arrow_block, read_table
 from deepspeed_gear.data.sources.opened_files import is_below
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
@@ -48,8 +49,6 @@ _NEXT = {"next.reward": "reward", "next.done": "terminated", "next.truncated": "
 _STATES = ("state", "states")  # as a feature of its own
 # No columns: they are compared with the metadata, or follow from the order.
 _COUNTERS = ("episode_index", "frame_index", "index")
-_TOLERANCE_S = 1e-4  # between a frame of a video and its row, as in LeRobot
-CODECS = ("av1", "h264", "hevc", "vp9", "mpeg4")  # LeRobot writes the first three
 _LOSSY = 20  # factor by which video may compress more than other files
 _FILL = "fill it in, or leave the column out with --columns"
 _AGAIN = "the data set is incomplete; download it again"
@@ -327,7 +326,10 @@ class LerobotReader(Reader):
             arrays[column.name] = images
         for key, column in self._columns["video"].items():
             times = numbers("timestamp", Column("timestamp", "float64"))
-            arrays[column.name] = self._frames(*episode.videos[key], name, column, times)
+            file, start = episode.videos[key]
+            arrays[column.name] = video_frames(
+                file, name, start, times, column.shape, may_go_on=self._has_many
+            )
         none = np.zeros(episode.length, np.bool_)
         done = arrays.get("terminated", none)
         truncated = arrays.get("truncated", none)
@@ -350,62 +352,6 @@ class LerobotReader(Reader):
         arrays.update((c.name, values[c.name]) for c in self.columns if c.rows == "1")
         return name, arrays
 
-    def _frames(
-        self, path: Path, start: float, name: str, column: Column, times: NDArray[Any]
-    ) -> NDArray[np.uint8]:
-        """Decode the frames at `start + times` seconds, the only ones between first and last."""
-        av = optional(str(path), "must be decoded with PyAV", f"av, or {LEAVE_OUT}", "av")
-        where = f"{path}: {name}"
-        times = start + times
-        number = 0
-        frames = np.empty((len(times), *column.shape), np.uint8)
-        is_readable = DataError.on(
-            where, "must be a readable video", av.FFmpegError, remedy=DAMAGED
-        )
-        # mp4's demuxer is named, because others read further files that a video names. FFmpeg gets
-        # an open file, because it could take a path for the address of a protocol.
-        with is_readable, path.open("rb") as file, av.open(file, format="mp4") as container:
-            stream = container.streams.best("video")
-            if stream is None or stream.time_base is None:
-                raise DataError(str(path), "must hold a video", None, DAMAGED)
-            _check_stream(path, stream, column)
-            stream.thread_type = "AUTO"
-            if start:
-                container.seek(max(0, math.floor(start / stream.time_base) - 1), stream=stream)
-            for frame in container.decode(stream):
-                at = -1.0 if frame.pts is None else float(frame.pts * stream.time_base)
-                # Decoding begins at the key frame before the episode, and in a file of many
-                # episodes ends with the last frame of this one.
-                if number == 0 and at < times[0] - _TOLERANCE_S:
-                    continue
-                if number == len(times) and self._has_many:
-                    break
-                if number < len(times) and abs(at - times[number]) > _TOLERANCE_S:
-                    raise DataError(
-                        where,
-                        f"must have frame {number} at {times[number]:.6f} s",
-                        f"{at:.6f} s",
-                        LEAVE_OUT,
-                    )
-                if number < len(times):
-                    if (frame.height, frame.width, 3) != column.shape:
-                        raise DataError(
-                            where,
-                            f"must have the shape {list(column.shape)} in all frames",
-                            [frame.height, frame.width, 3],
-                            LEAVE_OUT,
-                        )
-                    frames[number] = frame.to_ndarray(format="rgb24")
-                number += 1
-        if number != len(times):
-            raise DataError(
-                where,
-                f"must have {len(times)} frames, one for each row",
-                number,
-                f"download the video again, or {LEAVE_OUT}",
-            )
-        return frames
-
 
 def _group(key: str, feature: Feature) -> str:
     """Return the group of a feature, by which --columns keeps it.
@@ -415,32 +361,6 @@ def _group(key: str, feature: Feature) -> str:
     head = key.split(".")[0]
     is_camera = feature.kind in IMAGES and KINDS.get(head) != "action"
     return "observation" if is_camera or head in _STATES else KINDS.get(head, head)
-
-
-def _check_stream(path: Path, stream: Any, column: Column) -> None:
-    """Raise unless a video stream has a known codec and the frame size of its column."""
-    codec = (
-        stream.codec_context.codec.canonical_name if stream.codec_context else "none that is known"
-    )
-    if codec not in CODECS:
-        raise DataError(
-            str(path),
-            f"must be in one of the codecs {', '.join(CODECS)}",
-            codec,
-            f"encode it again, or {LEAVE_OUT}",
-        )
-    pixels = stream.format
-    bits = max((part.bits for part in pixels.components), default=0) if pixels else 0
-    shape = (stream.height, stream.width, 3)
-    if shape != column.shape or not 0 < bits <= 8:
-        raise DataError(
-            str(path),
-            f"must have frames of shape {list(column.shape)}, with 8 bits a channel",
-            f"{list(shape)} with {bits} bits",
-            LEAVE_OUT,
-        )
-    # FFmpeg allocates a frame of the size that the stream's packets state, rounded up.
-    stream.codec_context.options = {"max_pixels": str((stream.height + 256) * (stream.width + 256))}
 
 
 def _present(path: Path, remedy: str = _AGAIN) -> Path:

@@ -39,7 +39,7 @@ from deepspeed_gear.data.ingest.source_columns import (
     make_column,
     stored_dtype,
 )
-from deepspeed_gear.data.ingest.table_rows import read_table, readable
+from deepspeed_gear.data.ingest.table_blocks import read_table, readable
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-import deepspeed_gear.data.ingest.last_steps as last_steps
+import deepspeed_gear.data.ingest.last_rows as last_rows
 from deepspeed_gear.data.ingest.decoding.array_pickles import PICKLED, load_pickle
 from deepspeed_gear.data.ingest.decoding.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
@@ -181,7 +181,7 @@ class OgbenchReader(NpzReader):
 
     format = "ogbench"
     takes = ("allow_pickle",)
-    last_step = last_steps.OBSERVATION
+    last_step = last_rows.OBSERVATION
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

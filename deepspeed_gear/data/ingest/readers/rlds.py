@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import deepspeed_gear.data.ingest.last_steps as last_steps
+import deepspeed_gear.data.ingest.last_rows as last_rows
 from deepspeed_gear.data.dataset_files import check_no_pointer
 from deepspeed_gear.data.ingest.decoding.image_decoding import decode_images
 from deepspeed_gear.data.ingest.decoding.tfrecord import parse_example, records
@@ -65,7 +65,7 @@ class RldsReader(Reader):
     """Reads a version folder of TFDS in the file format TFRecord: split by split, shard by shard.
 
     A record is an episode. What its last step holds is decided as for all flags of rows
-    (`last_steps`). Nested features become `observation.image`, `action.gripper` and so on; a text
+    (`last_rows`). Nested features become `observation.image`, `action.gripper` and so on; a text
     that all steps of an episode have becomes a column of one value per episode.
     """
 
@@ -114,7 +114,7 @@ class RldsReader(Reader):
             episodes=self._num_episodes,
             steps=self.num_steps,
         )
-        self.notes.append(last_steps.NOTES[self._last_step])
+        self.notes.append(last_rows.NOTES[self._last_step])
         self.note("{} episodes of one row have no step: left out", self._num_empty)
 
     def _described_shards(self) -> list[_Shard]:
@@ -223,7 +223,7 @@ class RldsReader(Reader):
                 continue
             self._find_shapes(where, example)
             values = {f.name: self._decoded(where, example, f, rows) for f in small}
-            first, last = last_steps.end_rewards(values)
+            first, last = last_rows.end_rewards(values)
             at_first |= first
             at_last |= last
             for feature in small:
@@ -236,10 +236,10 @@ class RldsReader(Reader):
                         self._varying.add(feature.name)
             lengths.append(rows)
         if (given := self.options.get("last_step")) is not None:
-            self._last_step = last_steps.check_last_step(given)
+            self._last_step = last_rows.check_last_step(given)
         else:
-            self._last_step = last_steps.last_step(self.path, at_first, at_last)
-        less = 0 if self._last_step == last_steps.TRANSITION else 1
+            self._last_step = last_rows.last_step(self.path, at_first, at_last)
+        less = 0 if self._last_step == last_rows.TRANSITION else 1
         kept = [rows - less for rows in lengths if rows > less]
         self._num_episodes = len(kept)
         self._num_empty = len(lengths) - len(kept)
@@ -265,7 +265,7 @@ class RldsReader(Reader):
         return images if images.ndim == 4 else images[..., None]
 
     def _columns(self) -> tuple[Column, ...]:
-        has_last_row = self._last_step != last_steps.TRANSITION
+        has_last_row = self._last_step != last_rows.TRANSITION
         texts = []
         others = []
         for feature in self._features:
@@ -336,7 +336,7 @@ class RldsReader(Reader):
                 continue
             row = {f.name: self._decoded(where, example, f, rows) for f in features}
             texts = {f.name: row.pop(f.name)[0] for f in features if f.kind == "text"}
-            steps = last_steps.steps_of_rows(where, row, self._last_step, per_row)
+            steps = last_rows.steps_of_rows(where, row, self._last_step, per_row)
             if steps is None:
                 continue
             arrays: dict[str, Any] = {

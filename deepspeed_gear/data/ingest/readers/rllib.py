@@ -120,8 +120,14 @@ class RllibReader(ArrayReader):
         if not self.options.get("allow_pickle"):
             raise DataError(where, "must not be a pickle, as compressed columns are", None, PICKLED)
         lz4 = optional(where, "must be decompressed by LZ4", "lz4", "lz4.frame")
-        rule = "must be base64 of an LZ4 frame"
-        with DataError.on(where, rule, ValueError, RuntimeError, EOFError, remedy=DAMAGED):
+        with DataError.on(
+            where,
+            "must be base64 of an LZ4 frame",
+            ValueError,
+            RuntimeError,
+            EOFError,
+            remedy=DAMAGED,
+        ):
             packed = base64.b64decode(text, validate=True)
             content = io.BytesIO()
             decoder = lz4.LZ4FrameDecompressor()

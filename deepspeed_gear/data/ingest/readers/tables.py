@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
-import deepspeed_gear.data.ingest.last_steps as last_steps
+import deepspeed_gear.data.ingest.last_rows as last_rows
 from deepspeed_gear.data.ingest.column_facts import STEP_NAMES, ColumnFacts
 from deepspeed_gear.data.ingest.message_masks import is_messages
 from deepspeed_gear.data.ingest.preferences import divide
@@ -28,7 +28,7 @@ from deepspeed_gear.data.ingest.source_columns import (
 from deepspeed_gear.data.ingest.source_names import FLAG_KINDS, KINDS, ROW_FLAGS
 from deepspeed_gear.data.ingest.step_order import check_order
 from deepspeed_gear.data.ingest.table_agents import TableAgents, divided, has_agents
-from deepspeed_gear.data.ingest.table_rows import (
+from deepspeed_gear.data.ingest.table_blocks import (
     Block,
     file_blocks,
     object_blocks,
@@ -141,6 +141,7 @@ class TableReader(Reader):
         else:
             first = self._named(given)
         self._row = self._what_a_row_is(first)
+        # Of conversations, parts that looked like agents are other columns: names are judged anew.
         if self._row == "conversation" and self._agents is not None:
             self._agents = None
             self.names.compare(given, known)
@@ -213,7 +214,7 @@ class TableReader(Reader):
                     sorted(first),
                     "leave it out, or name the flags with --rename COLUMN=dones",
                 )
-        self.note(last_steps.ENDS_TERMINATE, limit is None and has_unclear_ends)
+        self.note(last_rows.ENDS_TERMINATE, limit is None and has_unclear_ends)
 
     def _find_last_step(self) -> None:
         """Set what the last row of an episode holds, where flags mark rows.
@@ -223,7 +224,7 @@ class TableReader(Reader):
         self._per_row: set[str] = set()
         self._num_empty = 0
         if (given := self.options.get("last_step")) is not None:
-            self._last_step = last_steps.check_last_step(given)
+            self._last_step = last_rows.check_last_step(given)
             if not self._row_flags:
                 raise DataError(
                     f"{self.path}: --last-step",
@@ -236,17 +237,17 @@ class TableReader(Reader):
         at_first = at_last = False
         others = set[str]()
         for label, row in self._episodes_of_rows():
-            rows = last_steps.num_rows(f"{self.path}: {label}", row)
-            rewarded = last_steps.end_rewards(row)
+            rows = last_rows.num_rows(f"{self.path}: {label}", row)
+            rewarded = last_rows.end_rewards(row)
             at_first |= rewarded[0]
             at_last |= rewarded[1]
-            per_row = {name for name, value in row.items() if last_steps.is_per_row(value, rows)}
+            per_row = {name for name, value in row.items() if last_rows.is_per_row(value, rows)}
             self._per_row |= per_row
             others |= row.keys() - per_row
         self._per_row -= others
         if given is None:
-            self._last_step = last_steps.last_step(self.path, at_first, at_last)
-        self.notes.append(last_steps.NOTES[self._last_step])
+            self._last_step = last_rows.last_step(self.path, at_first, at_last)
+        self.notes.append(last_rows.NOTES[self._last_step])
 
     def _episodes_of_rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the label and the columns, by the usual names, of each episode with row flags."""
@@ -318,6 +319,7 @@ class TableReader(Reader):
         self._done_is_any_end = "terminated" in any_end and "truncated" in usual
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
         if not has_steps:
+            # A pair of answers whose tokens are unknown is refused before it is taken for a table.
             row = {name: rows[0] for name, rows in first.items() if len(rows)}
             divide(f"{self.path}: row 0", row, [*self._tokenize])
         has_chats = any(is_messages(rows[0]) for rows in first.values() if len(rows))
@@ -340,6 +342,8 @@ class TableReader(Reader):
         measured = next((one for rows in measures[:1] for one in rows if one is not None), ())
         is_single = isinstance(measured, (bool, int, float, np.generic))
         has_null = self._id is not None and any(one is None for one in first[self._id])
+        # Steps repeat the id of their episode. Where too few ids show that, or one is null (which
+        # is refused later), a flag, reward or action of one value does.
         if len({*ids}) < len(ids) or (is_single and (len(ids) < 2 or has_null)):
             return "step"
         self._id = None
@@ -374,7 +378,7 @@ class TableReader(Reader):
             row = given
             if self._row_flags:
                 usual = {self._judged(name): value for name, value in given.items()}
-                steps = last_steps.steps_of_rows(where, usual, self._last_step, self._per_row)
+                steps = last_rows.steps_of_rows(where, usual, self._last_step, self._per_row)
                 if steps is None:
                     self._num_empty += 1
                     continue

@@ -25,7 +25,7 @@ from deepspeed_gear.data.ingest.decoding.npz_entries import NPY, read_entry, rea
 from deepspeed_gear.data.ingest.readers.tables import TableReader, has_meaning, usual_name
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, first_bytes
 from deepspeed_gear.data.ingest.source_columns import column_name
-from deepspeed_gear.data.ingest.table_rows import Block, row_blocks
+from deepspeed_gear.data.ingest.table_blocks import Block, row_blocks
 from deepspeed_gear.data.ingest.token_rows import may_be_read, take_rows
 from deepspeed_gear.data.sources import is_address, pattern_paths, source_path
 from deepspeed_gear.data.sources.brace_patterns import check_none_missing, expand

@@ -379,9 +379,8 @@ def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
     arrow = pyarrow_for("batch")
     block = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        name = f"{where}: column {field.name}"
         with DataError.on(
-            name,
+            f"{where}: column {field.name}",
             "must hold values that Python can represent",
             *_UNKNOWN,
             remedy="write the file without it",
