@@ -266,9 +266,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made = SimpleNamespace(now=100.0)
     commit = Table.commit
 
-    def commit_now(table: Table, slot: int, born: int = 0) -> int:
+    def commit_now(table: Table, slot: int, *given: int) -> int:
         """Commit by this clock: the native store reads that of the machine."""
-        number = commit(table, slot, born)
+        number = commit(table, slot, *given)
         if table.groups is not None:
             table.groups.note_time(slot)
         return number
