@@ -1,4 +1,4 @@
-"""How many files a reader goes through: of the construction of a Replay, and of a rollout batch."""
+"""Files that a reader goes through: for construction, rollout batches, and leases until drawn."""
 
 import inspect
 import sys
@@ -10,21 +10,24 @@ from typing import Any
 
 import pytest
 import rollout_support
+from group_support import take, train
+from ledger_support import ledger_section, responses, write_prompts
 from page_scenes import section
 from pydantic import BaseModel
 
 import deepspeed_gear
-from deepspeed_gear import Replay
+from deepspeed_gear import Replay, RolloutWorker
 
 MOST_OF_CONSTRUCTION = 25
 MOST_OF_ROLLOUT = 12
+MOST_OF_LEASE = 13
 MOST_CALLBACKS = 3
 ROOT = f"{Path(deepspeed_gear.__file__).parent}/"
 # Files of words and rules, which a reader knows by name; the control plane runs steps of others.
 WORDS = {
     *(f"config/{name}.py" for name in "field_names option_rules schedules types".split()),
     *(f"ops/{name}.py" for name in "constants records".split()),
-    *(f"{name}.py" for name in "arguments errors log outcome schema".split()),
+    *(f"{name}.py" for name in "arguments errors log outcome schema timeouts".split()),
     "distributed/control_plane.py",
     "store/memory_layout.py",
     "store/native_rows.py",
@@ -115,3 +118,24 @@ def test_a_reader_of_a_rollout_batch_goes_through_few_files() -> None:
     assert {"replay/packed/rollout_loader.py", "replay/packed/packs.py"} <= leads.keys()
     assert len(leads) <= MOST_OF_ROLLOUT, leads
     assert len(back) <= MOST_CALLBACKS, back
+
+
+def test_a_reader_goes_from_a_lease_to_the_drawn_group_through_few_files(tmp_path: Path) -> None:
+    """A worker leases prompts and commits their groups; the batch stream draws these groups."""
+    config = ledger_section(write_prompts(tmp_path / "prompts", 7), {"max_lag": 2})
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+
+        def commit() -> None:
+            for lease in worker.lease(3):
+                lease.commit(responses(lease))
+
+        def walk() -> None:
+            commit()
+            assert len(take(train(replay), 1)) == 3
+
+        commit()
+        take(train(replay), 0)
+        leads = leads_of(walk)
+    assert {"writer/rollout_worker.py", "store/prompt_ledger.py"} <= leads.keys()
+    assert {"sampling/selector.py", "store/groups.py"} <= leads.keys()
+    assert len(leads) <= MOST_OF_LEASE, leads

@@ -37,7 +37,7 @@ from deepspeed_gear import (
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store import groups
-from deepspeed_gear.store.group_spec import COUNTED
+from deepspeed_gear.store.group_spec import COUNTED, GroupCount
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -146,6 +146,22 @@ def test_a_number_that_is_used_again_is_named_once(caplog: pytest.LogCaptureFixt
         replay.rollout()
         assert replay.statistics()["groups"]["main"]["surplus"] == 1
         assert not caplog.records
+
+
+def test_recovery_counts_the_groups_again() -> None:
+    """A process that dies while it forms groups leaves their leaders, and counts of before."""
+    with Replay(section()) as replay:
+        add_groups(replay, range(4))
+        add(replay, 9)  # of an incomplete group
+        table = replay.store()
+        assert table.groups is not None
+        with table.lock:
+            table.groups.update()
+            whole = table.groups.counts.copy()
+            table.groups.counts[[GroupCount.HELD, GroupCount.INSERTED]] = 1
+            table.groups.recover()
+        assert whole[GroupCount.HELD] == 4
+        assert table.groups.counts.tolist() == whole.tolist()
 
 
 def test_a_full_group_refuses_more_trajectories() -> None:
