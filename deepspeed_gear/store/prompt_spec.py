@@ -102,7 +102,7 @@ class PromptPart:
 
 
 #: A column, its least and its largest value, and the values that it may have.
-Condition = tuple[str, int | float | None, int | float | None, tuple[int | float, ...] | None]
+PromptCondition = tuple[str, int | float | None, int | float | None, tuple[int | float, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class PromptSpec:
     keep_bytes: int = 0  # that a lease may keep
     is_kept: bool = False  # whether the store outlives its job
     needs: bool = False  # whether a committed group waits for late columns
-    where: tuple[Condition, ...] = ()  # on columns of the data set; `num_prompts` pass them
+    where: tuple[PromptCondition, ...] = ()  # on columns of the data set; `num_prompts` pass them
     column: str | None = None  # of the table, which has the place of the prompt in the data set
     sampler: str = "epoch"  # or "prioritized", or "prioritized_epoch"
     shared_columns: tuple[str, ...] = ()  # whose values at the prompt nothing reads
