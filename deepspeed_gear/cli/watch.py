@@ -1,4 +1,4 @@
-"""`gear watch`: show a running job of this machine: its tables, its ranks, and what they wait for.
+"""`gear watch`: lines and histograms of a running job: its tables, its ranks, their waits.
 
 The job need not know: its shared memory is read, and nothing is written or locked. RUN is the name
 or id of a run, or the id of one of its processes; without it, the only job that runs here.

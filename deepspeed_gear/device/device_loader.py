@@ -157,9 +157,9 @@ class DeviceLoader:
         self.next_index = (index + 1) % info.accumulation
 
     def next(self) -> DeviceBatch:
-        """Fill the next batch of a ring of max(2, accumulation) batches."""
+        """Fill the next batch of a ring of `BatchInfo.lifetime` batches."""
         if self._ring is None:
-            self._ring = cycle([self.new_batch() for _ in range(max(2, self._info.accumulation))])
+            self._ring = cycle([self.new_batch() for _ in range(self._info.lifetime)])
         batch = next(self._ring)
         self.fill_(batch)
         return batch

@@ -32,7 +32,6 @@ from deepspeed_gear.store.prompt_ledger import LeaseRecord
 # for commits; members of 7 had one trajectory each, and its leases no place.
 VERSION = 8
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
-IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
 # Bounds of that limit; gRPC's own lengths end at 2 GiB.
 LEAST_MAX_MESSAGE_BYTES = 1 << 20

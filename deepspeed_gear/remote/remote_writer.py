@@ -36,6 +36,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.trajectory_writer import WriterBase
 
+CALL_INTERVAL_S = 600.0  # of a writer that has nothing to send
 _STOP_S = 2.0  # longest that the end of a process waits for a call
 _LOOK_S = 0.1
 
@@ -196,9 +197,9 @@ class Sender:
         """Wait for trajectories; return the first ones that fit into a batch, which stay queued.
 
         Returns:
-            Nothing if none has come in `IDLE_S`; None: the sender was stopped.
+            Nothing if none has come in `CALL_INTERVAL_S`; None: the sender was stopped.
         """
-        until = time.monotonic() + gateway_messages.IDLE_S
+        until = time.monotonic() + CALL_INTERVAL_S
         with self._changed:
             while not self._stopped.is_set():
                 now = time.monotonic()

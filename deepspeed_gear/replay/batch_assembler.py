@@ -68,8 +68,7 @@ class BatchAssembler:
         self._train = train
         self._relabelling = relabelling
         self._burn_in = BurnIn.of(config.burn_in, plan.fields, needs.fields)
-        # The latest batches that a program may still use; see `Replay.sample`.
-        self._keep = max(2, info.accumulation)
+        self._lifetime = info.lifetime
         self._ahead = config.prefetch * info.accumulation  # micro batches that wait
         #: To a device, by its kernels; None where the host gathers batches in place.
         self.transfer: DeviceTransfer | None = None
@@ -82,7 +81,7 @@ class BatchAssembler:
                 tables,
                 device,
                 num_samples=info.micro,
-                keep=self._keep,
+                keep=info.lifetime,
                 options=self._options,
             )
         self._stays_on_host = (
@@ -287,7 +286,7 @@ class BatchAssembler:
 
         With prefetch 2 and one micro batch per step: 2 in use, 2 that wait, and 1 that is gathered.
         """
-        depth = self._keep
+        depth = self._lifetime
         if self._ahead and stream.spec.name == TRAIN:
             depth += self._ahead + 1 + self._held
         if self.transfer is None:

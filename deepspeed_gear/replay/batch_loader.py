@@ -91,7 +91,7 @@ class BatchLoader:
         self._check = parts.context.check
         self._transfer = parts.assembler.transfer
         self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
-        self._lent = LentTensors(max(2, plan.info.accumulation))
+        self._lent = LentTensors(plan.info.lifetime)
         self.seek(LoaderPosition.start(config.sampled_tables))
 
     def seek(self, position: LoaderPosition) -> None:
@@ -292,7 +292,7 @@ class Evaluation:
         place = plan.topology.place
         index = 0
         num_batches = 1
-        lent = LentTensors(max(2, plan.info.accumulation))
+        lent = LentTensors(plan.info.lifetime)
         while index < num_batches:
             lent.make_room()
             # Batch 2 of pass 1 has the number 1 << PASS_SHIFT | 2.

@@ -48,6 +48,11 @@ class BatchInfo:
         return self.accumulation * self.data_world
 
     @property
+    def lifetime(self) -> int:
+        """Latest batches of a stream that a program may still use: those of an optimizer step."""
+        return max(2, self.accumulation)
+
+    @property
     def global_batch(self) -> int:
         return self.micro * self.num_micro_batches if self.items is None else self.items
 

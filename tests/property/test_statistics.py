@@ -19,12 +19,12 @@ from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.data.statistics import column_scan, dataset_statistics
 from deepspeed_gear.data.statistics.dataset_statistics import (
-    QUANTILES,
     ColumnStatistics,
     KeptRows,
     column_statistics,
     compute_statistics,
 )
+from deepspeed_gear.data.statistics.quantiles import QUANTILES
 from deepspeed_gear.data.statistics.running_moments import Moment, add_rows
 from deepspeed_gear.data.stored_values import as_float64
 from deepspeed_gear.errors import ConfigError, DataError

@@ -1,4 +1,4 @@
-"""Numbers of groups, episodes and texts, which several sources of an ingest count anew."""
+"""Renumbering: groups, episodes and tasks that each source of an ingest counts from 0."""
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ from deepspeed_gear.data.statistics.column_scan import ColumnScan, block_rows, i
 from deepspeed_gear.data.statistics.quantile_bins import QuantileBins
 from deepspeed_gear.data.statistics.quantile_brackets import QuantileBrackets
 from deepspeed_gear.data.statistics.quantile_digits import QuantileDigits
-from deepspeed_gear.data.statistics.quantiles import Int64, interpolated
+from deepspeed_gear.data.statistics.quantiles import LEVELS, QUANTILES, Int64, interpolated
 from deepspeed_gear.data.statistics.running_moments import Float64, Moment
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Schema
 
-QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
 # Of a column whose quantiles are found by bins where brackets do not find them; those of larger
 # ones are found by digits.
 MOST_BINNED_BYTES = 256 * 1024 * 1024
@@ -29,7 +28,6 @@ MOST_BINNED_BYTES = 256 * 1024 * 1024
 LEAST_SPREAD = 2.0**9
 _SPREADS = 1e-307, 1e307  # deviations whose reciprocals float64 can hold
 _BLOCK_BYTES = 4 * 1024 * 1024
-_LEVELS = np.array([float(level) for level in QUANTILES])
 _ARRAYS = ("mean", "std", "min", "max")
 
 
@@ -209,7 +207,7 @@ class ColumnSummary:
                 self._scan.moments[Moment.COUNT],
                 num_rows,
                 column,
-                _LEVELS,
+                LEVELS,
                 self._num_threads,
             )
             yield from brackets.rounds()
@@ -221,10 +219,10 @@ class ColumnSummary:
         search: QuantileBins | QuantileDigits
         if is_small and is_array and self._values.flags.c_contiguous:
             runs = self._rows.runs(column)
-            search = QuantileBins(self._values, column, runs, _LEVELS, self._num_threads)
+            search = QuantileBins(self._values, column, runs, LEVELS, self._num_threads)
         else:
             size = len(self._values) * column.row_bytes
-            search = QuantileDigits(self._blocks, size, column, _LEVELS, self._num_threads)
+            search = QuantileDigits(self._blocks, size, column, LEVELS, self._num_threads)
         yield search.tasks
         self._around_quantiles = search.found
 
@@ -245,7 +243,7 @@ class ColumnSummary:
             return np.where(is_known, array + 0.0, np.nan).reshape(column.shape)
 
         squares = np.maximum(moments[Moment.SQUARES], 0.0)
-        quantiles = zip(QUANTILES, interpolated(self._around_quantiles, _LEVELS), strict=True)
+        quantiles = zip(QUANTILES, interpolated(self._around_quantiles, LEVELS), strict=True)
         return ColumnStatistics(
             count=count,
             mean=shaped(moments[Moment.FIRST] + moments[Moment.MEAN]),

@@ -1,4 +1,4 @@
-"""Quantiles of a column, interpolated between the values around them as `np.quantile` does.
+"""Quantiles of a column: which ones are kept, and their interpolation, as in `np.quantile`.
 
 Three searches find these values, with equal results. Which one is used is decided in
 `dataset_statistics.py`:
@@ -22,6 +22,10 @@ from deepspeed_gear.data.statistics.running_moments import Float64
 Bool = NDArray[np.bool_]
 Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
+
+#: Quantiles that the statistics of a column keep. `normalize` of a field reads two of them.
+QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
+LEVELS = np.array([float(level) for level in QUANTILES])
 
 
 def no_values(levels: Float64, num_elements: int) -> Float64:

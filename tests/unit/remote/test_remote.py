@@ -39,7 +39,7 @@ from warm_python import PIPE, WarmProcess
 from deepspeed_gear import Replay, SendOptions, TrajectoryWriter
 from deepspeed_gear.cli import main
 from deepspeed_gear.errors import ConfigError, DataError, LostNodeError, StoreError
-from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote import remote_writer
 from deepspeed_gear.remote.gateway import Gateway
 from deepspeed_gear.remote.gateway_sessions import ANSWER_S, WriterSessions
 
@@ -132,7 +132,7 @@ def test_an_answer_that_is_lost_is_asked_for_again() -> None:
 
 
 def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_messages, "IDLE_S", 0.05)
+    monkeypatch.setattr(remote_writer, "CALL_INTERVAL_S", 0.05)
     with served(section()) as (replay, gateway):
         with connect(gateway.url) as writer:
             writer.add(trajectory(0))
@@ -148,7 +148,7 @@ def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPat
             assert list(gateway.sessions.by_client) == [name]
             writer.add(trajectory(1))
             writer.flush()
-            monkeypatch.setattr(gateway_messages, "IDLE_S", 600.0)
+            monkeypatch.setattr(remote_writer, "CALL_INTERVAL_S", 600.0)
             gateway.sessions.forget(name)
             writer.add(trajectory(2))
             with pytest.raises(
