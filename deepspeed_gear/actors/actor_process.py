@@ -1,4 +1,4 @@
-"""The process of one actor: acts in its environments and adds their trajectories to a table."""
+"""The process of one actor: its loop of act, step and reset in environments (`final_obs`)."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _replay_for(
     """
     section = _parsed(engine.config.get("gear") if config is None else gear_config.read(config)[0])
     deepspeed_compat.check_elasticity(engine.config)
-    engine_checkpoint.check_start(engine, checkpoint)
+    _check_start(engine, checkpoint)
     if section.pack is not None:
         packed_steps.check_gradients(engine, section.pack)
     if engine_place.is_pipeline(engine):
@@ -217,6 +217,26 @@ def _replay_for(
     if section.on_device:
         return partial(DeviceReplay, section, **of_engine)
     return partial(Replay, section, turns=engine_place.turns_of(engine), **of_engine)
+
+
+def _check_start(engine: Any, checkpoint: engine_checkpoint.Checkpoint) -> None:
+    """Raise a ConfigError if an engine has trained and `checkpoint` is not given, or malformed."""
+    if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):
+        raise ConfigError(
+            "checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach"
+        )
+    if checkpoint is not None or not deepspeed_compat.is_under_way(engine):
+        return
+    rule = (
+        "must be given: this engine has trained or loaded a checkpoint (global step "
+        f"{engine.global_steps}), and DeepSpeed does not store which one"
+    )
+    remedy = (
+        "attach before load_checkpoint, or call deepspeed_gear.enable() before the engine or "
+        "Trainer is made, or give attach checkpoint=FOLDER, which load_checkpoint got (of a "
+        "Trainer: OUTPUT_DIR/checkpoint-N), or checkpoint=False to start at the first batch"
+    )
+    raise ConfigError("checkpoint", rule, None, remedy)
 
 
 def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:

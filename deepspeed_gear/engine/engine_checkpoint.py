@@ -91,26 +91,6 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     return True
 
 
-def check_start(engine: Any, checkpoint: Checkpoint) -> None:
-    """Raise a ConfigError if an engine has trained and `checkpoint` is not given, or malformed."""
-    if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):
-        raise ConfigError(
-            "checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach"
-        )
-    if checkpoint is not None or not deepspeed_compat.is_under_way(engine):
-        return
-    rule = (
-        "must be given: this engine has trained or loaded a checkpoint (global step "
-        f"{engine.global_steps}), and DeepSpeed does not store which one"
-    )
-    remedy = (
-        "attach before load_checkpoint, or call deepspeed_gear.enable() before the engine or "
-        "Trainer is made, or give attach checkpoint=FOLDER, which load_checkpoint got (of a "
-        "Trainer: OUTPUT_DIR/checkpoint-N), or checkpoint=False to start at the first batch"
-    )
-    raise ConfigError("checkpoint", rule, None, remedy)
-
-
 def load_late(
     engine: Any, replay: ReplayBase, checkpoint: Checkpoint, control_plane: ControlPlane
 ) -> None:

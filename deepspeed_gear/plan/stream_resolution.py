@@ -1,4 +1,4 @@
-"""Resolution of batch streams: splits, samplers, and the items and anchors that they admit."""
+"""Resolution of batch streams: their splits, samplers, and options of items and anchors."""
 
 from __future__ import annotations
 

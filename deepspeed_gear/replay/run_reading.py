@@ -1,4 +1,4 @@
-"""Readings of a running job from outside: what its stores hold, and how far its ranks are.
+"""Readings of a running job from outside: which job is meant, its stores, its ranks' progress.
 
 The stores are mapped read-only and no lock is taken, so that a reading neither delays nor changes
 the job. Counters are read one by one: a reading is not of one moment. What a reader must not mix,

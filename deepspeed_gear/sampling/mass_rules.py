@@ -1,4 +1,4 @@
-"""Mass rules: masses of items by anchors, weights, conditions and age windows; decay of priorities.
+"""Mass rules: anchors that trajectories admit; masses by weights, conditions, ages; decay.
 
 In C++: ops/csrc/common.
 """
