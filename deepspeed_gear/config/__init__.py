@@ -1,7 +1,7 @@
 """The `gear` section of ds_config.json: its options and all checks on them."""
 
-from deepspeed_gear.config.batch_sizes import batch_sizes as batch_sizes
-from deepspeed_gear.config.batch_sizes import refuse_batch_sizes as refuse_batch_sizes
+from deepspeed_gear.config.ds_batch_sizes import batch_sizes as batch_sizes
+from deepspeed_gear.config.ds_batch_sizes import refuse_batch_sizes as refuse_batch_sizes
 from deepspeed_gear.config.field_resolution import check_against as check_against
 from deepspeed_gear.config.gear_config import GearConfig as GearConfig
 from deepspeed_gear.config.gear_config import parse as parse

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.config.batch_sizes import SIZES
 from deepspeed_gear.config.cross_checks import check_options
+from deepspeed_gear.config.ds_batch_sizes import SIZES
 from deepspeed_gear.config.option_errors import config_error
 from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.config.recipes import expand

@@ -14,6 +14,7 @@ import deepspeed
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import GearConfig, gear_config, parse, refuse_batch_sizes
+from deepspeed_gear.config.ds_batch_sizes import check_elasticity
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps
@@ -149,7 +150,7 @@ def _checked_section(config: Any) -> GearConfig:
     """Parse and check the gear section of a ds_config or its file, before an engine is made."""
     given = gear_config.load(config)
     section = _parsed(given.get("gear") if isinstance(given, Mapping) else None)
-    deepspeed_compat.check_elasticity(given)
+    check_elasticity(given)
     refuse_batch_sizes(section)
     return section
 
@@ -201,7 +202,7 @@ def _replay_for(
         ConfigError: The section is missing or wrong, or the engine does not suit it.
     """
     section = _parsed(engine.config.get("gear") if config is None else gear_config.read(config)[0])
-    deepspeed_compat.check_elasticity(engine.config)
+    check_elasticity(engine.config)
     _check_start(engine, checkpoint)
     if section.pack is not None:
         packed_steps.check_gradients(engine, section.pack)

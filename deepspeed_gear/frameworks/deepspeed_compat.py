@@ -7,7 +7,7 @@ tests/unit/frameworks/test_deepspeed_compat.py checks them against the installed
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,18 +116,6 @@ def model_states(folder: Path) -> list[Path]:
     """List the files in the folder of a checkpoint's tag that hold client states."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_mp_rank_*_model_states.pt")
     return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-
-
-def check_elasticity(config: Mapping[str, Any]) -> None:
-    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself.
-
-    Newer versions do not have it.
-    """
-    section = config.get("elasticity")
-    if section is not None and (not isinstance(section, Mapping) or section.get("enabled", True)):
-        rule = "must not be a section of the DeepSpeed config beside gear"
-        remedy = "leave it out; torchrun --max-restarts starts ranks again, on any number of nodes"
-        raise ConfigError("elasticity", rule, None, remedy)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Constants that Python and C++ share: layouts of records, specs, trees; a test compares them."""
+"""Constants that Python and C++ share: bounds of masses, layouts of records, specs and trees."""
 
 from __future__ import annotations
 

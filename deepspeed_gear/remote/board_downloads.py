@@ -1,4 +1,4 @@
-"""Downloads of a policy board's versions through a gateway: copies, their readers, and chunks."""
+"""The gateway's side of a policy board: copies of its versions, their readers, and chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeviceReplay: a replay whose tables lie in the memory of one device; steps need no host."""
+"""DeviceReplay: a replay with tables in one device's memory; its `check` of refused inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of a rollout batch: its loss mask, stored columns, and those that the program fills."""
+"""Columns of a rollout batch: loss mask, sequences of the loss, stored and filled columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch sizes: those of ds_config or of the section, and the micro batches derived from them."""
+"""Batch sizes: those of ds_config (not by `elasticity`) or of the section, and micro batches."""
 
 from __future__ import annotations
 
@@ -62,3 +62,15 @@ def refuse_batch_sizes(config: GearOptions) -> None:
         Part("gear", config).leave_out(
             option, "with an engine or a ds_config", f"use {of_the_engine} of ds_config.json"
         )
+
+
+def check_elasticity(config: Mapping[str, Any]) -> None:
+    """Refuse DeepSpeed's elastic training, which chooses batch sizes itself.
+
+    Newer versions do not have it.
+    """
+    section = config.get("elasticity")
+    if section is not None and (not isinstance(section, Mapping) or section.get("enabled", True)):
+        rule = "must not be a section of the DeepSpeed config beside gear"
+        remedy = "leave it out; torchrun --max-restarts starts ranks again, on any number of nodes"
+        raise ConfigError("elasticity", rule, None, remedy)
