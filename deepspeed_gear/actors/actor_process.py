@@ -39,7 +39,7 @@ class ActorJob:
     policy: Any
     attach: Mapping[str, Any]  # arguments of `TrajectoryWriter.attach`
     board: str | None  # name of the policy board
-    seed: int  # seed of the first environment of the first actor
+    seed: int  # seed of its first environment
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,6 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
         envs = gymnasium_module().make_vec(job.env, num_envs=job.num_envs)
     else:
         envs = imported(job.env, "env")(job.num_envs)
-    # The seed of the first environment: gymnasium gives the next ones to the others.
-    seed = job.seed + job.index * job.num_envs
     returns = deque[float](maxlen=_LAST)
     num_episodes = 0
     num_steps = 0
@@ -139,9 +137,11 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     board = None
     try:
         board = None if job.board is None else PolicyBoard.attach(name=job.board)
-        act: Act = imported(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
+        act: Act = imported(job.policy, "policy")(
+            Actor(job.index, job.count, job.seed, envs, board)
+        )
         writer = TrajectoryWriter.attach(**job.attach, check=check)
-        for num_steps, ended in _steps(writer, envs, act, seed):  # noqa: B007
+        for num_steps, ended in _steps(writer, envs, act, job.seed):  # noqa: B007
             returns.extend(ended)
             num_episodes += len(ended)
             check()

@@ -194,8 +194,10 @@ def start_actors(
             )
         attach = {"name": store.memory.path.name}
     name = None if board is None else board.name
+    # With 2 actors of 3 environments and seed 5: 5, 6, 7 and 8, 9, 10. gymnasium counts on from the
+    # seed of the first one.
     jobs = [
-        ActorJob(i, num_actors, env, num_envs, policy, attach, name, seed)
+        ActorJob(i, num_actors, env, num_envs, policy, attach, name, seed + i * num_envs)
         for i in range(num_actors)
     ]
     return Actors(jobs, run)

@@ -13,6 +13,24 @@ from typing import NamedTuple
 import numpy as np
 
 
+def shareable_steps(mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return how many first steps each trajectory may share: those before its first loss place.
+
+    The last step is never shared. With the mask [0, 0, 1, 1, 0, 0, 0], the starts [0, 4] and the
+    lengths [4, 3], they are [2, 2].
+
+    Args:
+        mask: Loss mask of the trajectories, one after the other. [tokens], bool.
+        starts: First place of each trajectory. [n], int64.
+        lengths: Steps of each trajectory. [n], int64.
+    Returns:
+        [n], int64.
+    """
+    actions = np.append(mask.nonzero()[0], len(mask))
+    first_action = actions[np.searchsorted(actions, starts)]
+    return np.asarray(np.minimum(first_action - starts, lengths - 1))
+
+
 class Prefixes(NamedTuple):
     """Prefixes that trajectories share with another one, their leader.
 

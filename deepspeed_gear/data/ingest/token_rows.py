@@ -1,4 +1,4 @@
-"""Conversations and responses in rows as token ids, loss masks, log-probabilities and rewards.
+"""Rows of conversations and responses: token ids, loss masks, rewards, numbers of groups.
 
 TRL, verl and NeMo-RL write such rows. A row becomes the columns `tokens`, `loss_mask` and `logp`,
 with a row per token, and the values `reward` and `prompt_id` of the trajectory, from which

@@ -16,7 +16,7 @@ from deepspeed_gear.batching.pack_rows import (
     PackShape,
     RolloutTrajectories,
 )
-from deepspeed_gear.batching.prefixes import CommonPrefixes
+from deepspeed_gear.batching.prefixes import CommonPrefixes, shareable_steps
 from deepspeed_gear.errors import ConfigError, FieldError
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.packed.rollout_context import MASK, RolloutContext
@@ -150,9 +150,7 @@ class RolloutColumns:
             return None
         trajectories = self.trajectories
         item = trajectories.item
-        actions = np.append(self.stored_mask.nonzero()[0], trajectories.num_tokens)
-        first_action = actions[np.searchsorted(actions, trajectories.starts)]
-        bound = np.minimum(first_action - trajectories.starts, trajectories.lengths - 1)
+        bound = shareable_steps(self.stored_mask, trajectories.starts, trajectories.lengths)
         # Nothing after the largest bound of an item, and the token that is predicted there, counts.
         most = np.zeros(trajectories.num_items, np.int64)
         np.maximum.at(most, item, bound)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_gear.batching.pack_rows import PackShape
-from deepspeed_gear.batching.prefixes import CommonPrefixes, Prefixes
+from deepspeed_gear.batching.prefixes import CommonPrefixes, Prefixes, shareable_steps
 
 ALL = 1 << 40
 Tree = tuple[list[list[int]], list[int], list[int]]
@@ -202,3 +202,10 @@ def test_a_chain_is_as_deep_as_it_is_long(count: int) -> None:
     lengths = lengths_of(tree)
     shape = PackShape(lengths, int((lengths - prefixes.steps).sum()), 0, 0, prefixes)
     assert len(shape.places(count - 1)) == count + 1
+
+
+def test_steps_before_the_first_loss_place_may_be_shared() -> None:
+    mask = np.array([0, 0, 1, 1, 0, 0, 0, 1], bool)
+    starts = np.array([0, 4, 7])
+    lengths = np.array([4, 3, 1])
+    assert shareable_steps(mask, starts, lengths).tolist() == [2, 2, 0]
