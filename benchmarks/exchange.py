@@ -27,6 +27,7 @@ from peers.interface import fresh_priorities
 from torch.distributed import rpc
 
 from deepspeed_gear import Replay
+from deepspeed_gear.sampling.batch_sizes import TRAIN
 
 LEAST_RATE = 0.9
 LEAST_SPEEDUP = 3.0
@@ -65,9 +66,9 @@ class Shared:
         for number in range(rank * part, (rank + 1) * part):
             self.replay.add(load.make(number))
         dist.barrier()
-        channel = self.replay._parts.links._channels.get(True)
-        assert channel is not None, "this rank exchanges nothing: the ranks are on one node"
-        self.link = channel
+        link = self.replay._parts.links._links.get(TRAIN)
+        assert link is not None, "this rank exchanges nothing: the ranks are on one node"
+        self.link = link.channel
 
     def watch(self) -> Watch:
         """Measure the exchange of rows from now on."""
@@ -187,7 +188,7 @@ class Owner:
         self._replay = Replay(load.steps_section(batch, PRIORITIZED), group, {"main": load.schema})
         for trajectory in load.trajectories():
             self._replay.add(trajectory)
-        self._reports = self._replay._priorities._masses_of("main").reports
+        self._reports = self._replay._priorities.masses_of("main").reports
 
     def sample(self) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, torch.Tensor]:
         """Return a batch: its fields, its weights, and what its update needs."""
