@@ -1,4 +1,4 @@
-"""The policy board: publishes a node's newest parameters in shared memory, and loads them."""
+"""The policy board: a node's newest policy parameters; publishing, waiting for it, and loading."""
 
 from __future__ import annotations
 
